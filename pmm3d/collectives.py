@@ -1,0 +1,179 @@
+"""All-gather, reduce-scatter, all-reduce, all-to-all and ring shift, as generators of MPI requests.
+
+MPI moves bytes and the array library adds: every type works, sums run in rank order and so are bitwise the same on
+every rank and in every run, and low precision is added up in float32. Each part goes straight from its owner to its
+reader (pairwise messages), which on one node is twice as fast as the nonblocking collectives of MPI.
+
+In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
+cut into parts, and `counts` are the rows of each rank's part. Without counts the ranks tell each other first and
+raise LayoutError, all of them, if their arrays do not fit together. In the volumes below |whole| are the bytes of all
+parts and G is the size of the axis.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import ExitStack
+
+import numpy as np
+
+from .arrays import NumpyLibrary, itemsize, sum_in_order
+from .errors import LayoutError
+from .layout import offsets, part_sizes
+
+SMALL_BYTES = 2**16
+
+
+def all_gather(link, library, part, out=None, counts=None):
+    """Every rank's part, one after the other, on every rank. Each rank receives |whole| - |part| bytes.
+
+    `part` may be the place in `out` where it belongs.
+    """
+    if counts is None:
+        headers = yield from _compare(link, library, part)
+        counts = [int(header[0]) for header in headers]
+    if out is None:
+        out = library.empty((sum(counts), *part.shape[1:]), library.dtype(part))
+    places = _parts(out, counts)
+    exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
+                             [(peer, places[peer]) for peer in link.peers()])  # fmt: skip
+    requests = next(exchange)
+    own = places[link.rank]
+    if part.shape[0] and library.address(own) != library.address(part):
+        own[...] = part
+    yield requests
+    yield from exchange
+    return out
+
+
+def reduce_scatter(link, library, whole, out=None, counts=None, beta=0, agreed=True):
+    """out = beta out + the sum over the ranks of this rank's part of their arrays, in rank order.
+
+    Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows.
+    `out` may be strided if it is 2D.
+    """
+    if counts is None:
+        counts = part_sizes(whole.shape[0], link.size)
+        agreed = False
+    if not agreed:
+        yield from _compare(link, library, whole, same_rows=True)
+    if out is None:
+        out = library.empty((counts[link.rank], *whole.shape[1:]), library.dtype(whole))
+    yield from _reduce_scatter(link, library, _flat2d(whole), _flat2d(out), counts, beta)
+    return out
+
+
+def _reduce_scatter(link, library, whole, out, counts, beta):
+    places = _parts(whole, counts)
+    own = places[link.rank]
+    with ExitStack() as borrowed:
+        received = {
+            peer: borrowed.enter_context(link.workspace.borrow(own.shape, library.dtype(whole), library))
+            for peer in link.peers()
+        }
+        yield from link.exchange(library, [(peer, places[peer]) for peer in link.peers()], list(received.items()))
+        received[link.rank] = own
+        sum_in_order(library, [received[rank] for rank in range(link.size)], out, beta)
+
+
+def all_reduce(link, library, array, out=None, agreed=False):
+    """The sum over the ranks of their arrays, in rank order, on every rank. `out` may be `array`.
+
+    Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather); up to 64 KiB in all, every rank
+    receives the others' arrays and adds them itself: (G-1) |array| bytes in one step.
+    """
+    if not agreed:
+        yield from _compare(link, library, array, same_rows=True)
+    if out is None:
+        out = library.empty(tuple(array.shape), library.dtype(array))
+    flat, flat_out = array.reshape(-1), out.reshape(-1)
+    size, dtype = flat.shape[0], library.dtype(array)
+    small = size * itemsize(dtype) * link.size <= SMALL_BYTES
+    counts = [size] * link.size if small else part_sizes(size, link.size)
+    if small:
+        with link.workspace.borrow((link.size, size), dtype, library) as every:
+            yield from all_gather(link, library, flat, every.reshape(-1), counts)
+            sum_in_order(library, [every[rank][None, :] for rank in range(link.size)], flat_out[None, :])
+        return out
+    with link.workspace.borrow((counts[link.rank],), dtype, library) as total:
+        yield from _reduce_scatter(link, library, _flat2d(flat), _flat2d(total), counts, 0)
+        yield from all_gather(link, library, total, flat_out, counts)
+    return out
+
+
+def all_to_all(link, library, array, out=None, counts=None, received=None):
+    """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
+
+    counts     rows for each rank; ceil or floor of rows / G if left out
+    received   rows from each rank, if the caller knows them
+    """
+    if counts is None:
+        counts = part_sizes(array.shape[0], link.size)
+    if received is None:
+        headers = yield from _compare(link, library, array, counts=counts)
+        received = [int(header[2 + link.rank]) for header in headers]
+    if out is None:
+        out = library.empty((sum(received), *array.shape[1:]), library.dtype(array))
+    places, landing = _parts(array, counts), _parts(out, received)
+    exchange = link.exchange(library, [(peer, places[peer]) for peer in link.peers()],
+                             [(peer, landing[peer]) for peer in link.peers()])  # fmt: skip
+    requests = next(exchange)
+    if counts[link.rank]:
+        landing[link.rank][...] = places[link.rank]
+    yield requests
+    yield from exchange
+    return out
+
+
+def shift(link, library, array, by=1, out=None, agreed=False):
+    """Ring shift: rank r's array goes to rank r + by, each rank returns that of rank r - by; rows may differ.
+
+    agreed   the caller knows that `out` has the shape of what arrives
+    """
+    source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
+    if not agreed:
+        headers = yield from _compare(link, library, array, counts=[by])
+        shape = (int(headers[source][0]), *array.shape[1:])
+        if out is None:
+            out = library.empty(shape, library.dtype(array))
+        elif tuple(out.shape) != shape:
+            raise LayoutError(f"shift: out has shape {tuple(out.shape)}, rank {source} of the axis sends {shape}")
+    if source == link.rank:
+        out[...] = array
+        return out
+    yield from link.exchange(library, [(target, array)], [(source, out)])
+    return out
+
+
+def _compare(link, library, array, *, same_rows=False, counts=()):
+    """Generator: tell each other rows, trailing dims, dtype and counts; returns every rank's (rows, kind, *counts).
+
+    Bytes of this are not the payload's: they are not in the ledger.
+    """
+    kind = f"{tuple(array.shape[1:])} {library.dtype(array)}"
+    mine = np.array([array.shape[0], zlib.crc32(kind.encode()), *counts], np.int64)
+    before = link.record.sent, link.record.received
+    everyone = yield from all_gather(link, NumpyLibrary(), mine, counts=[len(mine)] * link.size)
+    link.record.sent, link.record.received = before
+    headers = everyone.reshape(link.size, len(mine))
+    if len(set(headers[:, 1])) > 1 or (same_rows and len(set(headers[:, 0])) > 1):
+        rows = ", ".join(f"{header[0]}{'' if header[1] == mine[1] else ' (of another kind)'}" for header in headers)
+        raise LayoutError(
+            f"{link.record}: the ranks' arrays do not fit together. Rows of each rank of the axis: {rows}; "
+            f"here each row is {kind}. Trailing dims and dtype must be the same"
+            + (", and the rows too" if same_rows else "")
+        )
+    return headers
+
+
+def _parts(array, counts) -> list:
+    starts = offsets(counts)
+    return [array[start:stop] for start, stop in zip(starts, starts[1:])]
+
+
+def _flat2d(array):
+    return array if array.ndim == 2 else array.reshape(array.shape[0], -1) if array.size else _empty2d(array)
+
+
+def _empty2d(array):
+    return array.reshape(array.shape[0], 0) if array.shape[0] else array.reshape(0, 1)

@@ -1,0 +1,152 @@
+"""What was moved and waited for: bytes, calls and seconds per axis and phase; the log; the Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LOG = logging.getLogger("pmm3d")
+
+
+class Key(NamedTuple):
+    axis: str
+    phase: str
+    operation: str
+
+
+@dataclass
+class Entry:
+    """Totals of one operation on one axis in one phase. Bytes are payload; `waited` and `computed` are seconds."""
+
+    calls: int = 0
+    sent: int = 0
+    received: int = 0
+    waited: float = 0.0
+    computed: float = 0.0
+
+    def __iadd__(self, other: Entry) -> Entry:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+@dataclass
+class Record:
+    """One collective of this rank, from its start to its end."""
+
+    key: Key
+    number: int
+    members: tuple[int, ...]
+    begun: float
+    sent: int = 0
+    received: int = 0
+    waited: float = 0.0
+
+    def __str__(self) -> str:
+        phase = f" ({self.key.phase})" if self.key.phase else ""
+        return f"{self.key.operation} #{self.number} on axis {self.key.axis}{phase}"
+
+
+@dataclass
+class Ledger:
+    """Belongs to a Grid; every rank keeps its own.
+
+    rank      of this process in the grid's communicator
+    log       whether each collective is logged (logger "pmm3d", level INFO)
+    trace     whether each collective and each GEMM is kept for `chrome_events`
+    """
+
+    rank: int = 0
+    log: bool = False
+    trace: bool = False
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    _phase: str = ""
+    _events: list[dict] = field(default_factory=list)
+    _origin: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def phase(self, name: str):
+        """Collectives begun in this context belong to the phase."""
+        outer, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = outer
+
+    @contextmanager
+    def computing(self, operation: str):
+        """Time in this context is computation."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            entry = self._entry(Key("", self._phase, operation))
+            entry.calls += 1
+            entry.computed += ended - begun
+            if self.trace:
+                self._event(operation, "compute", begun, ended, {"phase": self._phase})
+
+    def begin(self, axis: str, operation: str, number: int, members) -> Record:
+        return Record(Key(axis, self._phase, operation), number, members, time.perf_counter())
+
+    def end(self, record: Record) -> None:
+        """Count a collective that has ended."""
+        self._entry(record.key).__iadd__(Entry(1, record.sent, record.received))
+        if self.log:
+            LOG.info("rank %d: %s: sent %d, received %d bytes", self.rank, record, record.sent, record.received)
+        if self.trace:
+            details = {"number": record.number, "sent": record.sent, "received": record.received,
+                       "phase": record.key.phase}  # fmt: skip
+            self._event(record.key.operation, f"axis {record.key.axis}", record.begun, time.perf_counter(), details)
+
+    def waited(self, record: Record, begun: float) -> None:
+        """Count the time since `begun` as waiting for this collective."""
+        ended = time.perf_counter()
+        record.waited += ended - begun
+        self._entry(record.key).waited += ended - begun
+        if self.trace:
+            self._event(f"wait {record.key.operation}", "wait", begun, ended, {"number": record.number})
+
+    def total(self, axis: str | None = None, phase: str | None = None, operation: str | None = None) -> Entry:
+        """Sum of the entries that match."""
+        total = Entry()
+        for key, entry in self.entries.items():
+            if all(wanted is None or wanted == have for wanted, have in zip((axis, phase, operation), key)):
+                total += entry
+        return total
+
+    def phases(self) -> list[str]:
+        """Names of the phases seen, in order of their first use."""
+        return list(dict.fromkeys(key.phase for key in self.entries))
+
+    def reset(self) -> None:
+        self.entries.clear()
+        self._events.clear()
+
+    def chrome_events(self) -> list[dict]:
+        """The kept events of this rank in Chrome's trace format (chrome://tracing, ui.perfetto.dev)."""
+        return self._events
+
+    def _entry(self, key: Key) -> Entry:
+        return self.entries.setdefault(key, Entry())
+
+    def _event(self, name: str, track: str, begun: float, ended: float, details: dict) -> None:
+        self._events.append(
+            {"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
+             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6}  # fmt: skip
+        )
+
+
+def write_chrome_trace(path, ranks_events: list[list[dict]]) -> None:
+    """One file from the events of all ranks: a process per rank, a track per axis, one for computing, one for waits."""
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(len(ranks_events))
+    ]
+    with open(path, "w") as file:
+        json.dump({"traceEvents": names + [event for events in ranks_events for event in events]}, file)

@@ -1,0 +1,42 @@
+"""Environment variables, in one place. Arguments of `Grid` take precedence over them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+
+def _variable(name: str, default, kind, meaning: str):
+    def read():
+        text = os.environ.get(name)
+        if text is None or text == "":
+            return default
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{name}={text!r} is not {meaning}") from None
+
+    return field(default_factory=read, metadata={"variable": name, "default": default, "meaning": meaning})
+
+
+def _switch(text: str) -> bool:
+    known = {"0": False, "1": True, "off": False, "on": True, "no": False, "yes": True}
+    try:
+        return known[text.lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; read once, when a Grid is made."""
+
+    timeout: float = _variable(
+        "PMM3D_TIMEOUT", 600.0, float, "seconds (a number) after which a collective that does not end is reported"
+    )
+    log: bool = _variable("PMM3D_LOG", False, _switch, "0 or 1: log each collective of each rank to stderr")
+    trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
+    check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
+    device_transport: str = _variable(
+        "PMM3D_DEVICE_TRANSPORT", "auto", str, "auto, direct or staged: how device memory reaches MPI"
+    )
