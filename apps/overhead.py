@@ -1,0 +1,65 @@
+"""What Python costs: CPU time of a 64 x 64 x 64 product on each rank, and how much of it is MPI's and the BLAS's.
+
+    python -m pmm3d.launcher -n 8 apps/overhead.py
+
+CPU time of the whole product is taken without a profiler. The waits, in which MPI is asked again and again while other
+ranks have the core, and the GEMM are timed in further runs; what remains, posting of messages included, is pmm3d's.
+"""
+
+import time
+from statistics import median
+
+from mpi4py import MPI
+
+from pmm3d import DistMatrix, Grid, Layout, blas, matmul, progress
+
+SIZE, REPEAT = 64, 200
+
+
+def cpu_of_product(comm, a, b, c) -> list[float]:
+    times = []
+    for _ in range(REPEAT):
+        comm.Barrier()
+        begun = time.thread_time()
+        matmul(a, b, out=c)
+        times.append(time.thread_time() - begun)
+    return times
+
+
+def cpu_inside(owner, name: str, comm, a, b, c) -> float:
+    """Median CPU seconds of one product that pass inside the function owner.name, replaced for these runs only."""
+    function, spent = getattr(owner, name), [0.0]
+
+    def timed(*arguments):
+        begun = time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            spent[0] += time.thread_time() - begun
+
+    setattr(owner, name, timed)
+    try:
+        cpu_of_product(comm, a, b, c)
+    finally:
+        setattr(owner, name, function)
+    return spent[0] / REPEAT
+
+
+def main() -> None:
+    comm = MPI.COMM_WORLD
+    with Grid(comm, "auto", product=(SIZE,) * 3) as grid:
+        a = DistMatrix.random(grid, (SIZE, SIZE), seed=1, layout=Layout.A)
+        b = DistMatrix.random(grid, (SIZE, SIZE), seed=2, layout=Layout.B)
+        c = a @ b
+        whole = median(cpu_of_product(comm, a, b, c))
+        waits = cpu_inside(progress.Engine, "wait", comm, a, b, c)
+        gemm = cpu_inside(blas, "gemm", comm, a, b, c)
+        everyone = comm.gather((whole, waits, gemm, whole - waits - gemm))
+        if comm.rank == 0:
+            print(f"{SIZE} cubed on {comm.size} ranks, grid {grid.shape}: CPU ms of one product, worst rank")
+            for name, column in zip(("all", "waiting in MPI", "GEMM", "pmm3d's own, and posting"), zip(*everyone)):
+                print(f"  {name:26} {1e3 * max(column):.3f}")
+
+
+if __name__ == "__main__":
+    main()

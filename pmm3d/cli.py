@@ -1,0 +1,161 @@
+"""The command `pmm3d`. Run it under mpiexec or srun; rank 0 speaks for all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from . import machine
+from .launcher import task_rank
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    help="Distributed matrix products by the 3D algorithm. Run under mpiexec or srun: "
+         "python -m pmm3d.launcher -n 8 -m pmm3d bench",
+)  # fmt: skip
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def main() -> None:
+    """Entry point: sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage."""
+    machine.set_blas_environment()
+    if task_rank(os.environ) > 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    app()
+
+
+@app.callback()
+def _pmm3d() -> None:
+    """Commands take the same options on all ranks."""
+
+
+def _one_of(*choices: str):
+    def check(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+@app.command()
+def bench(
+    m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
+    n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
+    k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
+    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: every grid of "
+                                           "this many ranks, compared.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".", callback=_one_of(*DTYPES))] = "float64",
+    array: Annotated[str, typer.Option(help="Whose arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
+    transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
+                                           callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed products; the median counts.")] = 7,
+    verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
+                                             "exact; none.",
+                                        callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
+    panels: Annotated[Optional[int], typer.Option(min=1, help="Panels, so that communication runs under the GEMM. "
+                                                              "Left out: 1 on one node, 4 across nodes.")] = None,
+    max_workspace: Annotated[Optional[int], typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures here; a list for --grid all.")] = None,
+    plot: Annotated[Optional[Path], typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
+    trace: Annotated[Optional[Path], typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
+    timeout: Annotated[Optional[float], typer.Option(help="Seconds after which a collective that hangs is reported "
+                                                          "(600).")] = None,
+) -> None:  # fmt: skip
+    """Time C = A B on all ranks, verify it, and say how far from the limit it is.
+
+    The limit is the ranks' cores times the rate of the same BLAS on one core, measured in the same run with a product
+    of the same proportions. Bytes that each axis moved stand beside the model's and the lower bound for any algorithm.
+
+    [bold]Examples[/]
+
+    pmm3d bench                                        4096 cubed, float64
+
+    pmm3d bench --m 65536 --n 512 --k 512 --dtype float32
+
+    pmm3d bench --grid all --plot grids.png            which grid is the fastest here?
+    """
+    sys.stderr = sys.__stderr__
+    from mpi4py import MPI
+
+    from . import cost, report
+    from .bench import Case, run
+    from .errors import Pmm3dError
+
+    comm = MPI.COMM_WORLD
+    case = Case(m, n, k, dtype, array, transpose, repeat, verify, panels, max_workspace)
+    shapes = [shape[:3] for shape in cost.ranked_grids((m, n, k), comm.size, dtype)] if grid == "all" else [grid]
+    try:
+        _writable(comm, json, plot, trace)
+        results = _run_all(run, case, comm, shapes, trace, timeout)
+    except Pmm3dError as error:
+        _fail(comm, error)
+    if comm.rank == 0:
+        console = _console(sys.stdout)
+        if len(results) == 1:
+            report.print_result(results[0], console)
+        else:
+            report.print_sweep(results, console)
+        if json:
+            report.write_json(results, str(json))
+        if plot:
+            report.plot(results, str(plot))
+        for written in filter(None, (json, plot, trace)):
+            console.print(f"wrote {written}")
+    if verify != "none" and not all(result.verified for result in results):
+        raise typer.Exit(1)
+
+
+def _run_all(run, case, comm, shapes, trace, timeout):
+    """The results of the case on each grid, with a progress bar on rank 0 that is drawn between products only."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
+                        TimeElapsedColumn(), console=_console(sys.stderr), auto_refresh=False, transient=True,
+                        disable=comm.rank != 0)  # fmt: skip
+    stages = case.repeat + 4
+    results = []
+    with progress:
+        bar = progress.add_task("benchmark", total=stages * len(shapes), stage="")
+        for shape in shapes:
+
+            def tell(stage: str) -> None:
+                progress.update(bar, advance=1, stage=stage)
+                progress.refresh()
+
+            results.append(run(case, comm, shape, tell=tell, trace=trace and str(trace), timeout=timeout))
+    return results
+
+
+def _console(stream):
+    from rich.console import Console
+
+    return Console(file=stream, width=None if stream.isatty() else 110, highlight=False)
+
+
+def _writable(comm, *paths) -> None:
+    """Fail on every rank, before the work, if a file cannot be written on rank 0."""
+    from .errors import Pmm3dError
+
+    problem = None
+    if comm.rank == 0:
+        for path in filter(None, paths):
+            folder = path.resolve().parent
+            if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+                problem = f"cannot write {path}: {folder} is not a folder that can be written"
+    problem = comm.bcast(problem)
+    if problem:
+        raise Pmm3dError(problem)
+
+
+def _fail(comm, error) -> None:
+    """The same error on all ranks is said once."""
+    comm.Barrier()
+    if comm.rank == 0:
+        print(f"pmm3d: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    raise typer.Exit(2)

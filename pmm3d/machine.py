@@ -1,0 +1,134 @@
+"""What the program runs on: CPU, BLAS and its kernel, MPI, hosts and cores. Importing this loads neither numpy nor MPI."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
+WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """vendor ("AuthenticAMD"), name, and the instruction sets that /proc/cpuinfo lists."""
+
+    vendor: str
+    name: str
+    flags: frozenset[str]
+
+    @property
+    def has_avx512(self) -> bool:
+        return self.flags >= AVX512
+
+
+def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
+    """The first processor of the machine; empty fields where the system does not tell."""
+    fields = {}
+    try:
+        for line in Path(cpuinfo).read_text().splitlines():
+            key, _, value = line.partition(":")
+            if not line.strip():
+                break
+            fields[key.strip()] = value.strip()
+    except OSError:
+        pass
+    return Cpu(fields.get("vendor_id", ""), fields.get("model name", platform.processor()),
+               frozenset(fields.get("flags", "").split()))  # fmt: skip
+
+
+def better_kernel(processor: Cpu) -> str | None:
+    """The OPENBLAS_CORETYPE for a CPU that OpenBLAS takes for a lesser one: AMD with AVX-512, taken for AVX2."""
+    return "SkylakeX" if processor.vendor == "AuthenticAMD" and processor.has_avx512 else None
+
+
+def set_blas_environment(environment=os.environ) -> None:
+    """Choose OpenBLAS's kernel unless the user did. Before numpy is loaded; OpenBLAS reads it once."""
+    kernel = better_kernel(cpu())
+    if kernel:
+        environment.setdefault("OPENBLAS_CORETYPE", kernel)
+
+
+@dataclass(frozen=True)
+class Blas:
+    """A BLAS that is loaded, as threadpoolctl sees it."""
+
+    name: str
+    version: str
+    kernel: str
+    threads: int
+
+    def advice(self, processor: Cpu) -> str | None:
+        """What to do if it uses a lesser kernel than the CPU could run."""
+        kernel = better_kernel(processor)
+        if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
+            return None
+        return (f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
+                "Python starts (the pmm3d command does)")  # fmt: skip
+
+
+def loaded_blas() -> Blas:
+    """The BLAS of SciPy, which does the products on the host."""
+    import scipy.linalg.cython_blas  # noqa: F401
+    from threadpoolctl import threadpool_info
+
+    found = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    scipy_first = sorted(found, key=lambda library: "scipy_openblas-" not in library["filepath"])
+    if not scipy_first:
+        return Blas("unknown", "", "", 0)
+    library = scipy_first[0]
+    return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
+                library["num_threads"])  # fmt: skip
+
+
+def cores() -> frozenset[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class Host:
+    """One node of the job: its name, the ranks on it, and how many cores they have between them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    cores: int
+
+
+def hosts(comm, threads: int) -> list[Host]:
+    """The nodes of a communicator (collective). Cores: those that the ranks are bound to, at most their threads."""
+    places = comm.allgather((socket.gethostname(), cores()))
+    names = list(dict.fromkeys(name for name, _ in places))
+    found = []
+    for name in names:
+        ranks = tuple(rank for rank, place in enumerate(places) if place[0] == name)
+        usable = frozenset().union(*(places[rank][1] for rank in ranks))
+        found.append(Host(name, ranks, min(len(usable), len(ranks) * max(1, threads))))
+    return found
+
+
+def mpi_name() -> str:
+    """Library and version of the MPI in use."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+
+
+def peak_memory() -> int:
+    """Bytes of the largest resident size of this process so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_memory() -> int:
+    """Bytes resident now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,152 @@
+"""What the outer pytest and the ranks share: marks, options, parametrisation, order, fixtures."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpi_runner import outer
+from mpi_runner.script_job import ScriptJobs
+
+RANK_PLUGIN = "mpi-rank"  # inside.RankPlugin.__name__
+NO_RANKS = "the fixture {!r} needs @pytest.mark.parallel([1, 2, ...]) on the test, its class or its module"
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("mpi", "tests on several MPI ranks")
+    group.addoption(
+        "--mpi-deadline", type=float, default=30.0, metavar="S", help="seconds a parallel test may take (default 30)"
+    )
+    group.addoption("--ranks", type=int, metavar="N", help="run only the parallel tests, and only on N ranks")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
+    config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
+    _configure_hypothesis(inside=_rank_plugin(config) is not None)
+    if _rank_plugin(config) is None:
+        _keep_mpi_off()
+        config.pluginmanager.register(outer.OuterPlugin(config), "mpi-outer")
+
+
+def _rank_plugin(config):
+    """This rank's half of the plugin; None in the outer pytest."""
+    return config.pluginmanager.get_plugin(RANK_PLUGIN)
+
+
+def _keep_mpi_off():
+    """Let test modules import mpi4py.MPI in the outer pytest without starting MPI."""
+    try:
+        import mpi4py
+    except ImportError:
+        return
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+
+
+def _configure_hypothesis(inside):
+    """Every rank must draw the same examples, so nothing may depend on chance, time or a database.
+
+    Nor may ranks go separate ways once an example fails on some of them, so there they do not shrink it.
+    """
+    try:
+        from hypothesis import HealthCheck, Phase, settings
+    except ImportError:
+        return
+    settings.register_profile(
+        "one-process",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.register_profile(
+        "ranks",
+        settings.get_profile("one-process"),
+        phases=[Phase.explicit, Phase.generate],
+        report_multiple_bugs=False,
+    )
+    settings.load_profile("ranks" if inside else "one-process")
+
+
+def process_grids(nranks: int) -> list[tuple[int, int, int]]:
+    """Every (gx, gy, gz) with gx * gy * gz == nranks."""
+    divisors = [d for d in range(1, nranks + 1) if nranks % d == 0]
+    return [(x, y, nranks // (x * y)) for x in divisors for y in divisors if nranks % (x * y) == 0]
+
+
+def pytest_generate_tests(metafunc):
+    """One item per rank count and, if the test asks for grid_shape, per process grid."""
+    mark = metafunc.definition.get_closest_marker("parallel")
+    if mark is None:
+        return
+    rank = _rank_plugin(metafunc.config)
+    counts = [n for n in _rank_counts(mark) if rank is None or n == rank.nranks]
+    if "nranks" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("nranks")
+    if "grid_shape" in metafunc.fixturenames:
+        values = [(n, shape) for n in counts for shape in process_grids(n)]
+        ids = ["n{}-{}x{}x{}".format(n, *shape) for n, shape in values]
+        metafunc.parametrize("nranks,grid_shape", values, ids=ids, indirect=True, scope="session")
+    else:
+        metafunc.parametrize("nranks", counts, ids=[f"n{n}" for n in counts], indirect=True, scope="session")
+
+
+def _rank_counts(mark) -> list[int]:
+    counts = mark.args[0] if len(mark.args) == 1 else None
+    if isinstance(counts, int):
+        counts = [counts]
+    if not counts or not all(isinstance(n, int) and n > 0 for n in counts):
+        raise pytest.UsageError(f"write @pytest.mark.parallel([1, 2, 6]), not parallel{mark.args}")
+    return list(counts)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Tests in one process first, then rank count by rank count, otherwise in the order written."""
+    only = config.getoption("ranks")
+    if only is not None:
+        config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) != only])
+        items[:] = [item for item in items if outer.rank_count(item) == only]
+    items.sort(key=outer.rank_count)
+
+
+@pytest.fixture(scope="session")
+def nranks(request):
+    """The number of ranks the test runs on."""
+    if not hasattr(request, "param"):
+        raise pytest.UsageError(NO_RANKS.format("nranks"))
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def grid_shape(request):
+    """(gx, gy, gz), with as many processes as the test has ranks."""
+    if not hasattr(request, "param"):
+        raise pytest.UsageError(NO_RANKS.format("grid_shape"))
+    return request.param
+
+
+@pytest.fixture
+def comm(request):
+    """A communicator of all ranks for this test alone, so that no message of another test is in it."""
+    rank = _rank_plugin(request.config)
+    if rank is None:
+        raise pytest.UsageError(NO_RANKS.format("comm"))
+    return rank.comm
+
+
+@pytest.fixture
+def shared_path(request):
+    """An empty folder, the same on every rank."""
+    rank = _rank_plugin(request.config)
+    if rank is None:
+        raise pytest.UsageError(NO_RANKS.format("shared_path"))
+    return rank.shared_path()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Runs the text of a script on some ranks: job(4, text, "argument", timeout=60, env={})."""
+    jobs = ScriptJobs(tmp_path)
+    yield jobs.run
+    jobs.end()

@@ -1,0 +1,65 @@
+"""What can still be said of a test whose ranks crashed or hung."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Mapping
+
+from _pytest.reports import TestReport
+
+from mpi_runner import merge
+from mpi_runner.world import World
+
+
+def last_words(
+    world: World, trouble: str, failed: Mapping[int, TestReport] | None = None, finished: Collection[int] = ()
+) -> merge.RankFailures:
+    """Tracebacks of the ranks that failed, stacks of those still in the test, and what mpiexec said.
+
+    To be called while the job, if it still runs, has not been ended: a stack is asked for by signal.
+    """
+    nranks = world.nranks
+    gone = [] if world.process.poll() is not None else world.gone()
+    stacks = {rank: readable(text) for rank, text in world.stacks().items() if rank not in finished and text}
+    parts = [(f"stack, {ranks}", text) for ranks, text in merge.group(stacks, nranks)]
+    if failed:
+        trouble = f"{merge.name_ranks(failed, nranks)} failed, and {trouble}"
+        tracebacks = merge.group({rank: report.longrepr for rank, report in failed.items()}, nranks)
+        parts = [(f"traceback, {ranks}", text) for ranks, text in tracebacks] + parts
+    if gone:
+        trouble += f"; {merge.name_ranks(gone, nranks)} ended without a word"
+    said = world.said()
+    if said:
+        parts.append(("what the job wrote meanwhile", said))
+    return merge.RankFailures(trouble, parts)
+
+
+def readable(stacks: str) -> str:
+    """faulthandler's text without the frames of Hypothesis, and of pytest below the test."""
+    lines, below_test = [], False
+    for line in stacks.splitlines():
+        is_frame = line.startswith("  File")
+        below_test = is_frame and (below_test or bool(re.search(r"_pytest[/\\]python\.py", line)))
+        if not below_test and not (is_frame and re.search(r"site-packages[/\\]hypothesis[/\\]", line)):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def failure(item, start: float, longrepr, phase: str = "call") -> list[TestReport]:
+    """The three reports of a test that failed in one phase, made up here because no rank could."""
+    stop = time.time()
+    return [
+        TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords={name: 1 for name in item.keywords},
+            outcome="failed" if when == phase else "passed",
+            longrepr=longrepr if when == phase else None,
+            when=when,
+            duration=stop - start if when == phase else 0.0,
+            start=start,
+            stop=stop,
+        )
+        for when in merge.PHASES
+    ]

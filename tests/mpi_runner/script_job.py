@@ -1,0 +1,87 @@
+"""The fixture `job`: a script under mpiexec, as a child with a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpi_runner.leftovers import remove_leftovers
+from pmm3d import launcher
+
+
+# Put before each script: what a rank prints arrives as whole lines, not mixed with those of other ranks.
+WHOLE_LINES = "import sys; [f.reconfigure(line_buffering=True, write_through=False) for f in (sys.stdout, sys.stderr)]\n"
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended, with what all its ranks wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class ScriptJobs:
+    """Runs scripts one after the other in a folder, and ends the one under way if the test ends."""
+
+    SPARE = 10.0  # seconds that pmm3d.launcher, which keeps the time limit, may take beyond it
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.number = 0
+        self.process = None
+        self.started = time.time()
+
+    def run(self, ranks: int, script: str, *args, timeout: float = 60, env=None) -> JobResult:
+        """Run the script on that many ranks. A job still running after timeout fails the test.
+
+        The time limit is kept by pmm3d.launcher in a process of its own, so it holds even if this one is killed.
+        """
+        self.number += 1
+        name = f"job{self.number}"
+        path = self.folder / f"{name}.py"
+        path.write_text(WHOLE_LINES + textwrap.dedent(script))
+        command = [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks), "--timeout", str(timeout)]
+        start = time.monotonic()
+        with open(path.with_suffix(".out"), "w+") as out, open(path.with_suffix(".err"), "w+") as err:
+            self.process = subprocess.Popen(
+                [*command, str(path), *map(str, args)], stdout=out, stderr=err, env=_environment(env), cwd=self.folder
+            )
+            returncode = self._wait(timeout)
+            result = JobResult(returncode, _text(out), _text(err), time.monotonic() - start)
+        if returncode == launcher.TIMED_OUT:
+            pytest.fail(f"{name} did not end within {timeout:g} s.\nstdout:\n{result.stdout}\nstderr:\n{result.stderr}")
+        return result
+
+    def _wait(self, timeout: float) -> int:
+        try:
+            return self.process.wait(timeout + self.SPARE)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return launcher.TIMED_OUT
+
+    def end(self) -> None:
+        """End what still runs."""
+        if self.process is not None:
+            launcher.end_job(self.process, grace=5.0)
+            remove_leftovers(self.started)
+
+
+def _environment(changes) -> dict[str, str]:
+    environ = dict(os.environ)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return environ | {name: str(value) for name, value in (changes or {}).items()}
+
+
+def _text(file) -> str:
+    file.seek(0)
+    return file.read()

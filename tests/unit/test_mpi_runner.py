@@ -1,0 +1,299 @@
+"""The MPI test plugin, tried on small test folders in a pytest of their own."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from mpi_runner import merge
+from mpi_runner.plugin import process_grids
+
+CONFTEST = 'pytest_plugins = ("mpi_runner.plugin",)'
+
+GOOD = """
+import os
+import pytest
+from hypothesis import given, strategies as st
+
+pytestmark = pytest.mark.parallel([1, 3])
+
+def test_sum(comm, nranks):
+    assert comm.allreduce(1) == nranks
+
+def test_every_grid(comm, grid_shape):
+    gx, gy, gz = grid_shape
+    assert gx * gy * gz == comm.size
+
+def test_shared_path_is_shared_and_tmp_path_is_not(comm, shared_path, tmp_path):
+    (shared_path / str(comm.rank)).touch()
+    comm.barrier()
+    assert len(os.listdir(shared_path)) == comm.size == len(set(comm.allgather(tmp_path)))
+
+@given(n=st.integers(), x=st.floats(allow_nan=False))
+def test_ranks_draw_the_same(comm, n, x):
+    assert comm.allgather((n, x)) == comm.size * [(n, x)]
+
+def test_skipped(comm):
+    pytest.skip("for a reason")
+
+@pytest.mark.xfail
+def test_known_bug(comm):
+    assert comm.size == 0
+
+@pytest.mark.parallel([2])
+class TestOfAClass:
+    def test_nearest_mark_wins(self, comm):
+        assert comm.size == 2
+"""
+
+ONE_PROCESS = """
+def test_mpi_is_not_started():
+    from mpi4py import MPI
+    assert not MPI.Is_initialized()
+
+def test_comm_needs_the_mark(comm):
+    pass
+"""
+
+BAD = """
+import os
+import signal
+import pytest
+from hypothesis import given, strategies as st
+
+pytestmark = pytest.mark.parallel([3])
+
+def test_one_rank_fails(comm):
+    print("rank", comm.rank, "was here")
+    assert comm.rank != 1, "not me"
+
+def test_all_ranks_fail(comm):
+    assert comm.size == 0
+
+def test_skipped_on_one_rank(comm):
+    if comm.rank == 0:
+        pytest.skip("only here")
+
+@pytest.mark.deadline(20)
+@given(st.integers(0, 1000))
+def test_hypothesis_fails_on_one_rank(comm, n):
+    comm.barrier()
+    assert comm.rank != 1 or n < 100
+
+def test_one_rank_raises_while_others_wait(comm):
+    print("about to wait")
+    if comm.rank == 1:
+        raise ValueError("raised on one rank")
+    comm.barrier()
+
+def test_next_after_hang(comm):
+    comm.barrier()
+
+@pytest.mark.deadline(1)
+def test_all_ranks_hang(comm):
+    comm.recv(source=(comm.rank + 1) % comm.size)
+
+def test_killed(comm):
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()
+
+def test_exits(comm):
+    if comm.rank == 1:
+        os._exit(3)
+    comm.barrier()
+
+def test_next_after_crash(comm):
+    comm.barrier()
+
+def test_breaks_the_end_of_the_job(comm):
+    if comm.rank == 1:
+        import atexit
+        atexit.register(os._exit, 5)
+"""
+
+
+class Outcomes:
+    """What an inner pytest run reported, from its junit file."""
+
+    def __init__(self, folder: Path, process: subprocess.CompletedProcess):
+        self.returncode = process.returncode
+        self.output = process.stdout
+        self.of = {}
+        self.text = {}
+        if (folder / "junit.xml").exists():
+            for case in ElementTree.parse(folder / "junit.xml").iter("testcase"):
+                children = [child for child in case if child.tag in ("failure", "error", "skipped")]
+                self.of[case.get("name")] = children[0].tag if children else "passed"
+                self.text[case.get("name")] = "\n".join(child.text or "" for child in case)
+
+
+def run_pytest(folder: Path, *arguments: str, env=None, **files: str) -> Outcomes:
+    """Run pytest with the plugin on these test modules, in a folder of their own."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "--junitxml=junit.xml", "-o", "junit_logging=all", "--color=no", *arguments],
+        cwd=folder,
+        env=environ | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return Outcomes(folder, process)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return run_pytest(tmp_path_factory.mktemp("good"), "-v", test_good=GOOD, test_one_process=ONE_PROCESS)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    start = time.monotonic()
+    outcomes = run_pytest(tmp_path_factory.mktemp("bad"), "--mpi-deadline=2", test_bad=BAD)
+    outcomes.seconds = time.monotonic() - start
+    return outcomes
+
+
+def test_a_test_runs_once_per_rank_count(good):
+    names = [name for name in good.of if name.startswith(("test_sum", "test_nearest"))]
+    assert names == ["test_sum[n1]", "test_nearest_mark_wins[n2]", "test_sum[n3]"]
+    assert {good.of[name] for name in names} == {"passed"}
+
+
+def test_a_test_runs_once_per_process_grid(good):
+    names = [name for name in good.of if name.startswith("test_every_grid")]
+    assert names == [f"test_every_grid[{grid}]" for grid in ("n1-1x1x1", "n3-1x1x3", "n3-1x3x1", "n3-3x1x1")]
+    assert {good.of[name] for name in names} == {"passed"}
+
+
+def test_process_grids_are_complete():
+    for n in (1, 2, 6, 8, 12):
+        cube = range(1, n + 1)
+        assert process_grids(n) == [(x, y, z) for x in cube for y in cube for z in cube if x * y * z == n]
+
+
+def test_folders_and_drawn_examples(good):
+    assert good.of["test_shared_path_is_shared_and_tmp_path_is_not[n3]"] == "passed"
+    assert good.of["test_ranks_draw_the_same[n3]"] == "passed"
+
+
+def test_skip_and_xfail_are_reported_as_such(good):
+    assert good.of["test_skipped[n3]"] == "skipped"
+    assert "SKIPPED (for a reason)" in good.output
+    assert re.search(r"test_known_bug\[n3\] XFAIL", good.output)
+
+
+def test_tests_in_one_process_do_not_start_mpi(good):
+    assert good.of["test_mpi_is_not_started"] == "passed"
+    assert "the fixture 'comm' needs @pytest.mark.parallel" in good.text["test_comm_needs_the_mark"]
+
+
+def test_failure_on_one_rank_names_it(bad):
+    text = bad.text["test_one_rank_fails[n3]"]
+    assert "failed on rank 1 of 3" in text and "not me" in text
+    assert text.count('assert comm.rank != 1, "not me"') == 1
+    assert "rank 2 was here" in text
+
+
+def test_same_failure_on_all_ranks_is_shown_once(bad):
+    text = bad.text["test_all_ranks_fail[n3]"]
+    assert "failed on all 3 ranks" in text
+    assert text.count("assert comm.size == 0") == 1
+
+
+def test_skip_on_some_ranks_is_a_failure(bad):
+    assert "skipped on rank 0 of 3 but not on the others" in bad.text["test_skipped_on_one_rank[n3]"]
+
+
+def test_hypothesis_failure_on_one_rank_does_not_hang(bad):
+    text = bad.text["test_hypothesis_fails_on_one_rank[n3]"]
+    assert "failed on all 3 ranks" in text and "assert (1 != 1 or" in text
+
+
+def test_hang_shows_traceback_and_stacks_and_output(bad):
+    text = bad.text["test_one_rank_raises_while_others_wait[n3]"]
+    assert "rank 1 of 3 failed, and ranks 0, 2 of 3 did not finish the test within 2 s" in text
+    assert "traceback, rank 1 of 3" in text and "raised on one rank" in text
+    assert "stack, ranks 0, 2 of 3" in text and "in test_one_rank_raises_while_others_wait" in text
+    assert "about to wait" in text
+
+
+def test_hang_of_all_ranks_ends_at_the_mark(bad):
+    text = bad.text["test_all_ranks_hang[n3]"]
+    assert "all 3 ranks did not finish the test within 1 s" in text
+    assert "stack, all 3 ranks" in text and "in test_all_ranks_hang" in text
+
+
+def test_dead_rank_fails_its_test_only(bad):
+    assert "the job ended with status" in bad.text["test_killed[n3]"]
+    assert re.search(r"(?i)killed|signal 9", bad.text["test_killed[n3]"])
+    assert "the job ended with status" in bad.text["test_exits[n3]"]
+
+
+def test_the_rest_runs_after_hang_and_crash(bad):
+    assert bad.of["test_next_after_hang[n3]"] == "passed"
+    assert bad.of["test_next_after_crash[n3]"] == "passed"
+    assert bad.seconds < 50
+
+
+def test_a_job_that_breaks_after_its_last_test_is_noticed(bad):
+    assert "after its last test" in bad.text["test_breaks_the_end_of_the_job[n3]"]
+
+
+def test_selection_works_as_usual(tmp_path):
+    outcomes = run_pytest(tmp_path, "-x", "test_bad.py::test_one_rank_fails[n3]", "test_bad.py", test_bad=BAD)
+    assert outcomes.of == {"test_one_rank_fails[n3]": "failure"}
+    outcomes = run_pytest(tmp_path, "-k", "grid and 3x1", "--ranks=3", test_good=GOOD)
+    assert outcomes.of == {"test_every_grid[n3-1x3x1]": "passed", "test_every_grid[n3-3x1x1]": "passed"}
+
+
+def test_no_mpiexec_is_one_clear_error_per_test(tmp_path):
+    outcomes = run_pytest(tmp_path, "-k", "sum", env={"PMM3D_MPIEXEC": "no-such-mpiexec"}, test_good=GOOD)
+    assert outcomes.of == {"test_sum[n1]": "failure", "test_sum[n3]": "failure"}
+    assert "no-such-mpiexec" in outcomes.text["test_sum[n3]"]
+
+
+def test_malformed_mark_is_refused(tmp_path):
+    text = "import pytest\n@pytest.mark.parallel(1, 2)\ndef test_it(comm): pass\n"
+    assert "write @pytest.mark.parallel([1, 2, 6])" in run_pytest(tmp_path, test_mark=text).output
+
+
+def test_job_runs_a_script_on_every_rank(job):
+    script = """
+        import sys
+        from mpi4py import MPI
+        rank = MPI.COMM_WORLD.rank
+        print("rank", rank, *sys.argv[1:])
+        print("error", rank, file=sys.stderr)
+        sys.exit(3)
+    """
+    result = job(2, script, "argument", env={"SOME": 1})
+    assert sorted(result.stdout.splitlines())[:2] == ["rank 0 argument", "rank 1 argument"]
+    assert "error 0" in result.stderr and "error 1" in result.stderr
+    assert result.returncode != 0
+
+
+def test_job_that_hangs_fails_the_test_with_what_it_said(job):
+    script = """
+        from mpi4py import MPI
+        print("before")
+        if MPI.COMM_WORLD.rank == 0:
+            MPI.COMM_WORLD.recv(source=1)
+    """
+    with pytest.raises(pytest.fail.Exception, match="(?s)did not end within 2 s.*before"):
+        job(2, script, timeout=2)
+
+
+def test_equal_texts_are_grouped_whatever_their_addresses():
+    texts = {0: "at 0x12ab", 1: "FailedElsewhere", 2: "at 0xff"}
+    assert merge.group(texts, 3) == [("ranks 0, 2 of 3", "at 0x12ab"), ("rank 1 of 3", "FailedElsewhere")]
