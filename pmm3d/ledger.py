@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-LOG = logging.getLogger("pmm3d")
 
 
 class Key(NamedTuple):
@@ -56,7 +54,7 @@ class Ledger:
     """Belongs to a Grid; every rank keeps its own.
 
     rank      of this process in the grid's communicator
-    log       whether each collective is logged (logger "pmm3d", level INFO)
+    log       whether each collective is logged to stderr when it ends
     trace     whether each collective and each GEMM is kept for `chrome_events`
     """
 
@@ -98,7 +96,8 @@ class Ledger:
         """Count a collective that has ended."""
         self._entry(record.key).__iadd__(Entry(1, record.sent, record.received))
         if self.log:
-            LOG.info("rank %d: %s: sent %d, received %d bytes", self.rank, record, record.sent, record.received)
+            print(f"pmm3d: rank {self.rank}: {record}: sent {record.sent:,}, received {record.received:,} bytes",
+                  file=sys.stderr, flush=True)  # fmt: skip
         if self.trace:
             details = {"number": record.number, "sent": record.sent, "received": record.received,
                        "phase": record.key.phase}  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from .errors import Pmm3dError
+
 
 def _variable(name: str, default, kind, meaning: str):
     def read():
@@ -14,7 +16,7 @@ def _variable(name: str, default, kind, meaning: str):
         try:
             return kind(text)
         except ValueError:
-            raise ValueError(f"{name}={text!r} is not {meaning}") from None
+            raise Pmm3dError(f"{name}={text!r} is not understood; it means {meaning}") from None
 
     return field(default_factory=read, metadata={"variable": name, "default": default, "meaning": meaning})
 
@@ -32,7 +34,7 @@ class Settings:
     """What the environment asks for; read once, when a Grid is made."""
 
     timeout: float = _variable(
-        "PMM3D_TIMEOUT", 600.0, float, "seconds (a number) after which a collective that does not end is reported"
+        "PMM3D_TIMEOUT", 600.0, float, "a number: seconds after which a collective that does not end is reported"
     )
     log: bool = _variable("PMM3D_LOG", False, _switch, "0 or 1: log each collective of each rank to stderr")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")

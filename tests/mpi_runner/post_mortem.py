@@ -31,7 +31,7 @@ def last_words(
         trouble += f"; {merge.name_ranks(gone, nranks)} ended without a word"
     said = world.said()
     if said:
-        parts.append(("what the job wrote meanwhile", said))
+        parts.append(("what the job wrote last", said))
     return merge.RankFailures(trouble, parts)
 
 

@@ -56,6 +56,7 @@ class World:
     def wait(self, index: int) -> str | None:
         """Wait for test `index` on all ranks. None if each has reported, else what went wrong."""
         failed_since = None
+        # What was written before a look that finds this test unfinished cannot come from the next one.
         unfinished = self.written_before
         while True:
             ended = self.process.poll() is not None
