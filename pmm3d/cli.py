@@ -135,7 +135,8 @@ def _run_all(run, case, comm, shapes, trace, timeout):
 def _console(stream):
     from rich.console import Console
 
-    return Console(file=stream, width=None if stream.isatty() else 110, highlight=False)
+    columns = os.environ.get("COLUMNS", "")
+    return Console(file=stream, highlight=False, width=int(columns) if columns.isdecimal() else None)
 
 
 def _writable(comm, *paths) -> None:

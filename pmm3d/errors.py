@@ -16,7 +16,7 @@ class GridError(Pmm3dError):
 
 
 class LauncherError(GridError):
-    """The launcher started more tasks than the communicator has ranks: N separate worlds of one rank."""
+    """There is no usable mpiexec, or it belongs to another MPI: it started N separate worlds of one rank."""
 
 
 class LayoutError(Pmm3dError, ValueError):

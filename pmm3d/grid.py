@@ -19,6 +19,7 @@ from .errors import DisagreementError, GridError, LauncherError, Pmm3dError
 from .launcher import tasks_in_environment
 from .layout import AXES, GridShape, parse_shape
 from .ledger import Ledger, write_chrome_trace
+from .machine import mpi_name
 from .progress import Engine, Pending, Watch
 from .settings import Settings
 from .transport import Link, Transport
@@ -260,7 +261,7 @@ def _check_launcher(comm) -> None:
         tasks, variable = announced
         raise LauncherError(
             f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: it belongs to "
-            f"another MPI than mpi4py's ({MPI.Get_library_version().splitlines()[0].strip()}). Use the mpiexec "
+            f"another MPI than mpi4py's ({mpi_name()}). Use the mpiexec "
             "beside this Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI"
         )
 

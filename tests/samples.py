@@ -1,0 +1,42 @@
+"""Integer matrices, so that sums and products are exact in every type, in every array library."""
+
+import numpy as np
+from mpi_runner.plugin import process_grids
+
+from pmm3d.arrays import library_named
+from pmm3d.layout import Layout
+
+RANKS = [1, 2, 3, 4, 6, 8]
+LIBRARIES = ("numpy", "torch", "standin")
+"""The names of `library_named`; "standin" is tests/standin.py, with cupy's names over host memory."""
+
+TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))
+TRANSPOSED_B = Layout(rows=("x", "z"), cols=("y",))
+"""A matrix in these layouts is, transposed, in Layout.A and in Layout.B without moving."""
+
+
+def integers(shape, dtype="float64", seed=0, low=-4, high=4) -> np.ndarray:
+    """Random integers of a type; complex ones in both parts; float32 stands for bfloat16."""
+    random = np.random.default_rng([seed, *shape])
+    values = random.integers(low, high, shape, endpoint=True)
+    if np.dtype(host_dtype(dtype)).kind == "c":
+        values = values + 1j * random.integers(low, high, shape, endpoint=True)
+    return values.astype(host_dtype(dtype))
+
+
+def host_dtype(dtype: str) -> str:
+    return "float32" if dtype == "bfloat16" else dtype
+
+
+def to_library(array: np.ndarray, library: str = "numpy", dtype: str | None = None):
+    """A copy of a numpy array in that library."""
+    return library_named(library).from_numpy(array.copy(), dtype or array.dtype.name)
+
+
+def to_numpy(array, library: str = "numpy") -> np.ndarray:
+    return np.asarray(library_named(library).to_numpy(array))
+
+
+def grids_of(nranks: int, data=(1,)) -> list[tuple[tuple[int, int, int], int]]:
+    """Every (shape, data) of that many ranks, for those sizes of the data axis that divide it."""
+    return [(shape, size) for size in data if nranks % size == 0 for shape in process_grids(nranks // size)]

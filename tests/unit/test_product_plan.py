@@ -1,0 +1,223 @@
+"""pmm3d.product: the plan's bytes, steps and work arrays, for every rank of grids of up to 64 ranks, without MPI."""
+
+from itertools import product as combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmm3d import LayoutError, MemoryLimitError, cost
+from pmm3d.layout import GridShape, Layout, offsets
+from pmm3d.product import ROLES, Operand, ProductPlan, plan_product
+
+DIMS = list(combinations((0, 1, -1), (0, 1, -1), (0, -1)))
+UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0)]
+
+grids = st.builds(GridShape, *[st.integers(1, 4)] * 3)
+plans = st.builds(
+    lambda size, dtype, grid, roles, dims, steps, panels: ProductPlan(*size, dtype, grid, roles, *dims, steps, panels),
+    st.tuples(*[st.integers(0, 40)] * 3),
+    st.sampled_from(["float16", "float64", "complex128"]),
+    grids,
+    st.sampled_from(ROLES),
+    st.sampled_from(DIMS),
+    st.integers(1, 9),
+    st.integers(1, 4),
+)
+
+
+def ranks_of(plan):
+    return [plan.grid.coords(rank) for rank in range(plan.grid.size)]
+
+
+def total(plan, figure):
+    """The sum over all ranks, by axis."""
+    found = [figure(coords) for coords in ranks_of(plan)]
+    return {axis: sum(rank[axis] for rank in found) for axis in "xyz"}
+
+
+def assert_what_is_sent_arrives(plan):
+    assert total(plan, plan.bytes_sent) == total(plan, plan.bytes_received)
+
+
+def test_what_is_sent_arrives_on_every_grid():
+    for ranks in range(1, 65):
+        for index, grid in enumerate(cost.grids(ranks)):
+            turn = ranks + index
+            size, dims = UNEVEN[turn % len(UNEVEN)], DIMS[turn % len(DIMS)]
+            for roles in ROLES if ranks <= 12 else [ROLES[turn % len(ROLES)]]:
+                assert_what_is_sent_arrives(ProductPlan(*size, "float64", grid, roles, *dims))
+
+
+@given(plans)
+def test_what_is_sent_arrives_whatever_is_sharded(plan):
+    assert_what_is_sent_arrives(plan)
+
+
+def indices(slices):
+    return [index for low, high in slices for index in range(low, high)]
+
+
+@given(plans)
+def test_the_steps_pass_through_the_contracted_range_once(plan):
+    for coords in ranks_of(plan):
+        local = plan.on_rank(coords)
+        taken = [indices(local.slices(step)) for step in range(plan.steps)]
+        assert sorted(index for step in taken for index in step) == list(range(local.depth))
+        assert [len(step) for step in taken] == [local.step_depth(step) for step in range(plan.steps)]
+
+
+def indices_by_owner(plan, coords, axis, own, part_sizes):
+    """The contracted indices that each rank along an axis says it brings to a step, in the block's count."""
+    owners = [coords._replace(**{axis: index}) for index in range(getattr(plan.grid, axis))]
+    return [
+        [start + index for index in indices(own(plan.on_rank(owner)))]
+        for owner, start in zip(owners, offsets(part_sizes))
+    ]
+
+
+@given(plans)
+def test_owners_bring_what_the_others_expect(plan):
+    """The ranks along an axis, each from its own place, agree on who brings which indices to a step."""
+    m_axis, _, n_axis = plan.roles
+    for coords in ranks_of(plan)[:: max(1, plan.grid.size // 5)]:
+        local = plan.on_rank(coords)
+        for step in range(plan.steps):
+            slices = indices(local.slices(step))
+            if plan.a == 1:
+                found = indices_by_owner(plan, coords, n_axis, lambda rank: rank.a_own(step), local._a_parts)
+                assert sum(found, []) == slices
+                assert [len(part) for part in found] == local.a_counts(step)
+            else:
+                assert indices(local.a_own(step)) == slices and sum(local.a_counts(step)) == local.rows
+            if plan.b == 0:
+                found = indices_by_owner(plan, coords, m_axis, lambda rank: rank.b_own(step), local._b_parts)
+                assert sum(found, []) == slices
+                assert [len(part) for part in found] == local.b_counts(step)
+            else:
+                assert indices(local.b_own(step)) == slices and sum(local.b_counts(step)) == local.cols
+
+
+@given(plans)
+def test_the_fullest_rank_is_found_at_the_corners(plan):
+    assert plan.workspace == max(plan.on_rank(coords).workspace for coords in ranks_of(plan))
+
+
+@given(plans)
+def test_panels_of_c_are_its_columns(plan):
+    local = plan.on_rank(GridShape(0, 0, 0, 0))
+    edges = [local.panel(index) for index in range(plan.panels)]
+    assert indices(edges) == list(range(local.cols))
+
+
+def planned(size, grid, **options):
+    m, n, k = size
+    return plan_product(Operand((m, k), Layout.A), Operand((k, n), Layout.B), None, "float64", grid, **options)
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 2), (1, 1, 6), (3, 1, 2), (2, 3, 1), (4, 1, 4)], ids=str)
+@pytest.mark.parametrize("size", [(96, 80, 120), (31, 47, 53)], ids=str)
+def test_max_workspace_is_kept_with_the_fewest_steps(grid, size):
+    grid = GridShape(*grid)
+    unlimited = planned(size, grid).workspace
+    kept = []
+    for limit in range(0, unlimited + 2000, 997):
+        try:
+            plan = planned(size, grid, max_workspace=limit)
+        except MemoryLimitError as error:
+            assert f"{limit:,} bytes" in str(error) and f"{unlimited:,} bytes" in str(error)
+            assert not kept
+        else:
+            assert plan.workspace <= limit
+            fewer = ProductPlan(*size, "float64", grid, plan.roles, plan.a, plan.b, plan.c, plan.steps - 1, plan.panels)
+            assert plan.steps == 1 or fewer.workspace > limit
+            kept.append(plan.steps)
+    assert kept and kept == sorted(kept, reverse=True) and kept[-1] == 1
+
+
+def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
+    grid = GridShape(2, 2, 2)
+    partial_sums = 8 * (32 * 32 + 16 * 32)
+    with pytest.raises(MemoryLimitError, match="max_workspace is 100 bytes.*with as many steps along k as there can be"):
+        planned((64, 64, 64), grid, max_workspace=100)
+    assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 64).steps == 32
+
+
+@pytest.mark.parametrize("roles", ROLES, ids="".join)
+def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(roles):
+    grid = GridShape(2, 3, 2)
+    for dims in DIMS:
+        native = ProductPlan(24, 24, 24, "float32", grid, roles, *dims)
+        a, b, c = (Operand((24, 24), layout) for layout in (native.a_layout, native.b_layout, native.c_layout))
+        plan = plan_product(a, b, c, "float32", grid)
+        found = [layout.on(grid) for layout in (plan.a_layout, plan.b_layout, plan.c_layout)]
+        assert found == [operand.layout.on(grid) for operand in (a, b, c)]
+
+
+def test_adjoints_of_a_product_need_nothing_moved():
+    grid = GridShape(3, 2, 4)
+    a, b, c = Operand((8, 9), Layout.A), Operand((9, 7), Layout.B), Operand((8, 7), Layout.C)
+    for first, second, out in ((c, b.T, a), (a.T, c, b), (b.T, a.T, c.T)):
+        plan = plan_product(first, second, out if out.order == "C" else None, "float64", grid)
+        assert plan.a_layout == first.layout and plan.b_layout == second.layout
+        assert plan.c_layout == out.layout
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 2), (1, 8, 1), (4, 4, 4), (2, 3, 5)], ids=str)
+def test_volumes_of_sizes_that_divide(grid):
+    grid = GridShape(*grid)
+    m, n, k = size = 120, 240, 360
+    plan = planned(size, grid)
+    blocks = {
+        "x": m * k // (grid.z * grid.y),
+        "y": m * n // (grid.z * grid.x),
+        "z": k * n // (grid.y * grid.x),
+    }
+    for coords in ranks_of(plan):
+        received, sent = plan.bytes_received(coords), plan.bytes_sent(coords)
+        for axis in "xyz":
+            extent = getattr(grid, axis)
+            assert extent * received[axis] == 8 * (extent - 1) * blocks[axis]
+        assert sent == received
+        assert received == pytest.approx(cost.volumes(size, grid, "float64"))
+
+
+def test_a_replicated_product_is_reduced_for_everyone():
+    grid = GridShape(1, 4, 1)
+    whole = plan_product(Operand((8, 8), Layout.A), Operand((8, 8), Layout.B), Operand((8, 8), Layout()), "float32", grid)
+    assert whole.c == -1
+    assert whole.bytes_received(GridShape(0, 0, 0, 0))["y"] == 4 * 2 * 3 * 8 * 8 // 4
+
+
+@pytest.mark.parametrize(
+    "size, ranks",
+    [((4096, 4096, 4096), 8), ((1024, 1024, 32768), 8), ((65536, 512, 512), 8), ((512, 65536, 512), 8),
+     ((8192, 8192, 128), 16), ((768, 768, 768), 27), ((2048, 2048, 2048), 64), ((100, 100, 100), 1)],
+)  # fmt: skip
+def test_the_best_grid_attains_the_lower_bound(size, ranks):
+    plan = planned(size, cost.best_grid(size, ranks))
+    assert plan.grid.size == ranks
+    for coords in ranks_of(plan):
+        assert sum(plan.bytes_received(coords).values()) == pytest.approx(cost.lower_bound(size, ranks))
+
+
+@given(st.tuples(*[st.integers(1, 300)] * 3), grids)
+def test_no_grid_is_below_the_lower_bound(size, grid):
+    received = [sum(planned(size, grid).bytes_received(coords).values()) for coords in ranks_of(planned(size, grid))]
+    divisible = all(extent % grid.size == 0 for extent in size)
+    assert not divisible or max(received) >= cost.lower_bound(size, grid.size) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "a, b, c, panels, message",
+    [
+        ((4, 5), (6, 3), None, 1, "A is 4 x 5 and B is 6 x 3"),
+        ((4, 5), (5, 3), (3, 4), 1, "out is 3 x 4; A B is 4 x 3"),
+        ((4, 5), (5, 3), None, 0, "panels is a number of at least 1; got 0"),
+        ((4, 5), (5, 3), None, 2.0, "panels is a number of at least 1; got 2.0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(a, b, c, panels, message):
+    out = c and Operand(c, Layout.C)
+    with pytest.raises(LayoutError, match=message):
+        plan_product(Operand(a, Layout.A), Operand(b, Layout.B), out, "float64", GridShape(1, 1, 2), panels=panels)
