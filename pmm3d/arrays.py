@@ -1,11 +1,9 @@
 """One face for numpy, torch and cupy arrays. Arithmetic goes through each library's own names (array-api-compat);
-what differs is here: allocation, addresses, synchronisation, the GEMM with accumulation. And the Workspace."""
+what differs is here: allocation, addresses, synchronisation, the GEMM with accumulation."""
 
 from __future__ import annotations
 
 import sys
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -85,8 +83,8 @@ class NumpyLibrary:
         """Fill an array from the bytes in flat uint8 host memory."""
         array.reshape(-1).view("uint8")[...] = host
 
-    def gemm(self, a, b, c, alpha, beta, work: Workspace) -> None:
-        """C = alpha A B + beta C. float16 is widened to float32, multiplied, and rounded once."""
+    def gemm(self, a, b, c, alpha, beta, work) -> None:
+        """C = alpha A B + beta C, with work arrays from the Workspace `work`. float16 is widened to float32, multiplied, and rounded once."""
         if self.dtype(a) == "float16":
             _widened_gemm(self, a, b, c, alpha, beta, work)
         else:
@@ -254,7 +252,7 @@ class PinnedHost(NumpyLibrary):
         return self.of.pinned_bytes(shape[0])
 
 
-def _widened_gemm(library, a, b, c, alpha, beta, work: Workspace) -> None:
+def _widened_gemm(library, a, b, c, alpha, beta, work) -> None:
     """float16 operands through float32 copies; C is float16 or a float32 accumulator."""
     with work.borrow(a.shape, "float32", library) as wide_a, work.borrow(b.shape, "float32", library) as wide_b:
         wide_a[...] = a
@@ -268,7 +266,7 @@ def _widened_gemm(library, a, b, c, alpha, beta, work: Workspace) -> None:
             c[...] = wide_c
 
 
-def _rounded_gemm(library, a, b, c, alpha, beta, work: Workspace) -> None:
+def _rounded_gemm(library, a, b, c, alpha, beta, work) -> None:
     """Low-precision product, rounded once, added to a float32 accumulator C."""
     with work.borrow(c.shape, library.dtype(a), library) as product:
         library.gemm(a, b, product, 1, 0, work)
@@ -359,60 +357,3 @@ def _sum_chunk(library, parts, out, beta) -> None:
     add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         add(out, part, out=out)
-
-
-class Workspace:
-    """Work arrays that are used again and again: first touch of fresh memory costs more than the copy into it.
-
-    A returned buffer serves the next request of about its size, so a steady state allocates nothing.
-
-    allocated   bytes held, in use or not
-    """
-
-    def __init__(self):
-        self._free: dict = {}
-        self._lock = threading.Lock()
-        self.allocated = 0
-
-    def take(self, shape, dtype: str, library):
-        """(array, ticket): an array with arbitrary contents, and what `give` wants back."""
-        nbytes = prod(shape) * itemsize(dtype)
-        with self._lock:
-            flat = self._reuse(nbytes, self._free.setdefault(library, []))
-        if flat is None:
-            flat = library.empty((nbytes,), "uint8")
-            self.allocated += nbytes
-        return library.view(flat, shape, dtype), (library, flat)
-
-    def _reuse(self, nbytes: int, free: list):
-        """The smallest free buffer that fits and is not far too large. If there is none, the largest of the smaller
-        ones is dropped: a larger one takes its place."""
-        sizes = [flat.shape[0] for flat in free]
-        fitting = [size for size in sizes if nbytes <= size <= max(4 * nbytes, 2**20)]
-        if fitting:
-            return free.pop(sizes.index(min(fitting)))
-        smaller = [size for size in sizes if size < nbytes]
-        if smaller:
-            self.allocated -= free.pop(sizes.index(max(smaller))).shape[0]
-        return None
-
-    def give(self, ticket) -> None:
-        library, flat = ticket
-        with self._lock:
-            self._free[library].append(flat)
-
-    @contextmanager
-    def borrow(self, shape, dtype: str, library):
-        """As a context: the array, given back at its end."""
-        array, ticket = self.take(shape, dtype, library)
-        try:
-            yield array
-        finally:
-            self.give(ticket)
-
-    def clear(self) -> None:
-        """Forget the buffers that are not in use."""
-        with self._lock:
-            for free in self._free.values():
-                self.allocated -= sum(flat.shape[0] for flat in free)
-                free.clear()

@@ -10,11 +10,12 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from . import cost, machine, verify
-from .arrays import Workspace, library_named
+from .arrays import library_named
 from .grid import Grid
 from .layout import GridShape, Layout
 from .matrix import DistMatrix
 from .multiply import matmul, plan_for
+from .workspace import Workspace
 
 CORE_FLOP = 2 * 2048**3
 CORE_REPEATS = 5

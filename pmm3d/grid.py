@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from . import collectives, cost
-from .arrays import Workspace, is_contiguous, library_of
+from .arrays import is_contiguous, library_of
 from .errors import DisagreementError, GridError, LauncherError, Pmm3dError
 from .launcher import tasks_in_environment
 from .layout import AXES, GridShape, parse_shape
@@ -23,6 +23,7 @@ from .machine import mpi_name
 from .progress import Engine, Pending, Watch
 from .settings import Settings
 from .transport import Link, Transport
+from .workspace import Workspace
 
 LARGEST_TAG = 2**15 - 1
 ABORT_PATIENCE = 3.0

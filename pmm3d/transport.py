@@ -11,8 +11,9 @@ from math import prod
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import DeviceLibrary, Workspace, itemsize, library_named
+from .arrays import DeviceLibrary, itemsize, library_named
 from .errors import Pmm3dError
+from .workspace import Workspace
 
 LARGEST_MESSAGE = 2**30
 _LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "HYDRA", "HYDI", "MPI_LOCAL", "PALS_")
