@@ -13,7 +13,7 @@ import array_api_compat
 import numpy as np
 
 from . import blas
-from .errors import DTypeError
+from .errors import DTypeError, Pmm3dError
 
 MATRIX_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 LOW_PRECISION = ("float16", "bfloat16")
@@ -84,7 +84,10 @@ class NumpyLibrary:
         array.reshape(-1).view("uint8")[...] = host
 
     def gemm(self, a, b, c, alpha, beta, work) -> None:
-        """C = alpha A B + beta C, with work arrays from the Workspace `work`. float16 is widened to float32, multiplied, and rounded once."""
+        """C = alpha A B + beta C, with work arrays from the Workspace `work`.
+
+        float16 is widened to float32, multiplied, and rounded once.
+        """
         if self.dtype(a) == "float16":
             _widened_gemm(self, a, b, c, alpha, beta, work)
         else:
@@ -297,17 +300,22 @@ def library_of(array):
 
 
 def library_named(name):
-    """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through."""
+    """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
+
+    Raises Pmm3dError if there is none of that name or it is not installed.
+    """
     if not isinstance(name, str):
         return name
     kind, _, device = name.partition(":")
     if kind == "numpy":
         return NumpyLibrary()
-    if kind == "torch":
-        return TorchLibrary(device or "cpu")
-    if kind == "cupy" or kind in sys.modules:
-        return DeviceLibrary(kind)
-    raise DTypeError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
+    if kind not in ("torch", "cupy") and kind not in sys.modules:
+        raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
+    try:
+        import_module(kind)
+    except ImportError as error:
+        raise Pmm3dError(f'{kind} arrays need {kind}: pip install "pmm3d[{kind}]" ({error})') from None
+    return TorchLibrary(device or "cpu") if kind == "torch" else DeviceLibrary(kind)
 
 
 def check_matrix_dtype(dtype: str, library) -> str:

@@ -93,7 +93,9 @@ def bench(
     try:
         _writable(comm, json, plot, trace)
         results = _run_all(run, case, comm, shapes, trace, timeout)
-    except Pmm3dError as error:
+    except Exception as error:
+        if not isinstance(error, Pmm3dError) and not getattr(error, "everywhere", False):
+            raise
         _fail(comm, error)
     if comm.rank == 0:
         console = _console(sys.stdout)
@@ -136,7 +138,8 @@ def _console(stream):
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
-    return Console(file=stream, highlight=False, width=int(columns) if columns.isdecimal() else None)
+    size = {"width": int(columns), "height": 50} if columns.isdecimal() else {}
+    return Console(file=stream, highlight=False, **size)
 
 
 def _writable(comm, *paths) -> None:

@@ -148,12 +148,13 @@ class Engine:
 class Watch:
     """Says where the ranks are when a collective does not end.
 
-    A rank whose time is up tells the members of its collective where it waits; ranks that wait themselves hear it, tell
-    where they are, and report too. Who stays silent is not in any collective: computing, stopped, dead, or never came.
+    A rank whose time is up tells the others where it waits (all of them on small communicators, else the members of its
+    collective); ranks that wait themselves hear it, tell where they are, and report too. Who stays silent is not in any collective: computing, stopped, dead, or never came.
     """
 
     TAG = 1
     LENGTH = 500
+    SMALL = 256
 
     def __init__(self, comm, timeout: float, patience: float = 2.0):
         self.timeout = timeout
@@ -169,14 +170,15 @@ class Watch:
         """Ask the other members of the collective and put their answers in words."""
         here = str(record)
         others = [rank for rank in record.members if rank != self._comm.rank]
-        self._tell(here, others)
+        everyone = range(self._comm.size) if self._comm.size <= self.SMALL else record.members
+        self._tell(here, [rank for rank in everyone if rank != self._comm.rank])
         answers: dict[int, str] = {}
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline and not answers.keys() >= set(others):
             if self.called():
                 rank, where = self._hear()
                 answers[rank] = where
-                if rank not in others:
+                if rank not in everyone:
                     self._tell(here, [rank])
             else:
                 time.sleep(SLEEP_SECONDS)
