@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 
-from . import collectives
-from .arrays import LOW_PRECISION, is_contiguous, sum_in_order
 from .errors import GridError, LayoutError, Pmm3dError
-from .layout import Layout, offsets
+from .layout import Layout
 from .matrix import DistMatrix
+from .panels import OperandPanels, ResultPanels
 from .product import LocalPlan, Operand, ProductPlan, check_dtypes, plan_product
 from .redistribute import Placement
 
@@ -112,171 +111,21 @@ def _placed(matrix: DistMatrix, layout: Layout, back: bool = False, read: bool =
 
 def _multiply(local: LocalPlan, a: DistMatrix, b: DistMatrix, c: DistMatrix, alpha, beta) -> None:
     """This rank's part: gather the panels of a step while the GEMM of the step before runs, then reduce C."""
-    plan, grid, library = local.plan, a.grid, a.library
-    wide = plan.dtype in LOW_PRECISION and plan.steps > 1
     with ExitStack() as borrowed:
 
-        def work(shape, dtype=plan.dtype):
-            return borrowed.enter_context(grid.workspace.borrow(shape, dtype, library))
+        def work(shape, dtype=local.plan.dtype):
+            return borrowed.enter_context(a.grid.workspace.borrow(shape, dtype, a.library))
 
-        panels_a, panels_b = _panels_of_a(local, a, work), _panels_of_b(local, b, work)
-        columns = [local.panel(index) for index in range(plan.panels if local.reduces else 1)]
-        if not local.reduces:
-            columns = [(0, local.cols)]
-        outs = [c.local[:, low:high] for low, high in columns]
-        partial = [work((local.rows, high - low)) for low, high in columns] if local.reduces else outs
-        sums = [work(tuple(array.shape), "float32") for array in partial] if wide else partial
-        reductions = []
+        panels_a, panels_b = OperandPanels.of_a(local, a, work), OperandPanels.of_b(local, b, work)
+        result = ResultPanels(local, c, alpha, beta, work)
         coming = panels_a.start(0), panels_b.start(0)
-        for step in range(plan.steps):
-            panel_a, panel_b = (pending.wait() for pending in coming)
-            last = step == plan.steps - 1
+        for step in range(local.plan.steps):
+            panel_a, panel_b = (panel.wait() for panel in coming)
+            last = step == local.plan.steps - 1
             if not last:
                 coming = panels_a.start(step + 1), panels_b.start(step + 1)
-            for index, (low, high) in enumerate(columns):
-                kept = (0 if local.reduces or wide else beta) if step == 0 else 1
-                _gemm(grid, library, panel_a, panel_b[:, low:high], sums[index], alpha, kept)
-                if last and wide:
-                    sum_in_order(library, [sums[index]], partial[index], 0 if local.reduces else beta)
-                if last and local.reduces:
-                    reductions.append(_reduce(local, grid, library, partial[index], outs[index], beta))
-                    if index:
-                        reductions[index - 1].wait()
-        for reduction in reductions:
-            reduction.wait()
-        if not library.on_host:
-            library.synchronize()
-
-
-def _gemm(grid, library, a, b, c, alpha, beta) -> None:
-    with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
-        if a.shape[1]:
-            library.gemm(a, b, c, alpha, beta, grid.workspace)
-        elif beta == 0:
-            c[...] = 0
-        elif beta != 1:
-            c *= beta
-        if not library.on_host and not grid.engine.idle():
-            library.synchronize()
-
-
-def _reduce(local: LocalPlan, grid, library, partial, out, beta):
-    """Start the reduction of a panel of C over the k axis."""
-    axis = grid.axis(local.plan.roles[1])
-    with grid.ledger.phase("reduce C"):
-        if local.plan.c == 0:
-            return axis.reduce_scatter(partial, out=out, counts=local.c_counts, beta=beta)
-
-        def all_reduce(link):
-            yield from collectives.all_reduce(link, library, partial, out=partial, agreed=True)
-            sum_in_order(library, [partial], out, beta)
-
-        return axis.begin("all_reduce", all_reduce)
-
-
-class _Ready:
-    """A panel that needed no message."""
-
-    def __init__(self, panel):
-        self._panel = panel
-
-    def wait(self):
-        return self._panel
-
-
-class _Panels:
-    """The panels of one operand, step by step.
-
-    shard     this rank's part, turned so that the sharded dim comes first
-    axis      the axis along which it is gathered; None: the shard is the block
-    along     0 or 1: the dim of `shard` that is contracted
-    steps     for each step: the extents of dim 0 that each rank along the axis brings, and the slices of the
-              contracted dim of the shard that belong to the step
-    """
-
-    def __init__(self, grid, library, phase, shard, axis, along, steps, buffers):
-        self._grid, self._library, self._phase = grid, library, phase
-        self._shard, self._axis, self._along = shard, axis, along
-        self._steps, self._buffers = steps, buffers
-
-    def start(self, step: int):
-        """Begin to bring the step's panel together; wait() gives it, turned like the shard."""
-        counts, slices = self._steps[step]
-        pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
-        depth = sum(high - low for low, high in slices)
-        if self._axis is None:
-            return _Ready(self._joined(pieces, depth, step))
-        width = depth if self._along == 1 else self._shard.shape[1]
-        panel = self._buffers[step % 2][: sum(counts) * width].reshape(sum(counts), width)
-        start, stop = offsets(counts)[self._axis.index :][:2]
-        place = panel[start:stop]
-        if len(pieces) == 1 and is_contiguous(self._library, pieces[0]):
-            part = pieces[0]
-        else:
-            part = self._packed(pieces, place)
-        with self._grid.ledger.phase(self._phase):
-            return self._axis.all_gather(part, out=panel, counts=counts)
-
-    def _joined(self, pieces, depth: int, step: int):
-        if len(pieces) == 1:
-            return pieces[0]
-        shape = (depth, self._shard.shape[1]) if self._along == 0 else (self._shard.shape[0], depth)
-        if depth == 0:
-            return self._shard[: shape[0], : shape[1]]
-        return self._packed(pieces, self._buffers[step % 2][: shape[0] * shape[1]].reshape(*shape))
-
-    def _packed(self, pieces, place):
-        start = 0
-        for piece in pieces:
-            stop = start + piece.shape[self._along]
-            if self._along == 0:
-                place[start:stop] = piece
-            else:
-                place[:, start:stop] = piece
-            start = stop
-        return place
-
-
-class _Turned:
-    """Panels whose sharded dim is that of the columns: turned back when they have arrived."""
-
-    def __init__(self, panels):
-        self._panels = panels
-
-    def start(self, step: int):
-        return _TurnedPending(self._panels.start(step))
-
-
-class _TurnedPending:
-    def __init__(self, pending):
-        self._pending = pending
-
-    def wait(self):
-        return self._pending.wait().T
-
-
-def _panels_of_a(local: LocalPlan, a: DistMatrix, work):
-    plan, grid = local.plan, a.grid
-    turned = plan.a == 1
-    buffers = _buffers(local, local.rows, local.gathers_a or local.scattered, work)
-    panels = _Panels(grid, a.library, "gather A", a.local.T if turned else a.local,
-                     grid.axis(plan.roles[2]) if local.gathers_a else None, 0 if turned else 1,
-                     local.a_steps, buffers)  # fmt: skip
-    return _Turned(panels) if turned else panels
-
-
-def _panels_of_b(local: LocalPlan, b: DistMatrix, work):
-    plan, grid = local.plan, b.grid
-    turned = plan.b == 1
-    buffers = _buffers(local, local.cols, local.gathers_b or local.scattered, work)
-    panels = _Panels(grid, b.library, "gather B", b.local.T if turned else b.local,
-                     grid.axis(plan.roles[0]) if local.gathers_b else None, 1 if turned else 0,
-                     local.b_steps, buffers)  # fmt: skip
-    return _Turned(panels) if turned else panels
-
-
-def _buffers(local: LocalPlan, other: int, needed: bool, work):
-    """Two flat buffers for a step's panels, one after the other; one if there is one step."""
-    if not needed:
-        return []
-    return [work((local.step_depth(0) * other,)) for _ in range(min(2, local.plan.steps))]
+            for index, (low, high) in enumerate(result.columns):
+                result.add(index, panel_a, panel_b[:, low:high], first=step == 0)
+                if last:
+                    result.finish(index)
+        result.wait()
