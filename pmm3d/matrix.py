@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from . import random
-from .arrays import check_matrix_dtype, is_contiguous, library_named, library_of
+from .arrays import NumpyLibrary, check_matrix_dtype, is_contiguous, library_named, library_of
 from .errors import GridError, LayoutError, Pmm3dError
 from .grid import Grid
 from .layout import EMPTY, Block, Layout
@@ -123,7 +123,7 @@ class DistMatrix:
             library = library_named(library)
             dtype = check_matrix_dtype(_name(dtype), library)
             block = Placement(shape, layout, grid.shape).block(grid.rank)
-            drawn = np.empty(block.shape, "float32" if dtype == "bfloat16" else dtype)
+            drawn = NumpyLibrary().empty(block.shape, "float32" if dtype == "bfloat16" else dtype)
             random.fill(drawn, block, shape[1], seed, distribution)
             local = library.from_numpy(drawn, dtype)
         return cls(grid, local, shape, layout)

@@ -343,6 +343,8 @@ def _total_moved(candidate: tuple[int, ProductPlan]) -> tuple[int, int]:
 
 def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     """The plan with the fewest steps, from those it has, that keep the limit."""
+    if plan.workspace <= limit:
+        return plan
     low, high = plan.steps, max(plan.steps, plan.on_rank(GridShape(0, 0, 0, 0)).depth)
     least = replace(plan, steps=high)
     if least.workspace > limit:
