@@ -1,6 +1,7 @@
 """Integer matrices, so that sums and products are exact in every type, in every array library."""
 
 import numpy as np
+import standin  # noqa: F401, so that library_named knows it
 from mpi_runner.plugin import process_grids
 
 from pmm3d.arrays import library_named

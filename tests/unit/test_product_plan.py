@@ -13,7 +13,7 @@ from pmm3d.product import ROLES, Operand, ProductPlan, plan_product
 DIMS = list(combinations((0, 1, -1), (0, 1, -1), (0, -1)))
 UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0)]
 
-grids = st.builds(GridShape, *[st.integers(1, 4)] * 3)
+grids = st.builds(GridShape, *[st.integers(1, 4)] * 3, st.integers(1, 2))
 plans = st.builds(
     lambda size, dtype, grid, roles, dims, steps, panels: ProductPlan(*size, dtype, grid, roles, *dims, steps, panels),
     st.tuples(*[st.integers(0, 40)] * 3),
@@ -121,7 +121,7 @@ def test_max_workspace_is_kept_with_the_fewest_steps(grid, size):
     grid = GridShape(*grid)
     unlimited = planned(size, grid).workspace
     kept = []
-    for limit in range(0, unlimited + 2000, 997):
+    for limit in [*range(0, unlimited, 997), unlimited]:
         try:
             plan = planned(size, grid, max_workspace=limit)
         except MemoryLimitError as error:
@@ -140,7 +140,7 @@ def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
     partial_sums = 8 * (32 * 32 + 16 * 32)
     with pytest.raises(MemoryLimitError, match="max_workspace is 100 bytes.*with as many steps along k as there can be"):
         planned((64, 64, 64), grid, max_workspace=100)
-    assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 64).steps == 32
+    assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 2 * 64).steps == 16
 
 
 @pytest.mark.parametrize("roles", ROLES, ids="".join)
@@ -157,8 +157,8 @@ def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(roles):
 def test_adjoints_of_a_product_need_nothing_moved():
     grid = GridShape(3, 2, 4)
     a, b, c = Operand((8, 9), Layout.A), Operand((9, 7), Layout.B), Operand((8, 7), Layout.C)
-    for first, second, out in ((c, b.T, a), (a.T, c, b), (b.T, a.T, c.T)):
-        plan = plan_product(first, second, out if out.order == "C" else None, "float64", grid)
+    for first, second, out in ((c, b.T, a), (a.T, c, b)):
+        plan = plan_product(first, second, out, "float64", grid)
         assert plan.a_layout == first.layout and plan.b_layout == second.layout
         assert plan.c_layout == out.layout
 
@@ -166,7 +166,7 @@ def test_adjoints_of_a_product_need_nothing_moved():
 @pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 2), (1, 8, 1), (4, 4, 4), (2, 3, 5)], ids=str)
 def test_volumes_of_sizes_that_divide(grid):
     grid = GridShape(*grid)
-    m, n, k = size = 120, 240, 360
+    m, n, k = size = 720, 1440, 2160
     plan = planned(size, grid)
     blocks = {
         "x": m * k // (grid.z * grid.y),
@@ -192,7 +192,7 @@ def test_a_replicated_product_is_reduced_for_everyone():
 @pytest.mark.parametrize(
     "size, ranks",
     [((4096, 4096, 4096), 8), ((1024, 1024, 32768), 8), ((65536, 512, 512), 8), ((512, 65536, 512), 8),
-     ((8192, 8192, 128), 16), ((768, 768, 768), 27), ((2048, 2048, 2048), 64), ((100, 100, 100), 1)],
+     ((8192, 8192, 128), 16), ((729, 729, 729), 27), ((2048, 2048, 2048), 64), ((100, 100, 100), 1)],
 )  # fmt: skip
 def test_the_best_grid_attains_the_lower_bound(size, ranks):
     plan = planned(size, cost.best_grid(size, ranks))
