@@ -18,6 +18,7 @@ def print_result(result: Result, console: Console) -> None:
     console.print(_product(result))
     console.print(_phases(result))
     console.print(_bytes(result))
+    console.print(_bound(result))
     if result.environment["advice"]:
         console.print(f"[yellow]{result.environment['advice']}[/]")
     if result.ranks == 1:
@@ -90,10 +91,13 @@ def _bytes(result: Result) -> Table:
                               (result.bytes_sent, result.bytes_model, result.bytes_received)))  # fmt: skip
     totals = [sum(figures.values()) for figures in (result.bytes_sent, result.bytes_model, result.bytes_received)]
     table.add_row("all", *(f"{total:,}" for total in totals), style="bold")
-    bound = result.lower_bound_bytes
-    over = f", {totals[2] / bound:.3f} x it received" if bound else ""
-    table.caption = f"lower bound for any algorithm {bound:,.0f}{over}"
     return table
+
+
+def _bound(result: Result) -> str:
+    bound, received = result.lower_bound_bytes, sum(result.bytes_received.values())
+    over = f"; this product received {received / bound:.3f} times that" if bound else ""
+    return f"Lower bound for any algorithm on {result.ranks - result.idle_ranks} ranks: {bound:,.0f} bytes{over}"
 
 
 def print_sweep(results: list[Result], console: Console) -> None:
