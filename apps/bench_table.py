@@ -30,7 +30,7 @@ def measure(shape, ranks: int, dtype: str, repeat: int) -> dict:
         sizes = [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
         program = ["-m", "pmm3d", "bench", *sizes, "--dtype", dtype, "--repeat", str(repeat), "--json", str(path)]
         done = subprocess.run(launcher.command(ranks, program), env=launcher.environment(ranks, os.environ),
-                              capture_output=True, text=True)  # fmt: skip
+                              capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(program)} on {ranks} ranks failed:\n{done.stdout}{done.stderr}")
         return json.loads(path.read_text())
@@ -39,14 +39,14 @@ def measure(shape, ranks: int, dtype: str, repeat: int) -> dict:
 def table(results: dict) -> list[str]:
     """Lines of markdown: ratio, grid, goal and best peer of each cell."""
     lines = ["| m, n, k | " + " | ".join(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS) + " |",
-             "|---" * (len(COLUMNS) + 1) + "|"]  # fmt: skip
+             "|---" * (len(COLUMNS) + 1) + "|"]
     for row, shape in enumerate(SHAPES):
         cells = []
         for column, key in enumerate(COLUMNS):
             best = max(results[shape, key], key=lambda result: result["ratio"])
             mark = "**" if best["ratio"] >= GOALS[row][column] - 0.0005 else ""
             cells.append(f"{mark}{best['ratio']:.3f}{mark} ({'x'.join(map(str, best['grid']))}; goal "
-                         f"{GOALS[row][column]:.2f}, peer {PEERS[row][column]:.2f})")  # fmt: skip
+                         f"{GOALS[row][column]:.2f}, peer {PEERS[row][column]:.2f})")
         lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(cells) + " |")
     return lines
 
@@ -67,7 +67,7 @@ def main() -> None:
                       f"{result['ratio']:.3f}, verified {result['verified']}, computing "
                       f"{1e3 * result['computed_seconds']:.1f} ms, waiting {1e3 * result['waited_seconds']:.1f} ms, "
                       f"core {result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                      file=sys.stderr, flush=True)
     print("\n".join(table(results)))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

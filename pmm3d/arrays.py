@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from math import prod
 
@@ -163,7 +163,8 @@ class TorchLibrary(NumpyLibrary):
         return self.xp.conj_physical(array)
 
     def from_numpy(self, array, dtype):
-        return self.xp.from_numpy(np.require(array, None, ["C", "W"])).to(device=self.device, dtype=self._torch_dtype(dtype))
+        host = self.xp.from_numpy(np.require(array, None, ["C", "W"]))
+        return host.to(device=self.device, dtype=self._torch_dtype(dtype))
 
     def to_numpy(self, array):
         host = array.detach().cpu()
@@ -254,7 +255,7 @@ class DeviceLibrary(NumpyLibrary):
                 self.xp.add(c, product, out=c)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dtype_name(dtype) -> str:
     """ "float32" of a numpy or torch dtype; numpy takes microseconds to work its own out."""
     text = str(dtype)
@@ -364,7 +365,7 @@ def sum_in_order(library, parts, out, beta=0) -> None:
         chunk = slice(start, start + step)
         if low:
             total = sum((library.astype(part[chunk], "float32") for part in parts[1:]),
-                        library.astype(parts[0][chunk], "float32"))  # fmt: skip
+                        library.astype(parts[0][chunk], "float32"))
             out[chunk] = total if beta == 0 else beta * library.astype(out[chunk], "float32") + total
         else:
             _sum_chunk(library, [part[chunk] for part in parts], out[chunk], beta)

@@ -102,10 +102,10 @@ def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
     """A and B in the layouts that the product takes as they are."""
     made = []
     for name, flag, shape, layout, seed in (("A", case.transpose[0], (case.m, case.k), Layout.A, 1),
-                                            ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):  # fmt: skip
+                                            ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):
         turned = flag == "t"
         matrix = DistMatrix.random(grid, shape[::-1] if turned else shape, seed=seed, dtype=case.dtype,
-                                   layout=TRANSPOSED[name] if turned else layout, library=case.array)  # fmt: skip
+                                   layout=TRANSPOSED[name] if turned else layout, library=case.array)
         made.append(matrix.T if turned else matrix)
     return made[0], made[1]
 
@@ -156,7 +156,7 @@ def _core_gflops(grid: Grid, case: Case, shape) -> float:
         m, n, k = shape
         library, work = library_named(case.array), Workspace()
         a, b, c = (library.from_numpy(np.random.default_rng(0).random(size, np.float32) - 0.5, case.dtype)
-                   for size in ((m, k), (k, n), (m, n)))  # fmt: skip
+                   for size in ((m, k), (k, n), (m, n)))
         times = []
         with threadpool_limits(1):
             for _ in range(CORE_REPEATS + 1):
@@ -180,7 +180,7 @@ def _ledger_of_one(grid: Grid, repeat: int) -> dict:
         "received": {axis: ledger.total(axis=axis).received // repeat for axis in "xyz"},
         "phases": {phase or "agreement": (ledger.total(phase=phase).computed / repeat,
                                           ledger.total(phase=phase).waited / repeat) for phase in ledger.phases()},
-    }  # fmt: skip
+    }
     ranks = grid.comm.allgather(mine)
     phases: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank["phases"]):
@@ -190,7 +190,7 @@ def _ledger_of_one(grid: Grid, repeat: int) -> dict:
             "waited": sum(waited for _, waited in figures) / len(ranks),
             "waited_max": max(waited for _, waited in figures),
         }
-    largest = lambda kind: {axis: max(rank[kind][axis] for rank in ranks) for axis in "xyz"}  # noqa: E731
+    largest = lambda kind: {axis: max(rank[kind][axis] for rank in ranks) for axis in "xyz"}
     return {"sent": largest("sent"), "received": largest("received"), "phases": phases}
 
 
@@ -233,7 +233,7 @@ def _result(case, grid, a, b, c, core_shape, core, square, seconds, growth, ledg
         peak_memory=max(grid.comm.allgather(machine.peak_memory())),
         resident_growth=max(grid.comm.allgather(growth)),
         environment=_environment(blas, nodes),
-    )  # fmt: skip
+    )
 
 
 def _environment(blas: machine.Blas, nodes: list[machine.Host]) -> dict:
@@ -243,4 +243,4 @@ def _environment(blas: machine.Blas, nodes: list[machine.Host]) -> dict:
         "threads": blas.threads, "hosts": [host.name for host in nodes],
         "ranks_per_host": [len(host.ranks) for host in nodes], "cores_per_host": [host.cores for host in nodes],
         "advice": blas.advice(processor),
-    }  # fmt: skip
+    }

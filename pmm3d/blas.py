@@ -7,7 +7,7 @@ has no beta, and scipy.linalg.blas copies what is not contiguous, so neither can
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache
 
 from scipy.linalg import cython_blas
 
@@ -21,7 +21,7 @@ DTYPES = frozenset(_ROUTINES)
 LARGEST = 2**31 - 1
 
 
-@lru_cache(maxsize=None)
+@cache
 def _routine(name: str):
     get_name = ctypes.pythonapi.PyCapsule_GetName
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
@@ -63,7 +63,7 @@ def gemm(dtype: str, a, b, c, alpha, beta) -> None:
     _routine(name)(
         a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha), a_address, _integer(lda),
         b_address, _integer(ldb), _scalar(real, parts, beta), c_address, _integer(ldc),
-    )  # fmt: skip
+    )
 
 
 def _transposed(matrix):

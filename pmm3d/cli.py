@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,13 +16,13 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
     help="Distributed matrix products by the 3D algorithm. Run under mpiexec or srun: "
          "python -m pmm3d.launcher -n 8 -m pmm3d bench",
-)  # fmt: skip
+)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 def main() -> None:
-    """Entry point: sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage."""
+    """Sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage."""
     machine.set_blas_environment()
     if task_rank(os.environ) > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
@@ -58,15 +58,15 @@ def bench(
     verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
-    panels: Annotated[Optional[int], typer.Option(min=1, help="Panels, so that communication runs under the GEMM. "
+    panels: Annotated[int | None, typer.Option(min=1, help="Panels, so that communication runs under the GEMM. "
                                                               "Left out: 1 on one node, 4 across nodes.")] = None,
-    max_workspace: Annotated[Optional[int], typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures here; a list for --grid all.")] = None,
-    plot: Annotated[Optional[Path], typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
-    trace: Annotated[Optional[Path], typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
-    timeout: Annotated[Optional[float], typer.Option(help="Seconds after which a collective that hangs is reported "
+    max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here; a list for --grid all.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is reported "
                                                           "(600).")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Time C = A B on all ranks, verify it, and say how far from the limit it is.
 
     The limit is the ranks' cores times the rate of the same BLAS on one core, measured in the same run with a product
@@ -119,7 +119,7 @@ def _run_all(run, case, comm, shapes, trace, timeout):
 
     progress = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
                         TimeElapsedColumn(), console=_console(sys.stderr), auto_refresh=False, transient=True,
-                        disable=comm.rank != 0)  # fmt: skip
+                        disable=comm.rank != 0)
     stages = case.repeat + 4
     results = []
     with progress:

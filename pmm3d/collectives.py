@@ -36,7 +36,7 @@ def all_gather(link, library, part, out=None, counts=None):
         out = library.empty((sum(counts), *part.shape[1:]), library.dtype(part))
     places = _parts(out, counts)
     exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
-                             [(peer, places[peer]) for peer in link.peers()])  # fmt: skip
+                             [(peer, places[peer]) for peer in link.peers()])
     requests = next(exchange)
     own = places[link.rank]
     if part.shape[0] and library.address(own) != library.address(part):
@@ -116,7 +116,7 @@ def all_to_all(link, library, array, out=None, counts=None, received=None):
         out = library.empty((sum(received), *array.shape[1:]), library.dtype(array))
     places, landing = _parts(array, counts), _parts(out, received)
     exchange = link.exchange(library, [(peer, places[peer]) for peer in link.peers()],
-                             [(peer, landing[peer]) for peer in link.peers()])  # fmt: skip
+                             [(peer, landing[peer]) for peer in link.peers()])
     requests = next(exchange)
     if counts[link.rank]:
         landing[link.rank][...] = places[link.rank]

@@ -59,7 +59,7 @@ def ranked_grids(product, ranks: int, dtype: str = "float64", limit: int | None 
     """Grids of exactly that many ranks, best first. Equal ones: fewer bytes of memory, then the larger z, then x."""
     fitting = [grid for grid in grids(ranks) if limit is None or memory(product, grid, dtype) <= limit]
     return sorted(fitting, key=lambda grid: (_rounded(seconds(product, grid, dtype)), memory(product, grid, dtype),
-                                             grid.y, -grid.z))  # fmt: skip
+                                             grid.y, -grid.z))
 
 
 def best_grid(product, ranks: int, dtype: str = "float64", limit: int | None = None) -> GridShape:
@@ -68,7 +68,7 @@ def best_grid(product, ranks: int, dtype: str = "float64", limit: int | None = N
     Raises GridError if no grid keeps the fullest rank within `limit` bytes.
     """
     candidates = [ranked[0] for used in range(ranks, ranks // 2, -1)
-                  if (ranked := ranked_grids(product, used, dtype, limit))]  # fmt: skip
+                  if (ranked := ranked_grids(product, used, dtype, limit))]
     if not candidates:
         smallest = min(memory(product, grid, dtype) for grid in grids(ranks))
         raise GridError(

@@ -114,9 +114,9 @@ class Grid:
     """
 
     def __init__(self, comm=None, shape="auto", data=1, *, product=None, dtype="float64", memory=None, timeout=None,
-                 check=None, log=None, trace=None, device_transport=None):  # fmt: skip
+                 check=None, log=None, trace=None, device_transport=None):
         settings = Settings()
-        choose = lambda given, default: default if given is None else given  # noqa: E731
+        choose = lambda given, default: default if given is None else given
         parent = MPI.COMM_WORLD if comm is None else comm
         _check_launcher(parent)
         self.comm = parent.Dup()

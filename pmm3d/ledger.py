@@ -97,10 +97,10 @@ class Ledger:
         self._entry(record.key).__iadd__(Entry(1, record.sent, record.received))
         if self.log:
             print(f"pmm3d: rank {self.rank}: {record}: sent {record.sent:,}, received {record.received:,} bytes",
-                  file=sys.stderr, flush=True)  # fmt: skip
+                  file=sys.stderr, flush=True)
         if self.trace:
             details = {"number": record.number, "sent": record.sent, "received": record.received,
-                       "phase": record.key.phase}  # fmt: skip
+                       "phase": record.key.phase}
             self._event(record.key.operation, f"axis {record.key.axis}", record.begun, time.perf_counter(), details)
 
     def waited(self, record: Record, begun: float) -> None:
@@ -137,7 +137,7 @@ class Ledger:
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict) -> None:
         self._events.append(
             {"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
-             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6}  # fmt: skip
+             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6}
         )
 
 

@@ -1,4 +1,4 @@
-"""What the program runs on: CPU, BLAS and its kernel, MPI, hosts and cores. Importing this loads neither numpy nor MPI."""
+"""What the program runs on: CPU, BLAS and its kernel, MPI, hosts, cores. Importing this loads neither numpy nor MPI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
     except OSError:
         pass
     return Cpu(fields.get("vendor_id", ""), fields.get("model name", platform.processor()),
-               frozenset(fields.get("flags", "").split()))  # fmt: skip
+               frozenset(fields.get("flags", "").split()))
 
 
 def better_kernel(processor: Cpu) -> str | None:
@@ -67,12 +67,11 @@ class Blas:
         if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
             return None
         return (f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
-                "Python starts (the pmm3d command does)")  # fmt: skip
+                "Python starts (the pmm3d command does)")
 
 
 def loaded_blas() -> Blas:
     """The BLAS of SciPy, which does the products on the host."""
-    import scipy.linalg.cython_blas  # noqa: F401
     from threadpoolctl import threadpool_info
 
     found = [library for library in threadpool_info() if library["user_api"] == "blas"]
@@ -81,7 +80,7 @@ def loaded_blas() -> Blas:
         return Blas("unknown", "", "", 0)
     library = scipy_first[0]
     return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
-                library["num_threads"])  # fmt: skip
+                library["num_threads"])
 
 
 def cores() -> frozenset[int]:

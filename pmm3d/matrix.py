@@ -117,7 +117,7 @@ class DistMatrix:
 
     @classmethod
     def random(cls, grid, shape, *, seed=0, dtype="float64", layout=Layout.A, library="numpy",
-               distribution="uniform") -> DistMatrix:  # fmt: skip
+               distribution="uniform") -> DistMatrix:
         """The same matrix for the same seed on every grid; `pmm3d.random.fill` says which distributions there are."""
         with grid.together("DistMatrix.random", shape, seed, str(dtype), layout, library, distribution):
             library = library_named(library)
@@ -209,7 +209,7 @@ class DistMatrix:
 
     def __repr__(self):
         return (f"<DistMatrix {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), {self.layout} on "
-                f"grid {self.grid.shape}>")  # fmt: skip
+                f"grid {self.grid.shape}>")
 
 
 def _name(dtype) -> str:

@@ -15,7 +15,7 @@ PANELS_ACROSS_HOSTS = 4
 
 
 def matmul(a: DistMatrix, b: DistMatrix, *, alpha=1, beta=0, out: DistMatrix | None = None, panels: int | None = None,
-           max_workspace: int | None = None) -> DistMatrix:  # fmt: skip
+           max_workspace: int | None = None) -> DistMatrix:
     """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).
 
     a    (m, k)  rows over z, cols over y, sharded over x
@@ -59,7 +59,7 @@ def _check(a, b, out, beta) -> None:
             raise Pmm3dError(f"matmul: {name} is a {type(matrix).__name__}; it must be a DistMatrix")
         if matrix is not None and matrix.grid is not a.grid:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
-                            f"bring it over with {name}.redistribute(layout, grid)")  # fmt: skip
+                            f"bring it over with {name}.redistribute(layout, grid)")
     check_dtypes(a.dtype, b.dtype, out and out.dtype)
     if a.library != b.library or (out is not None and out.library != a.library):
         raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
@@ -70,7 +70,7 @@ def _check(a, b, out, beta) -> None:
 
 
 def plan_for(a: DistMatrix, b: DistMatrix, out: DistMatrix | None, panels: int | None,
-             max_workspace: int | None) -> ProductPlan:  # fmt: skip
+             max_workspace: int | None) -> ProductPlan:
     """The plan of `matmul` for these arguments, from the grid's cache."""
     grid = a.grid
     operands = [matrix and Operand(matrix.shape, matrix.layout, matrix.order) for matrix in (a, b, out)]

@@ -135,8 +135,7 @@ class LocalPlan:
     def __init__(self, plan: ProductPlan, coords: GridShape):
         self.plan = plan
         self.coords = coords
-        (m_axis, k_axis, n_axis), grid = plan.roles, plan.grid
-        self.m_size, self.k_size, self.n_size = (getattr(grid, axis) for axis in plan.roles)
+        self.m_size, self.k_size, self.n_size = (getattr(plan.grid, axis) for axis in plan.roles)
         self.m_index, self.k_index, self.n_index = (getattr(coords, axis) for axis in plan.roles)
         self.rows = _extent(plan.m, self.m_size, self.m_index)
         self.depth = _extent(plan.k, self.k_size, self.k_index)
@@ -294,7 +293,7 @@ class LocalPlan:
 
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
-                 max_workspace: int | None = None) -> ProductPlan:  # fmt: skip
+                 max_workspace: int | None = None) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, then the fewest to gather and reduce), sharded dims and steps.
 
     c               None if the product may choose the layout of C
@@ -314,7 +313,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     local = plan.on_rank(GridShape(0, 0, 0, 0))
     gathers = local.gathers_a or local.gathers_b
     plan = replace(plan, steps=max(1, min(panels, local.depth)) if gathers else 1,
-                   panels=max(1, min(panels, local.cols)) if local.reduces else 1)  # fmt: skip
+                   panels=max(1, min(panels, local.cols)) if local.reduces else 1)
     if max_workspace is not None:
         plan = _within(plan, max_workspace)
     return plan

@@ -149,7 +149,8 @@ class Watch:
     """Says where the ranks are when a collective does not end.
 
     A rank whose time is up tells the others where it waits (all of them on small communicators, else the members of its
-    collective); ranks that wait themselves hear it, tell where they are, and report too. Who stays silent is not in any collective: computing, stopped, dead, or never came.
+    collective); ranks that wait themselves hear it, tell where they are, and report too. Who stays silent is in no
+    collective: computing, stopped, dead, or never came.
     """
 
     TAG = 1

@@ -41,7 +41,7 @@ def _environment(result: Result) -> Table:
     found = result.environment
     table = _rows("[bold]Environment[/]")
     hosts = ", ".join(f"{host} ({ranks} ranks on {cores} cores)" for host, ranks, cores in
-                      zip(found["hosts"][:8], found["ranks_per_host"], found["cores_per_host"]))  # fmt: skip
+                      zip(found["hosts"][:8], found["ranks_per_host"], found["cores_per_host"]))
     more = len(found["hosts"]) - 8
     table.add_row("hosts", hosts + (f" and {more} more" if more > 0 else ""))
     table.add_row("CPU", found["cpu"])
@@ -54,18 +54,18 @@ def _product(result: Result) -> Table:
     table = _rows("[bold]Product[/]")
     idle = f", {result.idle_ranks} ranks idle" if result.idle_ranks else ""
     table.add_row("grid", f"{'x'.join(map(str, result.grid))} of {result.ranks} ranks{idle}; "
-                          f"{result.steps} step(s) along k, {result.panels} panel(s) of C")  # fmt: skip
+                          f"{result.steps} step(s) along k, {result.panels} panel(s) of C")
     table.add_row("blocks", ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in result.blocks.items()))
     table.add_row("memory a rank", f"{_size(result.model_memory)} of matrices and work arrays "
-                                   f"({_size(result.workspace_bytes)} work), peak resident {_size(result.peak_memory)}, "
-                                   f"grew by {_size(result.resident_growth)} while measuring")  # fmt: skip
+                                   f"({_size(result.workspace_bytes)} work); resident {_size(result.peak_memory)}, "
+                                   f"grew by {_size(result.resident_growth)} while measuring")
     low, middle, high = min(result.seconds), median(result.seconds), max(result.seconds)
     table.add_row("time", f"median {1e3 * middle:.2f} ms of {len(result.seconds)} "
-                          f"(from {1e3 * low:.2f} to {1e3 * high:.2f})")  # fmt: skip
+                          f"(from {1e3 * low:.2f} to {1e3 * high:.2f})")
     table.add_row("rate", f"{result.gflops:.1f} GFLOP/s")
     shape = "x".join(map(str, result.core_shape))
     table.add_row("limit", f"{result.cores} cores x {result.core_gflops:.1f} GFLOP/s (GEMM {shape} on one core; "
-                           f"2048 cubed: {result.square_core_gflops:.1f})")  # fmt: skip
+                           f"2048 cubed: {result.square_core_gflops:.1f})")
     table.add_row("ratio", f"[bold]{result.ratio:.3f}[/] of the limit")
     colour = "green" if result.verified else "red" if result.verification != "not asked for" else "yellow"
     table.add_row("verified", f"[{colour}]{'yes' if result.verified else 'NO'}[/] ({result.verification})")
@@ -88,7 +88,7 @@ def _bytes(result: Result) -> Table:
         table.add_column(column, justify="left" if column == "axis" else "right")
     for axis in "xyz":
         table.add_row(axis, *(f"{figures[axis]:,}" for figures in
-                              (result.bytes_sent, result.bytes_model, result.bytes_received)))  # fmt: skip
+                              (result.bytes_sent, result.bytes_model, result.bytes_received)))
     totals = [sum(figures.values()) for figures in (result.bytes_sent, result.bytes_model, result.bytes_received)]
     table.add_row("all", *(f"{total:,}" for total in totals), style="bold")
     return table
@@ -111,7 +111,7 @@ def print_sweep(results: list[Result], console: Console) -> None:
             "x".join(map(str, result.grid)), f"{1e3 * median(result.seconds):.2f}", f"{result.gflops:.1f}",
             f"{result.ratio:.3f}", f"{1e3 * result.computed_seconds:.2f}", f"{1e3 * result.waited_seconds:.2f}",
             _size(received), f"{received / bound:.2f}" if bound else "-", "yes" if result.verified else "NO",
-        )  # fmt: skip
+        )
     console.print(table)
 
 
@@ -143,7 +143,7 @@ def plot(results: list[Result], path: str) -> None:
         axes.annotate(f" {result.ratio:.2f}", (1e3 * median(result.seconds), name), va="center", fontsize=9)
     axes.invert_yaxis()
     axes.set(xlabel="ms (mean over the ranks, one product)", ylabel="grid Gx x Gy x Gz",
-             title=f"C = A B, m, n, k = {first.m}, {first.n}, {first.k}, {first.dtype}, {first.ranks} ranks")  # fmt: skip
+             title=f"C = A B, m, n, k = {first.m}, {first.n}, {first.k}, {first.dtype}, {first.ranks} ranks")
     axes.margins(x=0.08)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
@@ -157,7 +157,7 @@ def _bars(results: list[Result]):
 
     parts = [("computing: GEMM", "#4477aa", figure("multiply", "computed"))]
     for phase, color in (("gather A", "#ee6677"), ("gather B", "#ccbb44"), ("reduce C", "#aa3377"),
-                         ("redistribute", "#66ccee")):  # fmt: skip
+                         ("redistribute", "#66ccee")):
         values = figure(phase, "waited")
         if any(values):
             parts.append((f"waiting: {phase}", color, values))

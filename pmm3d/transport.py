@@ -45,7 +45,7 @@ class Transport:
             self._mode = "direct" if trial(library) else "staged"
             if self._mode == "staged":
                 print("pmm3d: this MPI does not take device pointers (tried in a child process): device memory goes "
-                      "through pinned host memory", file=sys.stderr, flush=True)  # fmt: skip
+                      "through pinned host memory", file=sys.stderr, flush=True)
         return self._mode == "staged"
 
 
@@ -79,40 +79,37 @@ class Link:
         staging = [] if self.transport.staged(library) else None
         requests = []
         for peer, array in receives:
-            nbytes = _nbytes(library, array)
+            address, nbytes = self._region(library, array, staging, False)
             self.record.received += nbytes
-            requests += self._post(self._comm.Irecv, peer, self._address(library, array, nbytes, staging, False), nbytes)
+            requests += self._post(self._comm.Irecv, peer, address, nbytes)
         for peer, array in sends:
-            nbytes = _nbytes(library, array)
+            address, nbytes = self._region(library, array, staging, True)
             self.record.sent += nbytes
-            requests += self._post(self._comm.Isend, peer, self._address(library, array, nbytes, staging, True), nbytes)
+            requests += self._post(self._comm.Isend, peer, address, nbytes)
         yield requests
         for array, host, ticket, outgoing in staging or ():
             if not outgoing:
                 library.from_host(array, host)
             self.workspace.give(ticket)
 
-    def _address(self, library, array, nbytes: int, staging: list | None, outgoing: bool) -> int:
-        """Where MPI finds the bytes: the array itself, or, with staging, a host buffer noted there."""
+    def _region(self, library, array, staging: list | None, outgoing: bool) -> tuple[int, int]:
+        """(address, bytes) that MPI sees: the array itself, or, with staging, a host buffer noted there."""
+        nbytes = prod(array.shape) * itemsize(library.dtype(array))
         if nbytes == 0:
-            return 0
+            return 0, 0
         if staging is None:
-            return library.address(array)
+            return library.address(array), nbytes
         host, ticket = self.workspace.take((nbytes,), "uint8", library.pinned())
         if outgoing:
             library.to_host(array, host)
         staging.append((array, host, ticket, outgoing))
-        return host.__array_interface__["data"][0]
+        return host.__array_interface__["data"][0], nbytes
 
     def _post(self, call, peer: int, address: int, nbytes: int) -> list:
         return [
             call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
             for offset, length in chunks(nbytes)
         ]
-
-
-def _nbytes(library, array) -> int:
-    return prod(array.shape) * itemsize(library.dtype(array))
 
 
 def trial(library, timeout: float = 60) -> bool:
@@ -124,7 +121,7 @@ def trial(library, timeout: float = 60) -> bool:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHER_PREFIXES)}
     try:
         child = subprocess.run([sys.executable, "-m", "pmm3d.transport", name], env=environment, timeout=timeout,
-                               stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
+                               stdin=subprocess.DEVNULL, capture_output=True)
     except subprocess.TimeoutExpired:
         return False
     return child.returncode == 0

@@ -88,5 +88,5 @@ def _integers(like: DistMatrix, seed: int) -> DistMatrix:
     """A random integer matrix distributed like another one, transposed views included."""
     stored = like if like.order == "C" else like.T
     made = DistMatrix.random(stored.grid, stored.shape, seed=seed, dtype=stored.dtype, layout=stored.layout,
-                             library=stored.library, distribution="integers")  # fmt: skip
+                             library=stored.library, distribution="integers")
     return made if like.order == "C" else made.T

@@ -15,7 +15,6 @@ import pytest
 from mpi_runner.leftovers import remove_leftovers
 from pmm3d import launcher
 
-
 # Put before each script: what a rank prints arrives as whole lines, not mixed with those of other ranks.
 WHOLE_LINES = "import sys; [f.reconfigure(line_buffering=True, write_through=False) for f in (sys.stdout, sys.stderr)]\n"
 

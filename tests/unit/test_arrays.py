@@ -8,8 +8,16 @@ from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d import DTypeError, Pmm3dError
 from pmm3d.arrays import (
-    MATRIX_DTYPES, DeviceLibrary, NumpyLibrary, TorchLibrary, check_matrix_dtype, is_contiguous, itemsize, library_named,
-    library_of, sum_in_order,
+    MATRIX_DTYPES,
+    DeviceLibrary,
+    NumpyLibrary,
+    TorchLibrary,
+    check_matrix_dtype,
+    is_contiguous,
+    itemsize,
+    library_named,
+    library_of,
+    sum_in_order,
 )  # fmt: skip
 from pmm3d.workspace import Workspace
 

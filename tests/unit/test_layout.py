@@ -10,7 +10,17 @@ from samples import grids_of
 
 from pmm3d import GridError, LayoutError
 from pmm3d.layout import (
-    AXES, EMPTY, Block, GridShape, Layout, cuts, offsets, overlapping, parse_shape, part_range, part_sizes,
+    AXES,
+    EMPTY,
+    Block,
+    GridShape,
+    Layout,
+    cuts,
+    offsets,
+    overlapping,
+    parse_shape,
+    part_range,
+    part_sizes,
 )  # fmt: skip
 
 SHARDED = [
