@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import ExitStack
+from math import prod
 
 import numpy as np
 
@@ -172,8 +173,4 @@ def _parts(array, counts) -> list:
 
 
 def _flat2d(array):
-    return array if array.ndim == 2 else array.reshape(array.shape[0], -1) if array.size else _empty2d(array)
-
-
-def _empty2d(array):
-    return array.reshape(array.shape[0], 0) if array.shape[0] else array.reshape(0, 1)
+    return array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))

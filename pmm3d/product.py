@@ -25,6 +25,8 @@ from .arrays import LOW_PRECISION, itemsize
 from .errors import DTypeError, LayoutError, MemoryLimitError
 from .layout import GridShape, Layout, offsets, part_range, part_sizes
 
+TILE = 64
+"""Columns of C that panels are multiples of."""
 ROLES = tuple(permutations(("z", "y", "x")))
 """(axis of m, axis of k, axis of n), the default first."""
 
@@ -215,8 +217,9 @@ class LocalPlan:
         return part_sizes(self.rows, self.k_size)
 
     def panel(self, index: int) -> tuple[int, int]:
-        """Columns of C of a panel."""
-        return part_range(self.cols, self.plan.panels, index)
+        """Columns of C of a panel: whole tiles of the BLAS's kernels, but for the last."""
+        first, last = part_range(-(-self.cols // TILE), self.plan.panels, index)
+        return min(self.cols, first * TILE), min(self.cols, last * TILE)
 
     @property
     def gathers_a(self) -> bool:

@@ -1,0 +1,117 @@
+"""Collectives as linear maps: each one's adjoint is the one that the gradients need. And that sums never vary."""
+
+import numpy as np
+import pytest
+from samples import RANKS, integers, to_library, to_numpy
+
+from pmm3d import Grid
+from pmm3d.layout import part_sizes
+
+AXES = ("x", "y", "z", "everyone")
+
+
+@pytest.fixture
+def grid(comm, grid_shape):
+    with Grid(comm, grid_shape, device_transport="direct") as grid:
+        yield grid
+
+
+def axes(grid):
+    return [grid.axis(name) for name in AXES if grid.axis(name).size > 1]
+
+
+def inner(axis, first, second):
+    """<first, second> over the ranks of the axis, conjugated on the left; exact for integers."""
+    total = np.array([np.vdot(first, second)])
+    return axis.all_reduce(total).wait()[0]
+
+
+def vector(axis, rows, seed):
+    return integers((rows, 2), "complex128", seed=1000 * seed + axis.ranks[axis.index])
+
+
+def assert_adjoint(axis, forward, backward, domain, image):
+    """<A x, y> = <x, A* y> for x with `domain` and y with `image` rows here."""
+    x, y = vector(axis, domain, 1), vector(axis, image, 2)
+    moved, back = forward(x).wait(), backward(y).wait()
+    assert moved.shape == y.shape and back.shape == x.shape
+    assert inner(axis, moved, y) == inner(axis, x, back) != 0
+
+
+@pytest.mark.parallel(RANKS[1:])
+def test_gather_and_reduce_scatter_are_adjoint(grid):
+    for axis in axes(grid):
+        counts = [(3, 0, 1, 4, 2, 0, 5, 1)[index] for index in range(axis.size)]
+        assert_adjoint(axis, lambda x: axis.all_gather(x), lambda y: axis.reduce_scatter(y, counts=counts),
+                       counts[axis.index], sum(counts))  # fmt: skip
+        even = part_sizes(9, axis.size)
+        assert_adjoint(axis, lambda x: axis.reduce_scatter(x), lambda y: axis.all_gather(y), 9, even[axis.index])
+
+
+@pytest.mark.parallel(RANKS[1:])
+def test_all_reduce_is_its_own_adjoint(grid):
+    for axis in axes(grid):
+        for rows in (3, 5000):
+            assert_adjoint(axis, axis.all_reduce, axis.all_reduce, rows, rows)
+
+
+@pytest.mark.parallel(RANKS[1:])
+def test_all_to_all_is_undone_by_the_way_back(grid):
+    for axis in axes(grid):
+        sent = [(axis.index + 2 * reader) % 4 for reader in range(axis.size)]
+        arriving = [(sender + 2 * axis.index) % 4 for sender in range(axis.size)]
+        there = lambda x: axis.all_to_all(x, counts=sent)  # noqa: E731
+        back = lambda y: axis.all_to_all(y, counts=arriving)  # noqa: E731
+        assert_adjoint(axis, there, back, sum(sent), sum(arriving))
+        x = vector(axis, sum(sent), 3)
+        assert np.array_equal(back(there(x).wait()).wait(), x)
+
+
+@pytest.mark.parallel(RANKS[1:])
+def test_shift_is_undone_by_the_shift_back(grid):
+    for axis in axes(grid):
+        for by in (1, 2, -1, axis.size):
+            assert_adjoint(axis, lambda x: axis.shift(x, by), lambda y: axis.shift(y, -by), 3, 3)
+
+
+def bits(array, library="numpy"):
+    return to_numpy(array, library).tobytes()
+
+
+@pytest.mark.parallel(RANKS[1:])
+def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
+    """float32 that does not add up exactly, small and large arrays."""
+    for axis in axes(grid):
+        for rows in (3, 20000):
+            drawn = np.random.default_rng(axis.ranks[axis.index]).standard_normal((rows, 2)).astype("float32")
+            found = [axis.all_reduce(drawn).wait() for _ in range(2)]
+            whole = axis.all_gather(axis.reduce_scatter(drawn).wait()).wait()
+            arrays = axis.all_gather(drawn[None]).wait()
+            in_rank_order = arrays[0].copy()
+            for array in arrays[1:]:
+                in_rank_order += array
+            assert bits(found[0]) == bits(found[1]) == bits(whole) == bits(in_rank_order)
+            assert len(set(grid.comm.allgather((axis.name, axis.ranks, bits(found[0]))))) <= grid.size // axis.size
+
+
+@pytest.mark.parallel(RANKS[1:])
+def test_sums_do_not_depend_on_the_array_library(grid):
+    for axis in axes(grid):
+        drawn = np.random.default_rng(axis.index).standard_normal((40, 3))
+        for dtype in ("float16", "float32"):
+            found = {bits(axis.all_reduce(to_library(drawn.astype(dtype), library)).wait(), library)
+                     for library in ("numpy", "torch", "standin")}  # fmt: skip
+            assert len(found) == 1
+
+
+@pytest.mark.parallel([3, 4, 6, 8])
+def test_low_precision_is_added_up_in_float32(comm, nranks):
+    """2048 + 1 is 2048 in float16, 256 + 1 is 256 in bfloat16; their sums over the ranks are not."""
+    with Grid(comm, (nranks, 1, 1)) as grid:
+        for library, dtype, large in (("numpy", "float16", 2048), ("torch", "float16", 2048), ("torch", "bfloat16", 256)):
+            for rows in (nranks, 40000):
+                values = np.full((rows,), large if grid.rank == 0 else 1, "float32")
+                mine = to_library(values, library, dtype)
+                expected = np.array([large + nranks - 1 - (nranks % 2 == 0)])
+                assert np.all(to_numpy(grid.x.all_reduce(mine).wait(), library) // 2 * 2 == expected // 2 * 2)
+                assert np.all(to_numpy(grid.x.reduce_scatter(mine).wait(), library) > large)
