@@ -353,6 +353,13 @@ def is_contiguous(library, array) -> bool:
     return True
 
 
+def overlap(library, one, other) -> bool:
+    """Whether the memory of two contiguous (or transposed contiguous) arrays meets."""
+    starts = [library.address(array) if 0 not in array.shape else 0 for array in (one, other)]
+    ends = [start + prod(array.shape) * itemsize(library.dtype(array)) for start, array in zip(starts, (one, other))]
+    return max(starts) < min(ends)
+
+
 def sum_in_order(library, parts, out, beta=0) -> None:
     """out = beta out + parts[0] + parts[1] + ..., in that order; low precision is added up in float32.
 

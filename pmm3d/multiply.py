@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 
+from .arrays import overlap
 from .errors import GridError, LayoutError, Pmm3dError
 from .layout import Layout
 from .matrix import DistMatrix
@@ -30,9 +31,9 @@ def matmul(a: DistMatrix, b: DistMatrix, *, alpha=1, beta=0, out: DistMatrix | N
     roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is redistributed first,
     phase "redistribute" of the ledger.
 
-    Raises, on every rank: LayoutError if the sizes do not match or out is read-only, GridError for operands on
-    different grids, DTypeError for mixed types, MemoryLimitError, DisagreementError if the ranks passed different
-    things.
+    Raises, on every rank: LayoutError if the sizes do not match or out is read-only or an operand, GridError for
+    operands on different grids, DTypeError for mixed types, MemoryLimitError, DisagreementError if the ranks passed
+    different things.
     """
     grid = a.grid
     with grid.together("matmul", a.signature(), _signature(b), _signature(out), alpha, beta, panels, max_workspace):
@@ -67,6 +68,8 @@ def _check(a, b, out, beta) -> None:
         raise LayoutError("matmul: beta needs out=, the C that it scales")
     if out is not None and not out.library.writable(out.local):
         raise LayoutError("matmul: out is read-only")
+    if out is not None and any(overlap(a.library, out.local, matrix.local) for matrix in (a, b)):
+        raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
 
 
 def plan_for(a: DistMatrix, b: DistMatrix, out: DistMatrix | None, panels: int | None,
