@@ -279,23 +279,23 @@ def _packed(error):
         return pickle.dumps(Pmm3dError(f"{type(error).__name__}: {error}"))
 
 
-def _common_error(what: str, told) -> Pmm3dError:
-    """The one error that all ranks raise, from what each of them told."""
+def _common_error(what: str, told) -> Exception:
+    """The one error that all ranks raise, from what each of them told: (arguments, text of its error, the error)."""
     failed = {rank: text for rank, (_, text, _) in enumerate(told) if text}
-    if not failed:
-        groups: dict[str, list[int]] = {}
-        for rank, (arguments, *_) in enumerate(told):
-            groups.setdefault(arguments, []).append(rank)
+    listed = "; ".join(f"rank {rank}: {failed[rank]}" for rank in list(failed)[:4])
+    listed += f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
+    groups: dict[str, list[int]] = {}
+    for rank, (arguments, *_) in enumerate(told):
+        groups.setdefault(arguments, []).append(rank)
+    if len(groups) > 1:
         passed = "; ".join(f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)}: {text}" for text, ranks in groups.items())
-        error = DisagreementError(f"{what}: the ranks passed different arguments. {passed}")
+        error = DisagreementError(f"{what}: the ranks passed different arguments. {passed}"
+                                  + (f". And it failed: {listed}" if failed else ""))
     else:
-        first = min(failed)
-        error = pickle.loads(told[first][2])
+        error = pickle.loads(told[min(failed)][2])
         if len(failed) < len(told) or len(set(failed.values())) > 1:
-            text = "; ".join(f"rank {rank}: {failed[rank]}" for rank in list(failed)[:4])
-            more = f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
             kind = type(error) if isinstance(error, Pmm3dError) else Pmm3dError
-            error = kind(f"{what} failed on {len(failed)} of {len(told)} ranks. {text}{more}")
+            error = kind(f"{what} failed on {len(failed)} of {len(told)} ranks. {listed}")
     error.everywhere = True
     return error
 

@@ -209,6 +209,7 @@ UNFIT = [
 ]
 
 
+@pytest.mark.parallel([1])
 @pytest.mark.parametrize("collective, rows, dtype", UNFIT)
 def test_out_of_another_shape_or_type_is_refused(request, grid, collective, rows, dtype):
     if collective != "shift" or dtype != "float64":
@@ -235,6 +236,7 @@ def test_an_out_that_is_not_contiguous_is_filled_or_refused(grid, collective):
 
 
 @pytest.mark.xfail(strict=True, reason="counts are not compared with the rows of the array")
+@pytest.mark.parallel([1])
 def test_counts_that_are_not_the_rows_are_refused(grid):
     array = np.ones((4, 3))
     for collective in (grid.y.all_gather, grid.y.reduce_scatter, grid.y.all_to_all):
