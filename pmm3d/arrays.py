@@ -73,6 +73,13 @@ class NumpyLibrary:
         made[...] = array
         return made
 
+    def plain(self, array):
+        """The array, or a copy of it, such that its bytes in C order are its values."""
+        return array if is_contiguous(self, array) and self._as_stored(array) else self.copy(array)
+
+    def _as_stored(self, array) -> bool:
+        return array.dtype.isnative
+
     def conjugate(self, array):
         return self.xp.conj(array)
 
@@ -159,11 +166,14 @@ class TorchLibrary(NumpyLibrary):
         made[...] = array.detach()
         return made
 
+    def _as_stored(self, array):
+        return not (array.is_conj() or array.is_neg())
+
     def conjugate(self, array):
         return self.xp.conj_physical(array)
 
     def from_numpy(self, array, dtype):
-        host = self.xp.from_numpy(np.require(array, None, ["C", "W"]))
+        host = self.xp.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
         return host.to(device=self.device, dtype=self._torch_dtype(dtype))
 
     def to_numpy(self, array):

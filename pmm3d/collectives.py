@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from .arrays import NumpyLibrary, itemsize, sum_in_order
+from .arrays import NumpyLibrary, is_contiguous, itemsize, library_of, sum_in_order
 from .errors import LayoutError
 from .layout import offsets, part_sizes
 
@@ -33,8 +33,8 @@ def all_gather(link, library, part, out=None, counts=None):
     if counts is None:
         headers = yield from _compare(link, library, part)
         counts = [int(header[0]) for header in headers]
-    if out is None:
-        out = library.empty((sum(counts), *part.shape[1:]), library.dtype(part))
+    _check_counts(link, counts, part.shape[0], own=True)
+    out = _landing(link, library, out, (sum(counts), *part.shape[1:]), part)
     places = _parts(out, counts)
     exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
                              [(peer, places[peer]) for peer in link.peers()])
@@ -58,8 +58,8 @@ def reduce_scatter(link, library, whole, out=None, counts=None, beta=0, agreed=T
         agreed = False
     if not agreed:
         yield from _compare(link, library, whole, same_rows=True)
-    if out is None:
-        out = library.empty((counts[link.rank], *whole.shape[1:]), library.dtype(whole))
+    _check_counts(link, counts, whole.shape[0])
+    out = _landing(link, library, out, (counts[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
     yield from _reduce_scatter(link, library, _flat2d(whole), _flat2d(out), counts, beta)
     return out
 
@@ -85,8 +85,7 @@ def all_reduce(link, library, array, out=None, agreed=False):
     """
     if not agreed:
         yield from _compare(link, library, array, same_rows=True)
-    if out is None:
-        out = library.empty(tuple(array.shape), library.dtype(array))
+    out = _landing(link, library, out, tuple(array.shape), array)
     flat, flat_out = array.reshape(-1), out.reshape(-1)
     size, dtype = flat.shape[0], library.dtype(array)
     small = size * itemsize(dtype) * link.size <= SMALL_BYTES
@@ -110,11 +109,11 @@ def all_to_all(link, library, array, out=None, counts=None, received=None):
     """
     if counts is None:
         counts = part_sizes(array.shape[0], link.size)
+    _check_counts(link, counts, array.shape[0])
     if received is None:
         headers = yield from _compare(link, library, array, counts=counts)
         received = [int(header[2 + link.rank]) for header in headers]
-    if out is None:
-        out = library.empty((sum(received), *array.shape[1:]), library.dtype(array))
+    out = _landing(link, library, out, (sum(received), *array.shape[1:]), array)
     places, landing = _parts(array, counts), _parts(out, received)
     exchange = link.exchange(library, [(peer, places[peer]) for peer in link.peers()],
                              [(peer, landing[peer]) for peer in link.peers()])
@@ -134,11 +133,7 @@ def shift(link, library, array, by=1, out=None, agreed=False):
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
     if not agreed:
         headers = yield from _compare(link, library, array, counts=[by])
-        shape = (int(headers[source][0]), *array.shape[1:])
-        if out is None:
-            out = library.empty(shape, library.dtype(array))
-        elif tuple(out.shape) != shape:
-            raise LayoutError(f"shift: out has shape {tuple(out.shape)}, rank {source} of the axis sends {shape}")
+        out = _landing(link, library, out, (int(headers[source][0]), *array.shape[1:]), array)
     if source == link.rank:
         out[...] = array
         return out
@@ -165,6 +160,29 @@ def _compare(link, library, array, *, same_rows=False, counts=()):
             + (", and the rows too" if same_rows else "")
         )
     return headers
+
+
+def _check_counts(link, counts, rows: int, own: bool = False) -> None:
+    """The counts must be those of the rows here: all of them, or, with own, those of this rank's part."""
+    if len(counts) != link.size or (counts[link.rank] if own else sum(counts)) != rows or min(counts) < 0:
+        raise LayoutError(
+            f"{link.record}: counts {list(counts)} for {link.size} ranks do not fit the array, which has {rows} rows"
+            + (f" on rank {link.rank} of the axis" if own else " in all")
+        )
+
+
+def _landing(link, library, out, shape: tuple[int, ...], like, strided: bool = False):
+    """`out`, if the result fits there, or a new array where there is none."""
+    if out is None:
+        return library.empty(shape, library.dtype(like))
+    if library_of(out) != library or tuple(out.shape) != shape or library.dtype(out) != library.dtype(like):
+        raise LayoutError(
+            f"{link.record}: out is {tuple(out.shape)} {library_of(out).dtype(out)} ({library_of(out).name}); the result "
+            f"is {shape} {library.dtype(like)} ({library.name})"
+        )
+    if not strided and not is_contiguous(library, out):
+        raise LayoutError(f"{link.record}: out is not C-contiguous, so messages cannot land in it")
+    return out
 
 
 def _parts(array, counts) -> list:

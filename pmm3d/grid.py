@@ -14,8 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from . import collectives, cost
-from .arrays import is_contiguous, library_of
-from .errors import DisagreementError, GridError, LauncherError, Pmm3dError
+from .arrays import library_of
+from .errors import DisagreementError, GridError, LauncherError, LayoutError, Pmm3dError
 from .launcher import tasks_in_environment
 from .layout import AXES, GridShape, parse_shape
 from .ledger import Ledger, write_chrome_trace
@@ -68,8 +68,9 @@ class Axis:
 
     def _start(self, operation, array, **options) -> Pending:
         library = library_of(array)
-        if not is_contiguous(library, array):
-            array = library.copy(array)
+        if array.ndim == 0:
+            raise LayoutError(f"{operation.__name__}: an array without dims has no rows; use array.reshape(1)")
+        array = library.plain(array)
         return self.begin(operation.__name__, lambda link: operation(link, library, array, **options))
 
     def begin(self, name: str, make_generator) -> Pending:

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from . import random
-from .arrays import NumpyLibrary, check_matrix_dtype, is_contiguous, library_named, library_of
+from .arrays import NumpyLibrary, check_matrix_dtype, library_named, library_of
 from .errors import GridError, LayoutError, Pmm3dError
 from .grid import Grid
 from .layout import EMPTY, Block, Layout
@@ -96,8 +96,7 @@ class DistMatrix:
                     f"the block here has shape {tuple(local.shape)}; rank {grid.rank}'s block of a {shape[0]} x "
                     f"{shape[1]} matrix in {layout} on grid {grid.shape} is {block.shape[0]} x {block.shape[1]}"
                 )
-            if not is_contiguous(library, local):
-                local = library.copy(local)
+            local = library.plain(local)
         return cls(grid, local, shape, layout)
 
     @classmethod

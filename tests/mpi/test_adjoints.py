@@ -43,7 +43,7 @@ def test_gather_and_reduce_scatter_are_adjoint(grid):
     for axis in axes(grid):
         counts = [(3, 0, 1, 4, 2, 0, 5, 1)[index] for index in range(axis.size)]
         assert_adjoint(axis, lambda x: axis.all_gather(x), lambda y: axis.reduce_scatter(y, counts=counts),
-                       counts[axis.index], sum(counts))  # fmt: skip
+                       counts[axis.index], sum(counts))
         even = part_sizes(9, axis.size)
         assert_adjoint(axis, lambda x: axis.reduce_scatter(x), lambda y: axis.all_gather(y), 9, even[axis.index])
 
@@ -60,8 +60,8 @@ def test_all_to_all_is_undone_by_the_way_back(grid):
     for axis in axes(grid):
         sent = [(axis.index + 2 * reader) % 4 for reader in range(axis.size)]
         arriving = [(sender + 2 * axis.index) % 4 for sender in range(axis.size)]
-        there = lambda x: axis.all_to_all(x, counts=sent)  # noqa: E731
-        back = lambda y: axis.all_to_all(y, counts=arriving)  # noqa: E731
+        there = lambda x: axis.all_to_all(x, counts=sent)
+        back = lambda y: axis.all_to_all(y, counts=arriving)
         assert_adjoint(axis, there, back, sum(sent), sum(arriving))
         x = vector(axis, sum(sent), 3)
         assert np.array_equal(back(there(x).wait()).wait(), x)
@@ -100,7 +100,7 @@ def test_sums_do_not_depend_on_the_array_library(grid):
         drawn = np.random.default_rng(axis.index).standard_normal((40, 3))
         for dtype in ("float16", "float32"):
             found = {bits(axis.all_reduce(to_library(drawn.astype(dtype), library)).wait(), library)
-                     for library in ("numpy", "torch", "standin")}  # fmt: skip
+                     for library in ("numpy", "torch", "standin")}
             assert len(found) == 1
 
 

@@ -18,7 +18,7 @@ from pmm3d.arrays import (
     library_named,
     library_of,
     sum_in_order,
-)  # fmt: skip
+)
 from pmm3d.workspace import Workspace
 
 TYPES = [(library, dtype) for library in LIBRARIES for dtype in MATRIX_DTYPES if dtype != "bfloat16"]

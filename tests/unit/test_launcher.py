@@ -43,7 +43,7 @@ def run_launcher(*arguments, **variables):
     return subprocess.run(
         [sys.executable, "-m", "pmm3d.launcher", *map(str, arguments)],
         env=environ, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    )
 
 
 def test_mpiexec_is_the_one_beside_this_python(fake_python, monkeypatch):

@@ -21,7 +21,7 @@ from pmm3d.layout import (
     parse_shape,
     part_range,
     part_sizes,
-)  # fmt: skip
+)
 
 SHARDED = [
     Layout.A,
@@ -157,7 +157,7 @@ def test_ranks_run_fastest_along_x_and_the_rest_is_idle():
     grid = GridShape(2, 3, 2, 2)
     assert [grid.coords(rank) for rank in (0, 1, 2, 6, 12)] == [
         (0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1),
-    ]  # fmt: skip
+    ]
     assert all(grid.rank(grid.coords(rank)) == rank for rank in range(grid.size))
     assert grid.coords(grid.size) is None
     assert Layout.A.block((5, 5), grid, None).size == 0

@@ -138,7 +138,7 @@ def test_max_workspace_is_kept_with_the_fewest_steps(grid, size):
 def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
     grid = GridShape(2, 2, 2)
     partial_sums = 8 * (32 * 32 + 16 * 32)
-    with pytest.raises(MemoryLimitError, match="max_workspace is 100 bytes.*with as many steps along k as there can be"):
+    with pytest.raises(MemoryLimitError, match="max_workspace is 100 bytes.*with as many steps along k as there can"):
         planned((64, 64, 64), grid, max_workspace=100)
     assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 2 * 64).steps == 16
 
@@ -184,7 +184,8 @@ def test_volumes_of_sizes_that_divide(grid):
 
 def test_a_replicated_product_is_reduced_for_everyone():
     grid = GridShape(1, 4, 1)
-    whole = plan_product(Operand((8, 8), Layout.A), Operand((8, 8), Layout.B), Operand((8, 8), Layout()), "float32", grid)
+    a, b, c = (Operand((8, 8), layout) for layout in (Layout.A, Layout.B, Layout()))
+    whole = plan_product(a, b, c, "float32", grid)
     assert whole.c == -1
     assert whole.bytes_received(GridShape(0, 0, 0, 0))["y"] == 4 * 2 * 3 * 8 * 8 // 4
 
@@ -193,7 +194,7 @@ def test_a_replicated_product_is_reduced_for_everyone():
     "size, ranks",
     [((4096, 4096, 4096), 8), ((1024, 1024, 32768), 8), ((65536, 512, 512), 8), ((512, 65536, 512), 8),
      ((8192, 8192, 128), 16), ((729, 729, 729), 27), ((2048, 2048, 2048), 64), ((100, 100, 100), 1)],
-)  # fmt: skip
+)
 def test_the_best_grid_attains_the_lower_bound(size, ranks):
     plan = planned(size, cost.best_grid(size, ranks))
     assert plan.grid.size == ranks
