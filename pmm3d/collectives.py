@@ -175,10 +175,11 @@ def _landing(link, library, out, shape: tuple[int, ...], like, strided: bool = F
     """`out`, if the result fits there, or a new array where there is none."""
     if out is None:
         return library.empty(shape, library.dtype(like))
-    if library_of(out) != library or tuple(out.shape) != shape or library.dtype(out) != library.dtype(like):
+    theirs = library_of(out)
+    if theirs != library or tuple(out.shape) != shape or library.dtype(out) != library.dtype(like):
         raise LayoutError(
-            f"{link.record}: out is {tuple(out.shape)} {library_of(out).dtype(out)} ({library_of(out).name}); the result "
-            f"is {shape} {library.dtype(like)} ({library.name})"
+            f"{link.record}: out is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result is {shape} "
+            f"{library.dtype(like)} ({library.name})"
         )
     if not strided and not is_contiguous(library, out):
         raise LayoutError(f"{link.record}: out is not C-contiguous, so messages cannot land in it")

@@ -8,6 +8,8 @@ from pmm3d import Grid
 from pmm3d.layout import part_sizes
 
 AXES = ("x", "y", "z", "everyone")
+LARGE = [("numpy", "float16", 2048), ("torch", "float16", 2048), ("torch", "bfloat16", 256)]
+"""Integers to which one may add 1 without a change, in that type."""
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ def test_sums_do_not_depend_on_the_array_library(grid):
 def test_low_precision_is_added_up_in_float32(comm, nranks):
     """2048 + 1 is 2048 in float16, 256 + 1 is 256 in bfloat16; their sums over several ranks are not."""
     with Grid(comm, (nranks, 1, 1)) as grid:
-        for library, dtype, large in (("numpy", "float16", 2048), ("torch", "float16", 2048), ("torch", "bfloat16", 256)):
+        for library, dtype, large in LARGE:
             total = np.full((1,), large + nranks - 1, "float32")
             rounded = to_numpy(to_library(total, library, dtype), library)
             assert rounded > large

@@ -109,7 +109,8 @@ def test_bad_options_of_a_product(square, fails):
 
 @several
 def test_a_limit_of_work_arrays_that_cannot_be_kept(square, fails):
-    fails(MemoryLimitError, "max_workspace is 10 bytes; the product needs", lambda: matmul(square, square, max_workspace=10))
+    call = lambda: matmul(square, square, max_workspace=10)
+    fails(MemoryLimitError, "max_workspace is 10 bytes; the product needs", call)
 
 
 def test_element_types_that_matrices_do_not_have(grid, fails):
@@ -153,11 +154,12 @@ def test_files_that_cannot_be_read(grid, shared_path, fails):
             file["a/b"], file["vector"] = np.ones((2, 2)), np.ones(3)
         np.save(shared_path / "integers.npy", np.ones((2, 2), int))
     grid.comm.barrier()
-    fails(FileNotFoundError, "none.npy", lambda: DistMatrix.from_file(grid, shared_path / "none.npy"))
-    fails(Pmm3dError, "name one of its data sets: 'a', 'vector'", lambda: DistMatrix.from_file(grid, shared_path / "some.h5"))
-    fails(Pmm3dError, "got 'c'", lambda: DistMatrix.from_file(grid, shared_path / "some.h5", "c"))
-    fails(LayoutError, "two dims", lambda: DistMatrix.from_file(grid, shared_path / "some.h5", "vector"))
-    fails(DTypeError, "got int64", lambda: DistMatrix.from_file(grid, shared_path / "integers.npy"))
+    read = lambda name, *dataset: lambda: DistMatrix.from_file(grid, shared_path / name, *dataset)
+    fails(FileNotFoundError, "none.npy", read("none.npy"))
+    fails(Pmm3dError, "name one of its data sets: 'a', 'vector'", read("some.h5"))
+    fails(Pmm3dError, "got 'c'", read("some.h5", "c"))
+    fails(LayoutError, "two dims", read("some.h5", "vector"))
+    fails(DTypeError, "got int64", read("integers.npy"))
 
 
 def test_read_only_blocks_are_operands_but_not_out(grid, fails):
@@ -219,7 +221,6 @@ UNFIT = [
 ]
 
 
-@pytest.mark.parallel([1])
 @pytest.mark.parametrize("collective, rows, dtype", UNFIT)
 def test_out_of_another_shape_or_type_is_refused(grid, collective, rows, dtype):
     array = np.ones((4 * grid.size if collective == "reduce_scatter" else 4, 3))
@@ -228,7 +229,6 @@ def test_out_of_another_shape_or_type_is_refused(grid, collective, rows, dtype):
         getattr(grid.y, collective)(array, out=np.ones((rows or fitting, 3), dtype)).wait()
 
 
-@several
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "shift"])
 def test_an_out_that_is_not_contiguous_is_filled_or_refused(grid, collective):
     array = integers((4, 3))
@@ -241,7 +241,6 @@ def test_an_out_that_is_not_contiguous_is_filled_or_refused(grid, collective):
     assert np.array_equal(out, right)
 
 
-@pytest.mark.parallel([1])
 def test_counts_that_are_not_the_rows_are_refused(grid):
     array = np.ones((4, 3))
     for collective in (grid.y.all_gather, grid.y.reduce_scatter, grid.y.all_to_all):

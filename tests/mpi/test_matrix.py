@@ -166,15 +166,13 @@ def test_random_matrices_are_the_same_on_every_grid(comm, grid):
 
 
 def test_random_matrices_have_their_distribution(grid):
-    whole = {
-        name: DistMatrix.random(grid, (400, 250), distribution=name).gather() for name in ("uniform", "normal", "integers")
-    }
+    drawn = lambda **options: DistMatrix.random(grid, (400, 250), **options).gather()
+    whole = {name: drawn(distribution=name) for name in ("uniform", "normal", "integers")}
     assert np.all(np.abs(whole["uniform"]) < 1) and abs(whole["uniform"].var() - 1 / 3) < 0.01
     assert abs(whole["normal"].mean()) < 0.02 and abs(whole["normal"].var() - 1) < 0.02
     assert set(np.unique(whole["integers"])) == set(range(-4, 5))
-    other = DistMatrix.random(grid, (400, 250), seed=1).gather()
-    assert not np.any(other == whole["uniform"])
-    both = DistMatrix.random(grid, (400, 250), dtype="complex128").gather()
+    assert not np.any(drawn(seed=1) == whole["uniform"])
+    both = drawn(dtype="complex128")
     assert abs(np.corrcoef(both.real.ravel(), both.imag.ravel())[0, 1]) < 0.02
 
 

@@ -85,7 +85,7 @@ def test_a_memory_limit_excludes_grids():
         found = cost.ranked_grids(size, 8, "float64", limit)
         assert all(cost.memory(size, grid, "float64") <= limit for grid in found)
         assert len(found) < len(cost.grids(8))
-    with pytest.raises(GridError, match=r"no grid of 8 ranks keeps m, n, k = \(4096, 4096, 4096\) .* within 1,000 bytes"):
+    with pytest.raises(GridError, match="no grid of 8 ranks keeps m, n, k = .* within 1,000 bytes"):
         cost.best_grid(size, 8, "float64", limit=1000)
 
 
