@@ -38,13 +38,12 @@ def matmul(a: DistMatrix, b: DistMatrix, *, alpha=1, beta=0, out: DistMatrix | N
     grid = a.grid
     with grid.together("matmul", a.signature(), _signature(b), _signature(out), alpha, beta, panels, max_workspace):
         _check(a, b, out, beta)
-        if out is not None and out.order == "F":
-            a, b, out = b.T, a.T, out.T
-        plan = plan_for(a, b, out, panels, max_workspace)
-        if out is None:
-            out = _new(grid, (plan.m, plan.n), plan.c_layout, a)
+        a, b, c = (b.T, a.T, out.T) if out is not None and out.order == "F" else (a, b, out)
+        plan = plan_for(a, b, c, panels, max_workspace)
+        if c is None:
+            c = out = _new(grid, (plan.m, plan.n), plan.c_layout, a)
     with _placed(a, plan.a_layout) as native_a, _placed(b, plan.b_layout) as native_b:
-        with _placed(out, plan.c_layout, back=True, read=beta != 0) as native_c:
+        with _placed(c, plan.c_layout, back=True, read=beta != 0) as native_c:
             if grid.active:
                 _multiply(plan.local(grid.coords), native_a, native_b, native_c, alpha, beta)
     return out
