@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -18,15 +19,23 @@ app = typer.Typer(
          "python -m pmm3d.launcher -n 8 -m pmm3d bench",
 )
 
+FIRST_RANK_SPEAKS = 1.0
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 def main() -> None:
-    """Sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage."""
+    """Sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage: the others
+    are silent, and end later, since mpiexec ends all ranks when one fails."""
     machine.set_blas_environment()
-    if task_rank(os.environ) > 0:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-    app()
+    if task_rank(os.environ) == 0:
+        app()
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    try:
+        app()
+    except SystemExit:
+        if sys.stderr is not sys.__stderr__:
+            time.sleep(FIRST_RANK_SPEAKS)
+        raise
 
 
 @app.callback()

@@ -1,0 +1,180 @@
+"""The product on every grid: exactly numpy's, for every size, type, library, transposition, layout and option."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import LIBRARIES, RANKS, TRANSPOSED_A, TRANSPOSED_B, grids_of, integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d.arrays import MATRIX_DTYPES
+
+pytestmark = pytest.mark.parallel(RANKS)
+
+SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
+TRANSPOSED = ("nn", "tn", "nt", "tt")
+LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")), Layout(rows="z", cols="y"),
+           Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
+OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(), Layout(rows="y")]
+
+
+@pytest.fixture
+def grid(comm, grid_shape):
+    with Grid(comm, grid_shape, device_transport="direct") as grid:
+        yield grid
+
+
+def place(grid, whole, layout, library="numpy", dtype=None, turned=False):
+    """The matrix with these values; turned: as the transpose of one that is stored in `layout`."""
+    stored = to_library(whole.T if turned else whole, library, dtype)
+    matrix = DistMatrix.from_global(grid, stored, layout=layout)
+    return matrix.T if turned else matrix
+
+
+def operands(grid, size, dtype="float64", library="numpy", transposed="nn"):
+    """(A, B) as distributed matrices in the layouts of the product, and as numpy's."""
+    m, n, k = size
+    a, b = integers((m, k), dtype, 1, -2, 2), integers((k, n), dtype, 2, -2, 2)
+    layouts = [TRANSPOSED_A if transposed[0] == "t" else Layout.A, TRANSPOSED_B if transposed[1] == "t" else Layout.B]
+    turned = [flag == "t" for flag in transposed]
+    placed = [place(grid, whole, layout, library, dtype, turn) for whole, layout, turn in zip((a, b), layouts, turned)]
+    return *placed, a, b
+
+
+def values(matrix):
+    return to_numpy(matrix.gather(), matrix.library)
+
+
+def test_the_product_is_exact(grid):
+    for size, transposed in product(SIZES, TRANSPOSED):
+        a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
+        c = a @ b
+        assert c.shape == size[:2] and c.dtype == "float64"
+        assert np.array_equal(values(c), whole_a @ whole_b)
+
+
+@pytest.mark.xfail(strict=True, reason="the axes take the roles that move the fewest bytes, and C the layout they give it")
+@pytest.mark.parallel([2])
+def test_a_new_matrix_is_in_layout_c(comm):
+    """Whichever of the operands is the larger."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        for size in ((13, 10, 17), (10, 13, 17)):
+            a, b, *_ = operands(grid, size)
+            assert (a @ b).layout == Layout.C
+
+
+@settings(max_examples=25)
+@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]))
+def test_the_product_of_any_size_is_exact(grid, size, transposed, panels):
+    a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
+    assert np.array_equal(values(matmul(a, b, panels=panels)), whole_a @ whole_b)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_type_and_library(grid, library):
+    for dtype, panels in product(MATRIX_DTYPES, (1, 3)):
+        if dtype == "bfloat16" and library != "torch":
+            continue
+        for size, transposed in (((13, 11, 17), "nn"), ((7, 10, 9), "tt")):
+            a, b, whole_a, whole_b = operands(grid, size, dtype, library, transposed)
+            c = matmul(a, b, panels=panels)
+            assert c.dtype == dtype and type(c.local) is type(a.local)
+            assert np.array_equal(values(c), whole_a @ whole_b)
+
+
+def test_conjugate_transposes(grid):
+    for dtype, library in product(("complex64", "complex128", "float32"), LIBRARIES):
+        whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
+        a, b = place(grid, whole_a, Layout.A, library), place(grid, whole_b, Layout.B, library)
+        assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
+        assert np.array_equal(values(a.H.H @ b), whole_a @ whole_b)
+        assert np.array_equal(values(a.H @ a), whole_a.conj().T @ whole_a)
+        assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_alpha_beta_and_out(grid, library):
+    """C in its own layout, in others, replicated, as a transposed view."""
+    a, b, whole_a, whole_b = operands(grid, (13, 10, 9), library=library)
+    scales = [(1, 0), (2, 1), (-1, 3), (0, 2), (3, 0), (1, 1)]
+    for index, (layout, turned, panels) in enumerate(product(OUTS, (False, True), (1, 3))):
+        alpha, beta = scales[index % len(scales)]
+        before = integers((13, 10), seed=index)
+        out = place(grid, before, layout.T if turned else layout, library, turned=turned)
+        assert matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels) is out
+        assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
+
+
+def test_low_precision_with_alpha_beta_and_panels(grid):
+    for library, dtype in (("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16"), ("standin", "float16")):
+        a, b, whole_a, whole_b = operands(grid, (6, 7, 9), dtype, library)
+        for panels, (alpha, beta), layout in product((1, 2), ((1, 0), (2, -1)), (Layout.C, Layout(rows="z", cols="x"))):
+            before = integers((6, 7), dtype, 3)
+            out = place(grid, before, layout, library, dtype)
+            matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels)
+            assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
+
+
+def test_complex_scalars(grid):
+    a, b, whole_a, whole_b = operands(grid, (5, 6, 7), "complex64")
+    before = integers((5, 6), "complex64", 3)
+    out = place(grid, before, Layout.C)
+    matmul(a, b, alpha=1 - 2j, beta=1j, out=out)
+    assert np.array_equal(values(out), (1 - 2j) * (whole_a @ whole_b) + 1j * before)
+
+
+def test_beta_zero_overwrites_what_is_not_finite(grid):
+    a, b, whole_a, whole_b = operands(grid, (8, 9, 10))
+    for layout, panels in product(OUTS, (1, 3)):
+        out = place(grid, np.full((8, 9), np.nan), layout)
+        assert np.array_equal(values(matmul(a, b, out=out, panels=panels)), whole_a @ whole_b)
+
+
+def test_operands_in_other_layouts(grid):
+    whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
+    for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
+        turned = index % 2 == 1, index % 3 == 1
+        a = place(grid, whole_a, first, turned=turned[0])
+        b = place(grid, whole_b, second, turned=turned[1])
+        c = matmul(a, b, panels=1 + index % 4)
+        assert np.array_equal(values(c), whole_a @ whole_b)
+
+
+def test_a_matrix_with_itself(grid):
+    whole = integers((9, 9))
+    for layout in (Layout.A, Layout.B, Layout()):
+        a = place(grid, whole, layout)
+        assert np.array_equal(values(a @ a), whole @ whole)
+        assert np.array_equal(values(a.T @ a), whole.T @ whole)
+        assert np.array_equal(values(a @ a.T), whole @ whole.T)
+
+
+def test_the_data_axis(comm, nranks):
+    """Layout.A, B and C replicate over it; what is split over it is brought together first."""
+    for shape, data in grids_of(nranks, data=(2, 4)):
+        if data == 1:
+            continue
+        with Grid(comm, shape, data=data) as grid:
+            a, b, whole_a, whole_b = operands(grid, (9, 8, 7))
+            assert np.array_equal(values(a @ b), whole_a @ whole_b)
+            split = place(grid, whole_a, Layout(rows=("data", "z", "x"), cols="y"))
+            out = DistMatrix.empty(grid, (9, 8), layout=Layout(rows=("data", "z"), cols="x"))
+            assert np.array_equal(values(matmul(split, b, out=out)), whole_a @ whole_b)
+            local = a @ b
+            every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
+            assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
+
+
+def test_without_checks_the_product_is_the_same(comm, grid_shape):
+    with Grid(comm, grid_shape, check=False) as grid:
+        a, b, whole_a, whole_b = operands(grid, (13, 11, 17))
+        assert np.array_equal(values(a @ b), whole_a @ whole_b)
+
+
+def test_read_only_operands(grid):
+    a, b, whole_a, whole_b = operands(grid, (7, 8, 9))
+    for matrix in (a, b):
+        matrix.local.flags.writeable = False
+    assert np.array_equal(values(matmul(a, b, panels=2)), whole_a @ whole_b)
