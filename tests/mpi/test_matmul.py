@@ -19,7 +19,6 @@ LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols
            Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
 OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(),
         Layout(rows="y")]
-        Layout(rows="y")]
 
 
 @pytest.fixture
