@@ -166,6 +166,9 @@ class TorchLibrary(NumpyLibrary):
         made[...] = array.detach()
         return made
 
+    def plain(self, array):
+        return super().plain(array.detach())
+
     def _as_stored(self, array):
         return not (array.is_conj() or array.is_neg())
 

@@ -53,6 +53,8 @@ def reduce_scatter(link, library, whole, out=None, counts=None, beta=0, agreed=T
     Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows.
     `out` may be strided if it is 2D.
     """
+    if out is None and beta != 0:
+        raise LayoutError(f"{link.record}: beta needs out=, the array that it scales")
     if counts is None:
         counts = part_sizes(whole.shape[0], link.size)
         agreed = False

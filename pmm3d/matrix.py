@@ -169,6 +169,8 @@ class DistMatrix:
                 out = self._empty_like(layout, grid)
             elif out.signature() != DistMatrix(grid, self.local, self.shape, layout, self.order).signature():
                 raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
+            elif not out.library.writable(out.local):
+                raise LayoutError("redistribute: out is read-only")
         self._move_into(out)
         return out
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from numbers import Number, Real
 
 from .arrays import overlap
-from .errors import GridError, LayoutError, Pmm3dError
+from .errors import DTypeError, GridError, LayoutError, Pmm3dError
 from .layout import Layout
 from .matrix import DistMatrix
 from .panels import OperandPanels, ResultPanels
@@ -37,7 +38,7 @@ def matmul(a: DistMatrix, b: DistMatrix, *, alpha=1, beta=0, out: DistMatrix | N
     """
     grid = a.grid
     with grid.together("matmul", a.signature(), _signature(b), _signature(out), alpha, beta, panels, max_workspace):
-        _check(a, b, out, beta)
+        _check(a, b, out, alpha, beta)
         a, b, c = (b.T, a.T, out.T) if out is not None and out.order == "F" else (a, b, out)
         plan = plan_for(a, b, c, panels, max_workspace)
         if c is None:
@@ -53,7 +54,7 @@ def _signature(matrix):
     return matrix.signature() if isinstance(matrix, DistMatrix) else type(matrix).__name__
 
 
-def _check(a, b, out, beta) -> None:
+def _check(a, b, out, alpha, beta) -> None:
     for name, matrix in (("b", b), ("out", out)):
         if not isinstance(matrix, DistMatrix) and not (name == "out" and matrix is None):
             raise Pmm3dError(f"matmul: {name} is a {type(matrix).__name__}; it must be a DistMatrix")
@@ -63,6 +64,9 @@ def _check(a, b, out, beta) -> None:
     check_dtypes(a.dtype, b.dtype, out and out.dtype)
     if a.library != b.library or (out is not None and out.library != a.library):
         raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
+    for name, scalar in (("alpha", alpha), ("beta", beta)):
+        if not isinstance(scalar, Number if a.dtype.startswith("complex") else Real):
+            raise DTypeError(f"matmul: {name} is {scalar!r}, which cannot scale a {a.dtype} matrix")
     if out is None and beta != 0:
         raise LayoutError("matmul: beta needs out=, the C that it scales")
     if out is not None and not out.library.writable(out.local):

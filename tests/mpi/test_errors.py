@@ -251,3 +251,34 @@ def test_counts_that_are_not_the_rows_are_refused(grid):
 def test_arrays_without_dims_are_named(grid):
     with pytest.raises(LayoutError, match="dims"):
         grid.y.all_reduce(np.array(3.0)).wait()
+
+
+def test_a_complex_scalar_for_real_matrices(grid, fails):
+    one = DistMatrix.from_global(grid, np.ones((1, 1)))
+    fails(DTypeError, "alpha", lambda: matmul(one, one, alpha=1j))
+
+
+def test_a_read_only_out_of_a_redistribution(grid, square, fails):
+    out = DistMatrix.empty(grid, (6, 6), layout=Layout.B)
+    out.local.flags.writeable = False
+    fails(LayoutError, "read-only", lambda: square.redistribute(Layout.B, out=out))
+
+
+def test_beta_of_a_reduction_needs_out(grid):
+    with pytest.raises(LayoutError, match="beta needs out"):
+        grid.y.reduce_scatter(np.ones((6, 2)), beta=1).wait()
+
+
+def test_numbers_may_be_those_of_numpy(grid, square):
+    for seed in (np.int64(3), np.uint8(3), 3, -3, 2**70):
+        DistMatrix.random(grid, (2, 2), seed=seed)
+    two, size = np.int64(2), np.int32(6)
+    whole = square.gather()
+    assert np.array_equal(matmul(square, square, alpha=np.float32(2)).gather(), 2 * whole @ whole)
+    assert DistMatrix.empty(grid, (size, two)).shape == (6, 2)
+
+
+def test_tensors_that_require_gradients_are_added_up(grid):
+    array = torch.ones(3, requires_grad=True) * 2
+    total = grid.y.all_reduce(array).wait()
+    assert not total.requires_grad and torch.equal(total, torch.full((3,), 2.0 * grid.size))

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.parallel(RANKS)
 
 SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
 TRANSPOSED = ("nn", "tn", "nt", "tt")
-LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")), Layout(rows="z", cols="y"),
-           Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
+LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")),
+           Layout(rows="z", cols="y"), Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
 OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(),
         Layout(rows="y")]
 
