@@ -90,9 +90,8 @@ def all_reduce(link, library, array, out=None, agreed=False):
     out = _landing(link, library, out, tuple(array.shape), array)
     flat, flat_out = array.reshape(-1), out.reshape(-1)
     size, dtype = flat.shape[0], library.dtype(array)
-    small = size * itemsize(dtype) * link.size <= SMALL_BYTES
-    counts = [size] * link.size if small else part_sizes(size, link.size)
-    if small:
+    counts = all_reduce_counts(size, dtype, link.size)
+    if counts[-1] == size:
         with link.workspace.borrow((link.size, size), dtype, library) as every:
             yield from all_gather(link, library, flat, every.reshape(-1), counts)
             sum_in_order(library, [every[rank][None, :] for rank in range(link.size)], flat_out[None, :])
@@ -101,6 +100,13 @@ def all_reduce(link, library, array, out=None, agreed=False):
         yield from _reduce_scatter(link, library, _flat2d(flat), _flat2d(total), counts, 0)
         yield from all_gather(link, library, total, flat_out, counts)
     return out
+
+
+def all_reduce_counts(size: int, dtype: str, ranks: int) -> list[int]:
+    """Elements of each rank's part in an all-reduce of that many: all of them where the message is small."""
+    if size * itemsize(dtype) * ranks <= SMALL_BYTES:
+        return [size] * ranks
+    return part_sizes(size, ranks)
 
 
 def all_to_all(link, library, array, out=None, counts=None, received=None):

@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import permutations
 
 from .arrays import LOW_PRECISION, itemsize
+from .collectives import all_reduce_counts
 from .errors import DTypeError, LayoutError, MemoryLimitError
 from .layout import GridShape, Layout, offsets, part_range, part_sizes
 
@@ -248,12 +249,34 @@ class LocalPlan:
         elements = held * depth * self.rows * (self.gathers_a or self.scattered)
         elements += held * depth * self.cols * (self.gathers_b or self.scattered)
         if self.reduces:
-            width = self.panel(0)[1]
-            elements += self.rows * self.cols + (self.k_size - 1) * self.c_counts[0] * width * min(2, plan.panels)
+            elements += self.rows * self.cols + self._reduction_work * min(2, plan.panels)
         total = size * elements
         if plan.dtype in LOW_PRECISION:
             total += 4 * (depth * (self.rows + self.cols) + self.rows * self.cols)
         return total
+
+    @property
+    def _reduction_work(self) -> int:
+        """Elements of work arrays while a panel of C is reduced: what arrives, and this rank's part of the sum."""
+        width = self.panel(0)[1]
+        if self.plan.c == 0:
+            return (self.k_size - 1) * self.c_counts[0] * width
+        return self.k_size * all_reduce_counts(self.rows * width, self.plan.dtype, self.k_size)[0]
+
+    def _reduction(self) -> tuple[int, int]:
+        """Elements of C that this rank (receives, sends)."""
+        own = self.c_counts[self.k_index] * self.cols
+        others = self.rows * self.cols - own
+        if self.plan.c == 0:
+            return (self.k_size - 1) * own, others
+        received = sent = 0
+        for index in range(self.plan.panels):
+            low, high = self.panel(index)
+            size = self.rows * (high - low)
+            own = all_reduce_counts(size, self.plan.dtype, self.k_size)[self.k_index]
+            received += (self.k_size - 1) * own + size - own
+            sent += (self.k_size - 1) * own + size - own
+        return received, sent
 
     @property
     def bytes_received(self) -> dict[str, int]:
@@ -261,14 +284,10 @@ class LocalPlan:
         plan, size = self.plan, itemsize(self.plan.dtype)
         m_axis, k_axis, n_axis = plan.roles
         own_a, own_b = self._own_elements()
-        own_c = self.c_counts[self.k_index] * self.cols
-        c = (self.k_size - 1) * own_c
-        if plan.c == -1:
-            c += self.rows * self.cols - own_c
         return {
             n_axis: size * (self.rows * self.depth - own_a) * self.gathers_a,
             m_axis: size * (self.depth * self.cols - own_b) * self.gathers_b,
-            k_axis: size * c * self.reduces,
+            k_axis: size * self._reduction()[0] * self.reduces,
         }
 
     @property
@@ -277,14 +296,10 @@ class LocalPlan:
         plan, size = self.plan, itemsize(self.plan.dtype)
         m_axis, k_axis, n_axis = plan.roles
         own_a, own_b = self._own_elements()
-        own_c = self.c_counts[self.k_index] * self.cols
-        c = self.rows * self.cols - own_c
-        if plan.c == -1:
-            c += (self.k_size - 1) * own_c
         return {
             n_axis: size * own_a * (self.n_size - 1) * self.gathers_a,
             m_axis: size * own_b * (self.m_size - 1) * self.gathers_b,
-            k_axis: size * c * self.reduces,
+            k_axis: size * self._reduction()[1] * self.reduces,
         }
 
     def _own_elements(self) -> tuple[int, int]:
@@ -297,7 +312,7 @@ class LocalPlan:
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
                  max_workspace: int | None = None) -> ProductPlan:
-    """Choose roles (the fewest bytes to redistribute, then the fewest to gather and reduce), sharded dims and steps.
+    """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and steps.
 
     c               None if the product may choose the layout of C
     panels          along k if something is gathered, and along the columns of C if it is reduced
@@ -312,7 +327,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
         raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
     if not isinstance(panels, int) or panels < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
-    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=_total_moved)[1]
+    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
     local = plan.on_rank(GridShape(0, 0, 0, 0))
     gathers = local.gathers_a or local.gathers_b
     plan = replace(plan, steps=max(1, min(panels, local.depth)) if gathers else 1,
@@ -336,11 +351,6 @@ def _with_roles(a, b, c, dtype, grid, roles) -> tuple[int, ProductPlan]:
     if c_dim in (None, 1):
         c_dim, moved = 0, moved + c.shape[0] * c.shape[1]
     return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim)
-
-
-def _total_moved(candidate: tuple[int, ProductPlan]) -> tuple[int, int]:
-    moved, plan = candidate
-    return moved, sum(plan.bytes_received(GridShape(0, 0, 0, 0)).values())
 
 
 def _within(plan: ProductPlan, limit: int) -> ProductPlan:

@@ -56,7 +56,6 @@ def test_the_product_is_exact(grid):
         assert np.array_equal(values(c), whole_a @ whole_b)
 
 
-@pytest.mark.xfail(strict=True, reason="the axes take the roles that move the fewest bytes, whatever C becomes")
 @pytest.mark.parallel([2])
 def test_a_new_matrix_is_in_layout_c(comm):
     """Whichever of the operands is the larger."""

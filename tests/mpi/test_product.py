@@ -64,7 +64,6 @@ def test_bytes_of_a_replicated_product_are_those_of_the_plan_where_rows_divide(g
     assert_moves_what_the_plan_says(grid, (192, 384, 96), 1, "float64", Layout(rows="z", cols="x"))
 
 
-@pytest.mark.xfail(strict=True, reason="an all-reduce cuts C into equal parts, the plan counts whole rows")
 @pytest.mark.parallel([8])
 def test_bytes_of_a_replicated_product_are_those_of_the_plan(comm, nranks):
     with Grid(comm, (1, nranks, 1)) as grid:
@@ -91,7 +90,6 @@ def test_max_workspace_is_kept(comm, grid_shape, dtype):
             assert np.array_equal(c.gather(), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="the work arrays of an all-reduce of C are not those that the plan counts")
 @pytest.mark.parallel([4])
 def test_max_workspace_is_kept_by_a_replicated_product(comm, nranks):
     for size in ((9, 8, 30), (61, 47, 59), (300, 200, 10)):

@@ -184,10 +184,10 @@ def test_volumes_of_sizes_that_divide(grid):
 
 def test_a_replicated_product_is_reduced_for_everyone():
     grid = GridShape(1, 4, 1)
-    a, b, c = (Operand((8, 8), layout) for layout in (Layout.A, Layout.B, Layout()))
+    a, b, c = (Operand((256, 256), layout) for layout in (Layout.A, Layout.B, Layout()))
     whole = plan_product(a, b, c, "float32", grid)
     assert whole.c == -1
-    assert whole.bytes_received(GridShape(0, 0, 0, 0))["y"] == 4 * 2 * 3 * 8 * 8 // 4
+    assert whole.bytes_received(GridShape(0, 0, 0, 0))["y"] == 4 * 2 * 3 * 256 * 256 // 4
 
 
 @pytest.mark.parametrize(

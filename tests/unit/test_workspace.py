@@ -50,9 +50,10 @@ def play(workspace, library, events):
 
 
 @given(cycles())
-def test_repeated_cycles_allocate_nothing_more(events):
+def test_repeated_cycles_come_to_allocate_nothing_more(events):
+    """At the latest after as many cycles as there are buffers."""
     workspace, library = Workspace(), Counting()
-    for _ in range(2):
+    for _ in events:
         play(workspace, library, events)
     before = workspace.allocated
     library.sizes.clear()
