@@ -167,7 +167,7 @@ class TorchLibrary(NumpyLibrary):
         return made
 
     def plain(self, array):
-        return super().plain(array.detach())
+        return super().plain(array.detach() if array.requires_grad else array)
 
     def _as_stored(self, array):
         return not (array.is_conj() or array.is_neg())
