@@ -35,7 +35,7 @@ class NumpyLibrary:
         return np
 
     def empty(self, shape, dtype: str):
-        """Arbitrary contents. Large arrays start on a huge page: fewer TLB misses, 5% of a product of 1 MiB blocks."""
+        """Arbitrary contents. Large arrays start on a huge page, for fewer TLB misses."""
         nbytes = prod(shape) * itemsize(dtype)
         if nbytes < HUGE_PAGE:
             return np.empty(shape, dtype)
