@@ -10,6 +10,8 @@ from pmm3d.layout import Layout
 RANKS = [1, 2, 3, 4, 6, 8]
 LIBRARIES = ("numpy", "torch", "standin")
 """The names of `library_named`; "standin" is tests/standin.py, with cupy's names over host memory."""
+UP_TO_4 = [1, 2, 3, 4]
+"""The rank counts of tests that use torch: every rank imports it, which takes two seconds of a core."""
 
 TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))
 TRANSPOSED_B = Layout(rows=("x", "z"), cols=("y",))

@@ -1,29 +1,17 @@
-"""The five collectives on every axis of every grid, in every array library, against numpy."""
+"""The five collectives on every axis of every grid, against numpy."""
 
 import numpy as np
 import pytest
-from samples import LIBRARIES, RANKS, integers, to_library, to_numpy
+from samples import RANKS, integers, to_library, to_numpy
 
-from pmm3d import Grid
-from pmm3d.arrays import MATRIX_DTYPES, itemsize
+from pmm3d.arrays import itemsize
 from pmm3d.layout import offsets, part_sizes
 
 pytestmark = pytest.mark.parallel(RANKS)
 
 AXES = ("x", "y", "z", "data", "everyone")
-TRAILS = [(), (3,), (2, 3)]
-"""Trailing dims: the arrays have one dim more."""
-TYPES = [("numpy", dtype) for dtype in (*MATRIX_DTYPES[:1], *MATRIX_DTYPES[2:], "int64", "uint8", "bool")]
-TYPES += [("torch", dtype) for dtype in (*MATRIX_DTYPES, "int64")]
-TYPES += [("standin", dtype) for dtype in ("float16", "float32", "complex128", "int64")]
-SUMMED = [pair for pair in TYPES if pair[1] not in ("bool", "uint8")]
-
-
-def kinds(types):
-    """Every type with one number of dims, the first with all."""
-    return [(*types[0], trail) for trail in TRAILS] + [
-        (*pair, TRAILS[index % len(TRAILS)]) for index, pair in enumerate(types[1:])
-    ]
+KINDS = [("numpy", "float64", trail) for trail in ((), (3,), (2, 3))] + [("standin", "complex64", (2,))]
+"""Array library, type, and trailing dims: the arrays have one dim more."""
 
 
 def rows_of(rank):
@@ -33,7 +21,7 @@ def rows_of(rank):
 
 def one(rows, rank, dtype, trail, seed=0):
     """What a rank brings; all ranks can work it out."""
-    return integers((rows, *trail), dtype, seed=100 * seed + rank, low=0 if dtype in ("uint8", "bool") else -4)
+    return integers((rows, *trail), dtype, seed=100 * seed + rank)
 
 
 def brought(axis, dtype, trail, rows=None, seed=0):
@@ -45,12 +33,6 @@ def assert_equal(found, expected, library, dtype):
     assert np.array_equal(to_numpy(found, library), expected.astype(to_numpy(found, library).dtype))
 
 
-@pytest.fixture
-def grid(comm, grid_shape):
-    with Grid(comm, grid_shape, device_transport="direct") as grid:
-        yield grid
-
-
 def axes(grid):
     """The axes with several ranks, and one, "data", with a single rank."""
     found = [grid.axis(name) for name in AXES]
@@ -58,7 +40,7 @@ def axes(grid):
 
 
 def test_all_gather(grid):
-    for library, dtype, trail in kinds(TYPES):
+    for library, dtype, trail in KINDS:
         for axis in axes(grid):
             parts = brought(axis, dtype, trail)
             found = axis.all_gather(to_library(parts[axis.index], library, dtype)).wait()
@@ -66,7 +48,7 @@ def test_all_gather(grid):
 
 
 def test_reduce_scatter(grid):
-    for library, dtype, trail in kinds(SUMMED):
+    for library, dtype, trail in KINDS:
         for axis in axes(grid):
             wholes = brought(axis, dtype, trail, rows=7)
             found = axis.reduce_scatter(to_library(wholes[axis.index], library, dtype)).wait()
@@ -75,16 +57,16 @@ def test_reduce_scatter(grid):
 
 
 def test_all_reduce(grid):
-    for library, dtype, trail in kinds(SUMMED):
+    for library, dtype, trail in KINDS:
         for axis in axes(grid):
-            for rows in (0, 5, 6000 if dtype == "float32" else 1):
+            for rows in (0, 5, 6000):
                 arrays = brought(axis, dtype, trail, rows)
                 found = axis.all_reduce(to_library(arrays[axis.index], library, dtype)).wait()
                 assert_equal(found, sum(arrays), library, dtype)
 
 
 def test_all_to_all(grid):
-    for library, dtype, trail in kinds(TYPES):
+    for library, dtype, trail in KINDS:
         for axis in axes(grid):
             counts = [[(sender + 2 * reader) % 4 for reader in range(axis.size)] for sender in range(axis.size)]
             arrays = [one(sum(counts[index]), rank, dtype, trail) for index, rank in enumerate(axis.ranks)]
@@ -104,7 +86,7 @@ def test_all_to_all_without_counts_cuts_evenly(grid):
 
 
 def test_shift(grid):
-    for library, dtype, trail in kinds(TYPES):
+    for library, dtype, trail in KINDS:
         for axis in axes(grid):
             arrays = brought(axis, dtype, trail)
             for by in (1, -1, axis.size, 2, -7):
@@ -113,7 +95,7 @@ def test_shift(grid):
 
 
 def test_out_is_filled_and_returned(grid):
-    for library in LIBRARIES:
+    for library in ("numpy", "standin"):
         for axis in axes(grid):
             parts, wholes = brought(axis, "float32", (3,)), brought(axis, "float32", (3,), rows=7)
             counts, part = [len(part) for part in parts], to_library(parts[axis.index], library)
@@ -148,7 +130,7 @@ def test_part_may_lie_in_out_already(grid):
 
 
 def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
-    for library in LIBRARIES:
+    for library in ("numpy", "standin"):
         for axis in axes(grid):
             counts = [rows_of(rank) for rank in range(axis.size)]
             wholes = [one(sum(counts), rank, "float64", (2,)) for rank in axis.ranks]
@@ -161,7 +143,7 @@ def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
 
 
 def test_arrays_that_are_not_contiguous_are_copied(grid):
-    for library in LIBRARIES:
+    for library in ("numpy", "standin"):
         for axis in axes(grid):
             arrays = [integers((6, 5), seed=rank) for rank in axis.ranks]
             turned, sliced = (

@@ -6,25 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import LIBRARIES, RANKS, TRANSPOSED_A, TRANSPOSED_B, grids_of, integers, to_library, to_numpy
+from samples import RANKS, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.arrays import MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel(RANKS)
+up_to_4 = pytest.mark.parallel(UP_TO_4)
 
 SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
+HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 TRANSPOSED = ("nn", "tn", "nt", "tt")
 LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")),
            Layout(rows="z", cols="y"), Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
 OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(),
         Layout(rows="y")]
-
-
-@pytest.fixture
-def grid(comm, grid_shape):
-    with Grid(comm, grid_shape, device_transport="direct") as grid:
-        yield grid
 
 
 def place(grid, whole, layout, library="numpy", dtype=None, turned=False):
@@ -72,11 +68,8 @@ def test_the_product_of_any_size_is_exact(grid, size, transposed, panels):
     assert np.array_equal(values(matmul(a, b, panels=panels)), whole_a @ whole_b)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_type_and_library(grid, library):
-    for dtype, panels in product(MATRIX_DTYPES, (1, 3)):
-        if dtype == "bfloat16" and library != "torch":
-            continue
+def assert_types(grid, library, dtypes):
+    for dtype, panels in product(dtypes, (1, 3)):
         for size, transposed in (((13, 11, 17), "nn"), ((7, 10, 9), "tt")):
             a, b, whole_a, whole_b = operands(grid, size, dtype, library, transposed)
             c = matmul(a, b, panels=panels)
@@ -84,8 +77,21 @@ def test_every_type_and_library(grid, library):
             assert np.array_equal(values(c), whole_a @ whole_b)
 
 
-def test_conjugate_transposes(grid):
-    for dtype, library in product(("complex64", "complex128", "float32"), LIBRARIES):
+def test_every_type(grid):
+    assert_types(grid, "numpy", HOST_DTYPES)
+
+
+def test_every_type_on_a_device(some_grid):
+    assert_types(some_grid, "standin", HOST_DTYPES)
+
+
+@up_to_4
+def test_every_type_of_torch(some_grid):
+    assert_types(some_grid, "torch", MATRIX_DTYPES)
+
+
+def assert_conjugates(grid, library):
+    for dtype in ("complex64", "complex128", "float32"):
         whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
         a, b = place(grid, whole_a, Layout.A, library), place(grid, whole_b, Layout.B, library)
         assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
@@ -94,33 +100,54 @@ def test_conjugate_transposes(grid):
         assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_alpha_beta_and_out(grid, library):
+def test_conjugate_transposes(grid):
+    assert_conjugates(grid, "numpy")
+
+
+def test_conjugate_transposes_on_a_device(some_grid):
+    assert_conjugates(some_grid, "standin")
+
+
+@up_to_4
+def test_conjugate_transposes_of_torch(some_grid):
+    assert_conjugates(some_grid, "torch")
+
+
+def assert_scales(grid, library, dtype, outs=OUTS):
     """C in its own layout, in others, replicated, as a transposed view."""
-    a, b, whole_a, whole_b = operands(grid, (13, 10, 9), library=library)
+    a, b, whole_a, whole_b = operands(grid, (13, 10, 9), dtype, library)
     scales = [(1, 0), (2, 1), (-1, 3), (0, 2), (3, 0), (1, 1)]
-    for index, (layout, turned, panels) in enumerate(product(OUTS, (False, True), (1, 3))):
+    for index, (layout, turned, panels) in enumerate(product(outs, (False, True), (1, 3))):
         alpha, beta = scales[index % len(scales)]
-        before = integers((13, 10), seed=index)
-        out = place(grid, before, layout.T if turned else layout, library, turned=turned)
+        before = integers((13, 10), dtype, seed=index)
+        out = place(grid, before, layout.T if turned else layout, library, dtype, turned=turned)
         assert matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels) is out
         assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
 
 
-def test_low_precision_with_alpha_beta_and_panels(grid):
-    for library, dtype in (("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16"), ("standin", "float16")):
-        a, b, whole_a, whole_b = operands(grid, (6, 7, 9), dtype, library)
-        for panels, (alpha, beta), layout in product((1, 2), ((1, 0), (2, -1)), (Layout.C, Layout(rows="z", cols="x"))):
-            before = integers((6, 7), dtype, 3)
-            out = place(grid, before, layout, library, dtype)
-            matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels)
-            assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
+def test_alpha_beta_and_out(grid):
+    assert_scales(grid, "numpy", "float64")
 
 
-def test_complex_scalars(grid):
-    a, b, whole_a, whole_b = operands(grid, (5, 6, 7), "complex64")
+def test_alpha_beta_and_out_on_a_device(some_grid):
+    for dtype in ("float64", "float16"):
+        assert_scales(some_grid, "standin", dtype)
+
+
+def test_alpha_beta_and_out_of_float16(some_grid):
+    assert_scales(some_grid, "numpy", "float16")
+
+
+@up_to_4
+def test_alpha_beta_and_out_of_torch(some_grid):
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert_scales(some_grid, "torch", dtype)
+
+
+def test_complex_scalars(some_grid):
+    a, b, whole_a, whole_b = operands(some_grid, (5, 6, 7), "complex64")
     before = integers((5, 6), "complex64", 3)
-    out = place(grid, before, Layout.C)
+    out = place(some_grid, before, Layout.C)
     matmul(a, b, alpha=1 - 2j, beta=1j, out=out)
     assert np.array_equal(values(out), (1 - 2j) * (whole_a @ whole_b) + 1j * before)
 
@@ -167,14 +194,14 @@ def test_the_data_axis(comm, nranks):
             assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
 
 
-def test_without_checks_the_product_is_the_same(comm, grid_shape):
-    with Grid(comm, grid_shape, check=False) as grid:
+def test_without_checks_the_product_is_the_same(comm, nranks):
+    with Grid(comm, (1, 1, nranks), check=False) as grid:
         a, b, whole_a, whole_b = operands(grid, (13, 11, 17))
         assert np.array_equal(values(a @ b), whole_a @ whole_b)
 
 
-def test_read_only_operands(grid):
-    a, b, whole_a, whole_b = operands(grid, (7, 8, 9))
+def test_read_only_operands(some_grid):
+    a, b, whole_a, whole_b = operands(some_grid, (7, 8, 9))
     for matrix in (a, b):
         matrix.local.flags.writeable = False
     assert np.array_equal(values(matmul(a, b, panels=2)), whole_a @ whole_b)

@@ -4,14 +4,17 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
-from samples import LIBRARIES, RANKS, integers, to_library, to_numpy
+from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout
 from pmm3d.arrays import MATRIX_DTYPES
 from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel(RANKS)
+up_to_4 = pytest.mark.parallel(UP_TO_4)
+
+HERE = ("numpy", "standin")
+"""Libraries that cost nothing to import; torch has tests of its own, on fewer ranks."""
 
 SHAPES = [(7, 11), (1, 1), (2, 13), (0, 4), (5, 0), (16, 24)]
 LAYOUTS = [
@@ -25,12 +28,6 @@ LAYOUTS = [
     Layout(rows="z", cols="y"),
     Layout(rows=("data", "x", "y", "z")),
 ]
-
-
-@pytest.fixture
-def grid(comm, grid_shape):
-    with Grid(comm, grid_shape, device_transport="direct") as grid:
-        yield grid
 
 
 def assert_holds(matrix, whole):
@@ -51,29 +48,40 @@ def test_from_the_whole_on_every_rank(grid):
         assert_holds(*distributed(grid, shape, layout))
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_every_library_and_type_comes_back(grid, library):
+def assert_types_come_back(grid, library):
     for dtype in MATRIX_DTYPES:
-        if dtype != "bfloat16" or library == "torch":
-            matrix, whole = distributed(grid, (7, 5), Layout.B, dtype, library)
-            assert matrix.dtype == dtype and matrix.library.name == ("cupy" if library == "standin" else library)
-            assert_holds(matrix, whole)
-            assert_holds(matrix.T, whole.T)
-            assert_holds(matrix.H, whole.conj().T)
-            assert_holds(matrix.redistribute(Layout.C), whole)
-            at_root = matrix.gather(grid.size - 1)
-            assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
+        if dtype == "bfloat16" and library != "torch":
+            continue
+        matrix, whole = distributed(grid, (7, 5), Layout.B, dtype, library)
+        assert matrix.dtype == dtype and type(matrix.local) is type(to_library(whole, library))
+        assert_holds(matrix, whole)
+        assert_holds(matrix.T, whole.T)
+        assert_holds(matrix.H, whole.conj().T)
+        assert_holds(matrix.redistribute(Layout.C), whole)
+        at_root = matrix.gather(grid.size - 1)
+        assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
+
+
+def test_every_type_comes_back(some_grid):
+    for library in HERE:
+        assert_types_come_back(some_grid, library)
+
+
+@up_to_4
+def test_every_type_comes_back_in_torch(some_grid):
+    assert_types_come_back(some_grid, "torch")
 
 
 def test_from_the_whole_on_one_rank(grid):
     for root in {0, grid.size - 1}:
-        for library, layout in product(LIBRARIES, (Layout.A, Layout(), Layout(rows="x"))):
+        for library, layout in product(HERE, (Layout.A, Layout(), Layout(rows="x"))):
             whole = integers((6, 9), seed=root)
             given = to_library(whole, library) if grid.rank == root else None
             assert_holds(DistMatrix.from_global(grid, given, layout=layout, root=root), whole)
 
 
-def test_from_a_whole_that_is_not_contiguous(grid):
+def test_from_a_whole_that_is_not_contiguous(some_grid):
+    grid = some_grid
     whole = integers((9, 12))
     for part in (whole.T, whole[::2, 1:7], np.asfortranarray(whole), np.broadcast_to(whole[:1], (4, 12))):
         assert_holds(DistMatrix.from_global(grid, part), part)
@@ -81,7 +89,7 @@ def test_from_a_whole_that_is_not_contiguous(grid):
 
 
 def test_from_a_function_of_global_indices(grid):
-    for shape, layout, library in product(SHAPES, (Layout.A, Layout.C, Layout()), ("numpy", "torch")):
+    for shape, layout, library in product(SHAPES, (Layout.A, Layout.C, Layout()), HERE):
         matrix = DistMatrix.from_function(grid, shape, lambda i, j: 10 * i - j, layout=layout, library=library)
         assert_holds(matrix, np.fromfunction(lambda i, j: 10 * i - j, shape))
     constant = DistMatrix.from_function(grid, (3, 4), lambda i, j: 1j, dtype="complex64", library="standin")
@@ -90,7 +98,7 @@ def test_from_a_function_of_global_indices(grid):
 
 def test_from_blocks_in_place_where_they_are_contiguous(grid):
     whole = integers((9, 10))
-    for library, layout in product(LIBRARIES, LAYOUTS):
+    for library, layout in product(HERE, LAYOUTS):
         block = layout.block(whole.shape, grid.shape, grid.coords)
         mine = to_library(np.ascontiguousarray(whole[block.within(EMPTY)]), library)
         matrix = DistMatrix.from_local(grid, mine, whole.shape, layout=layout)
@@ -98,34 +106,37 @@ def test_from_blocks_in_place_where_they_are_contiguous(grid):
         assert_holds(matrix, whole)
 
 
-def test_from_blocks_that_are_not_contiguous(grid):
+def test_from_blocks_that_are_not_contiguous(some_grid):
     whole = integers((9, 10))
-    block = Layout.A.block(whole.shape, grid.shape, grid.coords)
+    block = Layout.A.block(whole.shape, some_grid.shape, some_grid.coords)
     wide = np.repeat(whole[block.within(EMPTY)], 2, axis=1)
     for given in (np.asfortranarray(wide[:, ::2]), wide[:, ::2]):
-        matrix = DistMatrix.from_local(grid, given, whole.shape)
+        matrix = DistMatrix.from_local(some_grid, given, whole.shape)
         assert matrix.local.flags.c_contiguous
         assert_holds(matrix, whole)
-    tensor = torch.from_numpy(wide)[:, ::2]
-    assert_holds(DistMatrix.from_local(grid, tensor, whole.shape), whole)
 
 
-def test_a_tensor_that_requires_gradients_is_an_operand(grid):
-    whole = integers((4, 6))
-    matrix = DistMatrix.from_global(grid, torch.from_numpy(whole).requires_grad_())
-    assert_holds(matrix, whole)
+@up_to_4
+def test_tensors_of_every_kind(some_grid):
+    """Strided, with gradients, lazily conjugated; a contiguous one is used in place."""
+    import torch
+
+    whole = integers((9, 10), "complex128")
+    block = Layout.A.block(whole.shape, some_grid.shape, some_grid.coords)
+    part = torch.from_numpy(whole[block.within(EMPTY)].copy())
+    wide = torch.repeat_interleave(part, 2, dim=1)[:, ::2]
+    assert_holds(DistMatrix.from_local(some_grid, wide, whole.shape), whole)
+    assert_holds(DistMatrix.from_local(some_grid, part.conj(), whole.shape), whole.conj())
+    assert_holds(DistMatrix.from_global(some_grid, torch.from_numpy(whole).conj()), whole.conj())
+    assert_holds(DistMatrix.from_local(some_grid, part.clone().requires_grad_(), whole.shape), whole)
+    placed = DistMatrix.from_local(some_grid, part, whole.shape)
+    assert placed.local.data_ptr() == part.data_ptr()
+    product = DistMatrix.from_local(some_grid, part.conj(), whole.shape) @ placed.T
+    assert np.array_equal(to_numpy(product.gather(), "torch"), whole.conj() @ whole.T)
 
 
-def test_a_lazily_conjugated_tensor_is_conjugated(grid):
-    whole = integers((4, 6), "complex128")
-    block = Layout().block(whole.shape, grid.shape, grid.coords)
-    given = torch.from_numpy(whole).conj()
-    product = DistMatrix.from_local(grid, given, whole.shape, layout=Layout()) @ DistMatrix.from_global(grid, given.T)
-    assert block.size == whole.size
-    assert np.array_equal(to_numpy(product.gather(), "torch"), whole.conj() @ whole.conj().T)
-
-
-def test_arrays_of_the_other_byte_order(grid):
+def test_arrays_of_the_other_byte_order(some_grid):
+    grid = some_grid
     whole = integers((5, 6)).astype(">f8")
     matrix = DistMatrix.from_global(grid, whole)
     assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
@@ -150,10 +161,11 @@ def test_from_files_each_rank_reads_its_part(grid, shared_path):
             named = f"group/{dtype}"
             assert_holds(DistMatrix.from_file(grid, str(shared_path / "some.h5"), named, layout=layout), whole)
     for name in ("fortran.npy", "swapped.npy"):
-        matrix = DistMatrix.from_file(grid, shared_path / name, library="torch")
+        matrix = DistMatrix.from_file(grid, shared_path / name)
         assert matrix.dtype == "float32"
         assert_holds(matrix, wholes["float32"])
     assert_holds(DistMatrix.from_file(grid, shared_path / "empty.npy"), np.empty((0, 3)))
+    assert_holds(DistMatrix.from_file(grid, shared_path / "swapped.npy", library="standin"), wholes["float32"])
 
 
 def test_random_matrices_are_the_same_on_every_grid(comm, grid):
@@ -165,7 +177,8 @@ def test_random_matrices_are_the_same_on_every_grid(comm, grid):
                 assert_holds(DistMatrix.random(grid, (31, 17), layout=layout, **options), whole)
 
 
-def test_random_matrices_have_their_distribution(grid):
+def test_random_matrices_have_their_distribution(some_grid):
+    grid = some_grid
     drawn = lambda **options: DistMatrix.random(grid, (400, 250), **options).gather()
     whole = {name: drawn(distribution=name) for name in ("uniform", "normal", "integers")}
     assert np.all(np.abs(whole["uniform"]) < 1) and abs(whole["uniform"].var() - 1 / 3) < 0.01
@@ -177,15 +190,18 @@ def test_random_matrices_have_their_distribution(grid):
 
 
 def test_empty_matrices_have_the_shape_of_the_block(grid):
-    for shape, layout, library in product(SHAPES, LAYOUTS, LIBRARIES):
+    for shape, layout, library in product(SHAPES, LAYOUTS, HERE):
         matrix = DistMatrix.empty(grid, shape, layout=layout, dtype="float32", library=library)
         assert tuple(matrix.local.shape) == matrix.block.shape and matrix.dtype == "float32"
 
 
-def test_types_may_be_named_in_the_words_of_the_library(grid):
+@up_to_4
+def test_types_may_be_named_in_the_words_of_the_library(some_grid):
+    import torch
+
     for dtype in ("complex64", np.complex64, np.dtype("complex64"), torch.complex64):
-        assert DistMatrix.empty(grid, (3, 3), dtype=dtype).dtype == "complex64"
-    assert DistMatrix.random(grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
+        assert DistMatrix.empty(some_grid, (3, 3), dtype=dtype).dtype == "complex64"
+    assert DistMatrix.random(some_grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
 
 
 def test_the_transpose_is_a_view(grid):
@@ -206,8 +222,7 @@ def test_redistribution_between_all_pairs_of_layouts(grid):
             assert np.array_equal(moved.local, whole[moved.block.within(EMPTY)])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_redistribution_of_views_and_into_out(grid, library):
+def assert_views_move(grid, library):
     matrix, whole = distributed(grid, (7, 6), library=library)
     for target in LAYOUTS:
         turned = matrix.T.redistribute(target)
@@ -217,6 +232,19 @@ def test_redistribution_of_views_and_into_out(grid, library):
         out = DistMatrix.empty(grid, (7, 6), layout=target, library=library)
         assert matrix.redistribute(target, out=out) is out
         assert_holds(out, whole)
+
+
+def test_redistribution_of_views_and_into_out(grid):
+    assert_views_move(grid, "numpy")
+
+
+def test_redistribution_on_a_device(some_grid):
+    assert_views_move(some_grid, "standin")
+
+
+@up_to_4
+def test_redistribution_of_tensors(some_grid):
+    assert_views_move(some_grid, "torch")
 
 
 def test_redistribution_to_every_other_grid(comm, grid):

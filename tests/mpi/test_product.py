@@ -30,12 +30,6 @@ def drawn(grid, size):
     return a, DistMatrix.random(grid, (k, n), seed=2, layout=Layout.B)
 
 
-@pytest.fixture
-def grid(comm, grid_shape):
-    with Grid(comm, grid_shape) as grid:
-        yield grid
-
-
 def moved(grid):
     return [{axis: getattr(grid.ledger.total(axis=axis), kind) for axis in "xyz"} for kind in ("sent", "received")]
 

@@ -4,20 +4,14 @@ import numpy as np
 import pytest
 from samples import to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout, matmul, verify
+from pmm3d import DistMatrix, Layout, matmul, verify
 from pmm3d.arrays import MATRIX_DTYPES
 
-pytestmark = pytest.mark.parallel([1, 4, 6])
+pytestmark = pytest.mark.parallel([1, 4])
 
 CASES = [("numpy", dtype) for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 CASES += [("torch", "bfloat16"), ("standin", "float32")]
 SIZE = (70, 50, 200)
-
-
-@pytest.fixture
-def grid(comm, grid_shape):
-    with Grid(comm, grid_shape, device_transport="direct") as grid:
-        yield grid
 
 
 def drawn(grid, library, dtype, distribution="uniform", layout=Layout.C):

@@ -1,0 +1,21 @@
+"""The grids that tests run on."""
+
+import pytest
+
+from pmm3d import Grid
+
+DEEPEST = {1: (1, 1, 1), 2: (1, 2, 1), 3: (3, 1, 1), 4: (2, 1, 2), 6: (1, 2, 3), 8: (2, 2, 2)}
+
+
+@pytest.fixture
+def grid(comm, grid_shape):
+    """Every grid of that many ranks, in turn: for what depends on its shape."""
+    with Grid(comm, grid_shape, device_transport="direct") as grid:
+        yield grid
+
+
+@pytest.fixture
+def some_grid(comm, nranks):
+    """One grid of that many ranks, with as many axes as they allow: for what does not depend on its shape."""
+    with Grid(comm, DEEPEST[nranks], device_transport="direct") as grid:
+        yield grid
