@@ -47,6 +47,10 @@ class NumpyLibrary:
         """An array of this shape and dtype over the first bytes of a flat uint8 buffer."""
         return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
 
+    def over(self, flat: np.ndarray, shape, dtype: str):
+        """An array of this library over the first bytes of flat uint8 host memory, which it keeps alive."""
+        return self.view(flat, shape, dtype)
+
     def dtype(self, array) -> str:
         return _dtype_name(array.dtype)
 
@@ -141,6 +145,9 @@ class TorchLibrary(NumpyLibrary):
 
     def view(self, flat, shape, dtype):
         return flat[: prod(shape) * itemsize(dtype)].view(self._torch_dtype(dtype)).view(tuple(shape))
+
+    def over(self, flat, shape, dtype):
+        return self.view(self.xp.from_numpy(flat), shape, dtype)
 
     def dtype(self, array):
         return _dtype_name(array.dtype)

@@ -27,6 +27,7 @@ from .workspace import Workspace
 
 LARGEST_TAG = 2**15 - 1
 ABORT_PATIENCE = 3.0
+PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 
 
 class Axis:
@@ -88,7 +89,9 @@ class Grid:
     """Gx x Gy x Gz x Gdata ranks. Ranks run fastest along x, then y, z, data, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
-    shape      (Gx, Gy, Gz), "GxxGyxGz", or "auto": the grid of least modelled time for `product`
+    shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least modelled time for `product`, or one of the known
+               families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
+               "hsdp" (data times z), "megatron" (data times x)
     data       Gdata
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
@@ -105,6 +108,7 @@ class Grid:
     x, y, z, data   the axes; everyone: all ranks of the communicator, idle ones included
     hosts           number of nodes that the communicator spans
     ledger, workspace, engine
+    attached        what higher layers keep with the grid
 
     "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
     Making and leaving a Grid are collective over comm. Used as a context manager it frees what it made. An exception
@@ -125,6 +129,7 @@ class Grid:
         self.ledger = Ledger(self.rank, choose(log, settings.log), choose(trace, settings.trace))
         self.workspace = Workspace()
         self.plans: dict = {}
+        self.attached: dict = {}
         self.transport = Transport(choose(device_transport, settings.device_transport), self.workspace)
         self._check = choose(check, settings.check)
         self._watch_comm = self.comm.Dup()
@@ -236,7 +241,9 @@ class Grid:
 
 
 def _resolve(shape, data, size: int, product, dtype, memory) -> GridShape:
-    if isinstance(shape, str) and shape != "auto":
+    if shape in PRESETS:
+        shape, data = _preset(shape, data, size)
+    elif isinstance(shape, str) and shape != "auto":
         shape = parse_shape(shape)[:3]
     if not isinstance(data, int) or data < 1:
         raise GridError(f"data is a number of ranks, at least 1; got {data!r}")
@@ -254,6 +261,18 @@ def _resolve(shape, data, size: int, product, dtype, memory) -> GridShape:
             f"{size}. Grids that fit {size // data or size} ranks, by modelled cost: {', '.join(map(str, fitting))}"
         )
     return wanted
+
+
+def _preset(name: str, data: int, size: int) -> tuple[tuple[int, int, int], int]:
+    """The shape and the size of the data axis of a family of parallel training on that many ranks."""
+    if name == "ddp":
+        return (1, 1, 1), size
+    if name == "fsdp" and data != 1:
+        raise GridError(f'"fsdp" shards everything over all ranks; with data {data} that is "hsdp"')
+    if not isinstance(data, int) or data < 1 or size % data:
+        raise GridError(f'"{name}" with data {data!r} on {size} ranks: data must divide the ranks')
+    rest = size // data
+    return ((rest, 1, 1) if name == "megatron" else (1, 1, rest)), data
 
 
 def _check_launcher(comm) -> None:

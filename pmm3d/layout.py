@@ -200,3 +200,9 @@ def overlapping(starts: list[int], low: int, high: int) -> range:
     while first > 0 and starts[first - 1] == starts[first]:
         first -= 1
     return range(first, bisect_right(starts, high - 1))
+
+
+def batch_layout(cols: str | None = "y") -> Layout:
+    """Rows of a batch over data and z; its columns (the features) over an axis, or whole. What the other axes do not
+    split they replicate."""
+    return Layout(("data", "z"), cols or ())

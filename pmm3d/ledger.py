@@ -56,12 +56,14 @@ class Ledger:
     rank      of this process in the grid's communicator
     log       whether each collective is logged to stderr when it ends
     trace     whether each collective and each GEMM is kept for `chrome_events`
+    memory    name -> bytes on this rank, of what is worth knowing (activations, what recomputing saves)
     """
 
     rank: int = 0
     log: bool = False
     trace: bool = False
     entries: dict[Key, Entry] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
     _phase: str = ""
     _events: list[dict] = field(default_factory=list)
     _origin: float = field(default_factory=time.perf_counter)

@@ -125,6 +125,15 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def available_memory(meminfo: str = "/proc/meminfo") -> int:
+    """Bytes that this node could still give to programs; 0 where the system does not say."""
+    try:
+        with open(meminfo) as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+
+
 def resident_memory() -> int:
     """Bytes resident now; 0 where the system does not tell."""
     try:

@@ -1,7 +1,7 @@
 """The engine: drives all collectives under way, also while computing, and finds out who is missing when one hangs.
 
-A collective is a generator that yields lists of MPI requests; it is resumed when all of a list are complete, and
-what it returns is the collective's result. MPI moves little while no one calls it, so the engine tests the requests
+A collective is a generator that yields lists of MPI requests, or of other collectives under way (Pending); it is
+resumed when all of a list are complete, and what it returns is the collective's result. MPI moves little while no one calls it, so the engine tests the requests
 from `wait`, from `poll`, and during `background()` from a helper thread that tests and sleeps.
 """
 
@@ -51,13 +51,21 @@ class Pending:
     def _progress(self) -> bool:
         """Resume the generator for as long as its requests are complete; True at its end."""
         try:
-            while not self._requests or MPI.Request.Testall(self._requests):
+            while self._complete():
                 self._requests = next(self._generator)
         except StopIteration as end:
             self._result, self.done = end.value, True
         except Exception as error:
             self._error, self.done = error, True
         return self.done
+
+
+    def _complete(self) -> bool:
+        if not self._requests:
+            return True
+        if isinstance(self._requests[0], Pending):
+            return all(pending.done for pending in self._requests)
+        return MPI.Request.Testall(self._requests)
 
 
 class Engine:

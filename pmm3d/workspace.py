@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import contextmanager
 from math import prod
 
-from .arrays import itemsize
+import numpy as np
+
+from .arrays import NumpyLibrary, itemsize
+
+SMALL_BYTES = 2**12
 
 
 class Workspace:
@@ -15,12 +20,49 @@ class Workspace:
     A returned buffer serves the next request of about its size, so a steady state allocates nothing.
 
     allocated   bytes held, in use or not
+    lent        bytes of the arrays of `array` that are in use now;   most_lent: the most there were at once
     """
 
     def __init__(self):
         self._free: dict = {}
         self._lock = threading.Lock()
-        self.allocated = 0
+        self._back: deque = deque()
+        self._resting: dict = {}
+        self.allocated = self.lent = self.most_lent = 0
+
+    def array(self, shape, dtype: str, library):
+        """An array with arbitrary contents whose memory comes back by itself once nobody refers to it any more.
+
+        Device memory comes from the library's own pool. Rounded up to eighths of a power of two, so that arrays of about one
+        size serve each other.
+        """
+        nbytes = prod(shape) * itemsize(dtype)
+        if nbytes < SMALL_BYTES or not library.on_host:
+            return library.empty(shape, dtype)
+        size = _rounded(nbytes)
+        with self._lock:
+            self._take_back()
+            resting = self._resting.setdefault(size, [])
+            flat = resting.pop() if resting else None
+            self.lent += size
+            self.most_lent = max(self.most_lent, self.lent)
+        if flat is None:
+            flat = NumpyLibrary().empty((size,), "uint8")
+            self.allocated += size
+        return library.over(np.asarray(_Loan(flat, self._back)), shape, dtype)
+
+    def in_use(self) -> int:
+        """Bytes of the arrays of `array` that somebody refers to."""
+        with self._lock:
+            self._take_back()
+        return self.lent
+
+    def _take_back(self) -> None:
+        """What has come back since: by a queue, since memory may come back in any thread and at any moment."""
+        while self._back:
+            flat = self._back.popleft()
+            self.lent -= flat.shape[0]
+            self._resting[flat.shape[0]].append(flat)
 
     def take(self, shape, dtype: str, library):
         """(array, ticket): an array with arbitrary contents, and what `give` wants back."""
@@ -61,6 +103,25 @@ class Workspace:
     def clear(self) -> None:
         """Forget the buffers that are not in use."""
         with self._lock:
-            for free in self._free.values():
+            self._take_back()
+            for free in (*self._free.values(), *self._resting.values()):
                 self.allocated -= sum(flat.shape[0] for flat in free)
                 free.clear()
+
+
+class _Loan:
+    """Memory that goes home when the last array over it is gone."""
+
+    __slots__ = ("__array_interface__", "_flat", "_home")
+
+    def __init__(self, flat, home: deque):
+        self._flat, self._home = flat, home
+        self.__array_interface__ = flat.__array_interface__
+
+    def __del__(self):
+        self._home.append(self._flat)
+
+
+def _rounded(nbytes: int) -> int:
+    step = max(1, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step

@@ -1,0 +1,317 @@
+"""Layers: each holds its parameters, spread over the grid, and turns a tensor into another one.
+
+Any function of one tensor is a layer too (`nn.relu`). A network of one's own is a `Module` with layers as attributes and a
+`forward`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from .. import random
+from ..arrays import library_named
+from ..errors import GridError, LayoutError, Pmm3dError
+from ..layout import Layout, batch_layout
+from ..matrix import DistMatrix
+from . import functional
+from .tensor import Parameter, Tape, Tensor, as_tensor, no_grad, propagate
+
+OTHER = {"y": "x", "x": "y"}
+"""The axis that splits a layer's output columns, by that of its input columns."""
+
+
+class Module:
+    """A part of a network. Subclasses set `grid`, have parameters and modules as attributes (or in lists), and
+    define forward(x: Tensor) -> Tensor.
+
+    training   whether dropout acts; see `train` and `evaluate`
+    """
+
+    grid = None
+    training = True
+
+    def __call__(self, x) -> Tensor:
+        """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
+        x = as_tensor(x)
+        out = self.forward(x)
+        if x.tape.inspect is not None:
+            x.tape.inspect(self, out)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
+
+    def children(self):
+        """(name, module or parameter) of the attributes, lists with their indices."""
+        for name, value in vars(self).items():
+            if isinstance(value, (Module, Parameter)):
+                yield name, value
+            elif isinstance(value, (list, tuple)):
+                for index, item in enumerate(value):
+                    if isinstance(item, (Module, Parameter)):
+                        yield f"{name}.{index}", item
+
+    def named_modules(self, prefix: str = ""):
+        """(name, module) of this one and all below it."""
+        yield prefix, self
+        for name, child in self.children():
+            if isinstance(child, Module):
+                yield from child.named_modules(_joined(prefix, name))
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Name -> parameter, in order; parameters learn their names here. One used twice has its first name."""
+        found: dict[str, Parameter] = {}
+        for prefix, module in self.named_modules():
+            for name, child in module.children():
+                if isinstance(child, Parameter) and all(child is not other for other in found.values()):
+                    child.name = _joined(prefix, name)
+                    found[child.name] = child
+        return found
+
+    def parameters(self) -> list[Parameter]:
+        return list(self.named_parameters().values())
+
+    def matrices(self) -> dict[str, DistMatrix]:
+        """Name -> values of the parameters, as a checkpoint takes them."""
+        return {name: parameter.value for name, parameter in self.named_parameters().items()}
+
+    def loaded(self) -> None:
+        """To be called once the values in `matrices` were written to."""
+        for parameter in self.parameters():
+            parameter.version += 1
+
+    def train(self, on: bool = True) -> Module:
+        for _, module in self.named_modules():
+            module.training = on
+        return self
+
+    @contextmanager
+    def evaluating(self):
+        """In this context nothing is dropped out and nothing is noted for a backward pass."""
+        before = {module: module.training for _, module in self.named_modules()}
+        self.train(False)
+        try:
+            with no_grad(self.grid):
+                yield self
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    def settle(self, features: int, dtype: str = "float32", library="numpy") -> Tensor:
+        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, whose
+        layout and columns are those of any batch. Collective; before loading a checkpoint into a network of one's own."""
+        row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
+                                       layout=batch_layout("y"), library=library)
+        with self.evaluating():
+            return self(row)
+
+    def random_state(self) -> dict[str, int]:
+        """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""
+        return {name: module.calls for name, module in self.named_modules() if hasattr(module, "calls")}
+
+    def set_random_state(self, state: dict[str, int]) -> None:
+        for name, module in self.named_modules():
+            if name in state:
+                module.calls = state[name]
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of the whole network."""
+        return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def parameter(grid, shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0, dtype="float32",
+              library="numpy") -> Parameter:
+    """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective."""
+    if grid.size != grid.shape.size:
+        raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
+    made = DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library=library)
+    made.local[...] = made.local * bound + value
+    return Parameter(made)
+
+
+class Linear(Module):
+    """x W + b; see `functional.linear` for layouts and volumes.
+
+    inputs, outputs   columns of x and of the result
+    seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
+    cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
+    """
+
+    def __init__(self, grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
+                 dtype="float32", library="numpy"):
+        _check_sizes("Linear", inputs=inputs, outputs=outputs)
+        self.grid = grid
+        options = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
+        self.weight = parameter(grid, (inputs, outputs), _weight_layout(cols), seed=derived(seed, 0), **options)
+        self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options) if bias else None
+        self._settled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._settled:
+            self._settle(x.layout.cols)
+        return functional.linear(x, self.weight, self.bias)
+
+    def _settle(self, cols) -> None:
+        self._settled = True
+        if len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
+            self.weight.move(_weight_layout(cols[0]))
+            if self.bias is not None:
+                self.bias.move(Layout((), OTHER[cols[0]]))
+
+
+class LayerNorm(Module):
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`."""
+
+    def __init__(self, grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype="float32", library="numpy"):
+        _check_sizes("LayerNorm", features=features)
+        self.grid, self.eps = grid, eps
+        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library)
+        self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
+        self._settled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._settled:
+            self._settled = True
+            if len(x.layout.cols) == 1 and x.layout.cols != self.gain.layout.cols:
+                self.gain.move(Layout((), x.layout.cols))
+                self.bias.move(Layout((), x.layout.cols))
+        return functional.layer_norm(x, self.gain, self.bias, self.eps)
+
+
+class Dropout(Module):
+    """Zeroes each element with probability p while training. Masks depend on the seed, the number of the call and the
+    element's place in the whole batch, so they are the same on every grid."""
+
+    def __init__(self, grid, p: float = 0.5, seed: int = 0):
+        if not 0 <= p < 1:
+            raise Pmm3dError(f"Dropout: p is a probability below 1; got {p}")
+        self.grid, self.p, self.seed, self.calls = grid, p, seed, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        self.calls += 1
+        return functional.dropout(x, self.p, self.seed, self.calls)
+
+
+class Sequential(Module):
+    """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ..."""
+
+    def __init__(self, grid, *layers):
+        self.grid, self.layers = grid, list(layers)
+        for index, layer in enumerate(layers):
+            if not callable(layer):
+                raise Pmm3dError(f"Sequential: layer {index} is a {type(layer).__name__}, neither a layer nor a function")
+
+    def children(self):
+        return ((str(index), layer) for index, layer in enumerate(self.layers) if isinstance(layer, Module))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MLP(Sequential):
+    """Linear layers with an activation between them, none after the last.
+
+    sizes        columns of the input, of each hidden layer, of the output
+    activation   a function such as nn.gelu
+    norm         a LayerNorm before each activation;   dropout   its probability, after each activation
+    recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
+    """
+
+    def __init__(self, grid, sizes, activation=functional.relu, *, bias: bool = True, norm: bool = False,
+                 dropout: float = 0.0, recompute: bool = False, seed: int = 0, dtype="float32", library="numpy"):
+        if len(sizes) < 2:
+            raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
+        made, cols = [], "y"
+        options = {"dtype": dtype, "library": library}
+        for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
+            block = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols, **options)]
+            cols = OTHER[cols]
+            if index < len(sizes) - 2:
+                block += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
+                block += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
+                made += [Recompute(Sequential(grid, *block))] if recompute else block
+            else:
+                made += block
+        super().__init__(grid, *made)
+
+    @property
+    def output_layout(self) -> Layout:
+        """The layout of what the network gives for a batch."""
+        linear = [module for _, module in self.named_modules() if isinstance(module, Linear)]
+        return batch_layout(linear[-1].weight.layout.cols[0])
+
+
+class Residual(Module):
+    """x + module(x)."""
+
+    def __init__(self, module):
+        self.grid, self.module = module.grid, module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.add(x, self.module(x))
+
+
+class Recompute(Module):
+    """A part of a network of which only the input is kept; the rest is computed again in the backward pass
+    (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept."""
+
+    def __init__(self, module: Module):
+        self.grid, self.module = module.grid, module
+
+    def children(self):
+        return self.module.children()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tape = x.tape
+        if not tape.recording:
+            return self.module(x)
+        random_state = self.module.random_state()
+        with tape.set(recording=False):
+            out = self.module(x)
+        value, wanted, parents = x.value, x.requires_grad, (x, *self.module.parameters())
+
+        def rule(grad):
+            return (self._again(value, random_state, grad, wanted), *[None] * (len(parents) - 1))
+
+        return x.made(out.local, parents, rule, shape=out.shape, layout=out.layout)
+
+    def _again(self, value: DistMatrix, random_state, grad, wanted: bool):
+        """Forward once more, with the same random numbers, then backward; returns the gradient of the input."""
+        tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
+        held = workspace.in_use()
+        x, now = Tensor(value, requires_grad=wanted), self.module.random_state()
+        self.module.set_random_state(random_state)
+        with tape.set(recording=True, phase="recompute"):
+            out = self.module(x)
+        self.module.set_random_state(now)
+        memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held
+        node = out.node
+        del out
+        propagate([(node, grad)])
+        return x.grad.local if wanted else None
+
+
+def derived(seed: int, stream: int) -> int:
+    """A seed of its own for each stream of a seed."""
+    return int(random.bits(np.zeros(1, np.uint64), seed, stream)[0] >> np.uint64(1))
+
+
+def _weight_layout(cols: str) -> Layout:
+    return Layout((cols, "z"), OTHER[cols])
+
+
+def _check_sizes(what: str, **sizes) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, (int, np.integer)) or size < 1:
+            raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")

@@ -1,0 +1,385 @@
+"""The tape: tensors that remember how they were made, and the backward pass over them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from ..arrays import NumpyLibrary
+from ..errors import LayoutError, Pmm3dError
+from ..grid import Grid
+from ..layout import Layout, offsets
+from ..matrix import DistMatrix
+from .parallel import Parallel, split_counts
+
+CHUNK = 2**15
+"""Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
+
+
+class Tape:
+    """What one grid's tensors share. `Tape.of(grid)`.
+
+    parallel    the collectives of weights and gradients, and their overlap
+    recording   whether operations are noted for a backward pass (see `no_grad`)
+    syncing     whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
+    phase       "forward", or "recompute" while a part of a network is computed again for its backward pass
+    inspect     None, or a function(layer, output) called after each layer: finds where numbers go wrong
+    """
+
+    def __init__(self, grid):
+        self.parallel = Parallel(grid)
+        self.recording = self.syncing = True
+        self.phase = "forward"
+        self.inspect = None
+        self.numbers = count()
+
+    @classmethod
+    def of(cls, grid) -> Tape:
+        """The tape of a grid, made when it is first asked for."""
+        if cls not in grid.attached:
+            grid.attached[cls] = cls(grid)
+        return grid.attached[cls]
+
+    @contextmanager
+    def set(self, **values):
+        """Attributes of the tape, changed for as long as the context lasts."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield self
+        finally:
+            vars(self).update(before)
+
+
+@dataclass(frozen=True)
+class Form:
+    """All of a tensor but its values: what a gradient rule keeps instead of the tensor, so that the memory is freed."""
+
+    grid: Grid
+    shape: tuple[int, int]
+    layout: Layout
+    dtype: str
+    library: NumpyLibrary
+    local_shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, value: DistMatrix) -> Form:
+        return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
+
+    @property
+    def tape(self) -> Tape:
+        return Tape.of(self.grid)
+
+    def new(self, local_shape=None, dtype: str | None = None):
+        """A local array of this form with arbitrary contents, or one of another local shape or type."""
+        return self.grid.workspace.array(local_shape or self.local_shape, dtype or self.dtype, self.library)
+
+    def matrix(self, local) -> DistMatrix:
+        return DistMatrix(self.grid, local, self.shape, self.layout)
+
+
+class Node:
+    """A step on the tape. rule: takes the gradient of its result (a local array) to those of its parents; leaf: the
+    tensor that a gradient ends in."""
+
+    __slots__ = ("form", "leaf", "number", "parents", "rule")
+
+    def __init__(self, form: Form, parents=(), rule=None, leaf=None):
+        self.form, self.parents, self.rule, self.leaf = form, parents, rule, leaf
+        self.number = next(form.tape.numbers)
+
+
+class Tensor:
+    """A matrix spread over a grid that remembers how it was made.
+
+    value          a DistMatrix; grid, layout, shape, dtype, library, block are its own
+    local          this rank's block
+    requires_grad  whether a backward pass brings the gradient here
+    grad           after a backward pass, for tensors that no operation made: a DistMatrix in this tensor's layout, the
+                   derivative by the whole matrix, the same on all ranks that hold the same block
+    """
+
+    def __init__(self, value: DistMatrix, *, requires_grad: bool = False, node: Node | None = None, pending=None):
+        if not isinstance(value, DistMatrix):
+            raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}")
+        self.form = Form.of(value)
+        self.grad: DistMatrix | None = None
+        self._value, self._pending = value, pending
+        self.node = Node(self.form, leaf=self) if requires_grad else node
+
+    grid = property(lambda self: self.form.grid)
+    layout = property(lambda self: self.form.layout)
+    shape = property(lambda self: self.form.shape)
+    dtype = property(lambda self: self.form.dtype)
+    library = property(lambda self: self.form.library)
+    tape = property(lambda self: self.form.tape)
+    block = property(lambda self: self.value.block)
+    local = property(lambda self: self.value.local)
+    requires_grad = property(lambda self: self.node is not None)
+
+    @property
+    def value(self) -> DistMatrix:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._value
+
+    def made(self, local, parents, rule, *, shape=None, layout: Layout | None = None, pending=None) -> Tensor:
+        """The result of an operation on this tensor.
+
+        local    its block; shape and layout of the whole are this tensor's if left out
+        parents  the tensors that went in
+        rule     takes the gradient of the result (a local array, not to be written to) to those of the parents: a
+                 tuple, None where none is needed. What it refers to is kept until the backward pass: take arrays and
+                 `form` out of the tensors, not the tensors
+        """
+        value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
+        node = None
+        if self.tape.recording and any(parent.requires_grad for parent in parents):
+            node = Node(Form.of(value), tuple(parent.node for parent in parents), rule)
+        return Tensor(value, node=node, pending=pending)
+
+    def backward(self) -> None:
+        """Gradients of this 1 x 1 tensor by everything that it was made of; they add to what is there already.
+
+        The tape is used up. Gradients of parameters are summed over z, and over the data axis unless in `no_sync`,
+        while the pass goes on. Collective.
+        """
+        if self.shape != (1, 1):
+            raise LayoutError(f"backward starts from a loss, which is 1 x 1; this tensor is {self.shape[0]} x {self.shape[1]}")
+        if self.node is None or self.node.rule is None:
+            raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
+        one = self.form.new()
+        one[...] = 1
+        with self.tape.parallel.backward(self.tape.syncing):
+            propagate([(self.node, one)])
+
+    def item(self) -> float:
+        """The number in a 1 x 1 tensor; collective only in that it waits for a sum that is under way."""
+        if self.shape != (1, 1):
+            raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}")
+        host = np.asarray(self.library.to_numpy(self.local))
+        return float(host[0, 0]) if host.size else float("nan")
+
+    def gather(self, root: int | None = None):
+        """The whole matrix as one array; see `DistMatrix.gather`."""
+        return self.value.gather(root)
+
+    def __add__(self, other: Tensor) -> Tensor:
+        return add(self, other)
+
+    def __sub__(self, other: Tensor) -> Tensor:
+        return add(self, scale(other, -1.0))
+
+    def __mul__(self, factor: float) -> Tensor:
+        return scale(self, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Tensor:
+        return scale(self, 1 / divisor)
+
+    def __neg__(self) -> Tensor:
+        return scale(self, -1.0)
+
+    def __repr__(self):
+        return f"<{type(self).__name__} {self.value!r}>"
+
+
+class Parameter(Tensor):
+    """A tensor that a network learns.
+
+    name      its place in the network, as in "2.weight"
+    version   counts the changes of its values
+    gradient  local array, kept from step to step;   filled: whether it holds one;   synced: whether it is summed
+              over all ranks that hold other rows of the batch
+    sharded   whether the optimizer's state, and with it the summed gradient, is split over the data axis (ZeRO-1)
+    """
+
+    def __init__(self, value: DistMatrix):
+        super().__init__(value, requires_grad=True)
+        self.name = ""
+        self.version = 0
+        self.gradient = None
+        self.filled = self.synced = self.sharded = False
+
+    @property
+    def is_vector(self) -> bool:
+        """One row for all rows of a batch (a bias): whole on all ranks of z."""
+        return not self.layout.rows
+
+    @property
+    def grad(self) -> DistMatrix | None:
+        if not self.filled:
+            return None
+        return self.form.matrix(self.gradient)
+
+    @grad.setter
+    def grad(self, value: None) -> None:
+        self.filled = self.synced = False
+
+    def landing(self):
+        """(array, beta): where the next part of the gradient goes, and what it is added to: beta times the array."""
+        if self.gradient is None:
+            self.gradient = self.library.empty(tuple(self.value.local.shape), self.dtype)
+        if self.filled and self.synced:
+            self._keep_once()
+        beta = 1 if self.filled else 0
+        self.synced, self.filled = False, True
+        return self.gradient, beta
+
+    def _keep_once(self) -> None:
+        """A gradient that is summed already must count once in the next sum: one rank keeps it, the others start from
+        zero."""
+        flat, coords = self.gradient.reshape(-1), self.grid.coords
+        starts = offsets(split_counts(self))
+        own = (starts[coords.data], starts[coords.data + 1]) if self.sharded else (0, flat.shape[0] * (coords.data == 0))
+        if self.is_vector and coords.z:
+            own = (0, 0)
+        flat[: own[0]] = 0
+        flat[own[1] :] = 0
+
+    def split(self) -> Layout:
+        """The layout of the part of this rank when the data axis splits it too: rows of a matrix, columns of a vector."""
+        if self.is_vector:
+            return Layout(self.layout.rows, (*self.layout.cols, "data"))
+        return Layout((*self.layout.rows, "data"), self.layout.cols)
+
+    def assign(self, value: DistMatrix) -> None:
+        """Take the values of a matrix of the same shape, in whatever layout. Collective."""
+        with self.grid.together("assign", self.name, value.shape, value.dtype):
+            if value.shape != self.shape or value.dtype != self.dtype:
+                raise LayoutError(f"{self.name or 'parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}")
+        value.redistribute(self.layout, self.grid, out=self.value)
+        self.version += 1
+
+    def move(self, layout: Layout) -> None:
+        """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
+        with self.grid.together("move", self.name, layout):
+            if self.gradient is not None or self.sharded:
+                raise LayoutError(
+                    f"{self.name or 'a parameter'} was used in {self.layout}; it cannot move to {layout} after a "
+                    "backward pass. Give the layer the axis of its input's columns when it is made (cols=)"
+                )
+        self._value = self._value.redistribute(layout)
+        self.form = self.node.form = Form.of(self._value)
+        self.version += 1
+
+
+def propagate(seeds) -> None:
+    """The backward pass from (node, gradient) pairs, in the reverse of the order in which the nodes were made.
+
+    What a step kept is let go as soon as its rule has run.
+    """
+    gradients = {node.number: gradient for node, gradient in seeds}
+    nodes = _ancestors([node for node, _ in seeds])
+    while nodes:
+        node = nodes.pop()
+        gradient, parents, rule = gradients.pop(node.number, None), node.parents, node.rule
+        if node.leaf is not None and gradient is not None:
+            _leave(node.leaf, gradient)
+        if rule is None:
+            continue
+        node.parents, node.rule = (), None
+        if gradient is not None:
+            for parent, passed in zip(parents, rule(gradient)):
+                if passed is not None and parent is not None:
+                    known = gradients.get(parent.number)
+                    gradients[parent.number] = passed if known is None else _sum(parent.form, known, passed)
+        del parents, rule, gradient
+
+
+def _ancestors(nodes) -> list[Node]:
+    """The nodes and all that they were made of, oldest first."""
+    found: dict[int, Node] = {}
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.number not in found:
+            found[node.number] = node
+            waiting += [parent for parent in node.parents if parent is not None]
+    return [found[number] for number in sorted(found)]
+
+
+def _sum(form: Form, one, other):
+    total = form.new()
+    in_chunks(lambda a, b: a + b, total, one, other)
+    return total
+
+
+def _leave(leaf: Tensor, gradient) -> None:
+    if leaf.grad is not None:
+        gradient = _sum(leaf.form, leaf.grad.local, gradient)
+    leaf.grad = leaf.form.matrix(gradient)
+
+
+def in_chunks(function, out, *arrays) -> None:
+    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice."""
+    flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
+    for start in range(0, flat_out.shape[0], CHUNK):
+        chunk = slice(start, start + CHUNK)
+        flat_out[chunk] = function(*(array[chunk] for array in flat))
+
+
+def as_tensor(value) -> Tensor:
+    return value if isinstance(value, Tensor) else Tensor(value)
+
+
+@contextmanager
+def no_grad(grid):
+    """In this context nothing is noted for a backward pass: for evaluation."""
+    tape = Tape.of(grid)
+    with tape.set(recording=False):
+        yield
+    tape.parallel.weights.pause()
+
+
+@contextmanager
+def no_sync(grid):
+    """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
+    last of several micro-batches."""
+    with Tape.of(grid).set(syncing=False):
+        yield
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, matrices of one shape. b is brought into a's layout."""
+    if a.shape != b.shape:
+        raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
+    b = relayout(b, a.layout)
+    return a.made(_sum(a.form, a.local, b.local), (a, b), lambda grad: (grad, grad))
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """factor x."""
+    form, factor = x.form, float(factor)
+
+    def scaled(array):
+        out = form.new()
+        in_chunks(lambda part: part * factor, out, array)
+        return out
+
+    return x.made(scaled(x.local), (x,), lambda grad: (scaled(grad),))
+
+
+def relayout(x: Tensor, layout: Layout) -> Tensor:
+    """The same matrix in another layout; its gradient comes back into this one. Nothing moves if each rank holds
+    already, in the whole columns, what it is to hold."""
+    form = x.form
+    if form.layout == layout:
+        return x
+
+    def rule(grad):
+        return (_moved(DistMatrix(form.grid, grad, form.shape, layout), form.layout),)
+
+    return x.made(_moved(x.value, layout), (x,), rule, layout=layout)
+
+
+def _moved(value: DistMatrix, layout: Layout):
+    if value.layout.rows == layout.rows and not value.layout.cols:
+        block = layout.block(value.shape, value.grid.shape, value.grid.coords)
+        return value.library.plain(value.local[block.within(value.block)])
+    return value.redistribute(layout).local
