@@ -33,8 +33,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup run test test-unit test-mpi bench clean distclean
 
-run: setup ## multiply two 4096 x 4096 matrices on 8 ranks and check the product (the default)
+run: setup ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
+	$(VENV)/bin/python apps/digits.py runs/digits.h5
+	rm -rf runs/digits
+	$(LAUNCH) 8 $(VENV)/bin/pmm3d train apps/digits.toml
 
 setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
 

@@ -11,15 +11,18 @@ from typing import Annotated
 import typer
 
 from . import machine
+from .io.convert import convert_command
 from .launcher import task_rank
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-    help="Distributed matrix products by the 3D algorithm. Run under mpiexec or srun: "
+    help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under mpiexec or srun: "
          "python -m pmm3d.launcher -n 8 -m pmm3d bench",
 )
 
 FIRST_RANK_SPEAKS = 1.0
+NOT_FINISHED = 75
+"""Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
@@ -120,6 +123,74 @@ def bench(
             console.print(f"wrote {written}")
     if verify != "none" and not all(result.verified for result in results):
         raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; apps/digits.toml is one, with every section.")],
+    resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, if there is "
+                                             "one; never: from the start, if there is none; or the path of a "
+                                             "checkpoint.")] = "never",
+    show: Annotated[bool, typer.Option("--show", help="Print the configuration with all defaults, and do nothing.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
+) -> None:
+    """Train a fully connected network on data in HDF5, as a configuration says.
+
+    Writes metrics.jsonl, curves.png and checkpoints/ into training.folder. Batches, weights and checkpoints do not
+    depend on the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has one
+    written and ends the run with exit code 75: not finished, start again with --resume auto.
+
+    [bold]Examples[/]
+
+    python -m pmm3d.launcher -n 8 -m pmm3d train apps/digits.toml
+
+    srun -n 64 pmm3d train surrogate.toml --resume auto
+
+    pmm3d train x.toml --show                          every key with its default
+    """
+    sys.stderr = sys.__stderr__
+    from mpi4py import MPI
+
+    from .errors import Pmm3dError
+    from .nn import config as configuration
+
+    comm = MPI.COMM_WORLD
+    try:
+        loaded = configuration.load(config)
+        if show:
+            if comm.rank == 0:
+                print(loaded.model_dump_json(indent=2))
+            return
+        finished = _train(loaded, comm, resume, trace)
+    except Exception as error:
+        if not isinstance(error, Pmm3dError) and not getattr(error, "everywhere", False):
+            raise
+        _fail(comm, error)
+    if not finished:
+        raise typer.Exit(NOT_FINISHED)
+
+
+def _train(config, comm, resume: str, trace: Path | None) -> bool:
+    from .nn.build import trainer
+
+    with trainer(config, comm, trace=bool(trace)) as run:
+        if resume == "auto":
+            run.resume()
+        elif resume != "never":
+            run.resume(Path(resume))
+        else:
+            run.refuse_to_overwrite()
+        if comm.rank == 0:
+            print(run.describe(), file=sys.stderr, flush=True)
+        finished = run.run()
+        if comm.rank == 0:
+            print(run.summary())
+        if trace:
+            run.grid.write_trace(trace)
+    return finished
+
+
+app.command("convert")(convert_command)
 
 
 def _run_all(run, case, comm, shapes, trace, timeout):

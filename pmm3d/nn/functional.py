@@ -34,7 +34,7 @@ __all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu",
 
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
-    return _elementwise(x, _positive, lambda out, xp: xp.astype(out > 0, out.dtype), of_output=True)
+    return _elementwise(x, lambda part, xp: part.clip(0), lambda out, xp: out > 0, of_output=True)
 
 
 def tanh(x: Tensor) -> Tensor:
@@ -83,10 +83,6 @@ def _elementwise(x: Tensor, function, derivative, of_output: bool = False) -> Te
         return (dx,)
 
     return x.made(out, (x,), rule)
-
-
-def _positive(part, xp):
-    return xp.where(part < 0, xp.zeros_like(part), part)
 
 
 def _logistic(part, xp):

@@ -174,23 +174,42 @@ def accuracy(logits: Tensor, labels) -> float:
     """Share of the rows whose largest logit is the label's. Collective."""
     places, here = _label_places(logits, labels)
     shift, _, chosen = _log_sum_exp(logits, places, here)
-    return _total(logits, float((chosen >= shift).sum()), ()) / max(1, logits.shape[0])
+    right = np.array([float((chosen >= shift).sum())])
+    return float(_summed(right, logits.form, logits.layout.rows)[0]) / max(1, logits.shape[0])
 
 
 def r2(prediction: Tensor, target) -> float:
     """1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2, over all columns. Collective."""
-    wanted = np.asarray(prediction.library.to_numpy(_aligned(prediction, target)), np.float64)
-    found = np.asarray(prediction.library.to_numpy(prediction.local), np.float64)
-    rows = max(1, prediction.shape[0])
-    sums = _total(prediction, np.stack([wanted.sum(0), (wanted**2).sum(0), ((wanted - found) ** 2).sum(0)]), ())
-    spread = _total(prediction, float((sums[1] - sums[0] ** 2 / rows).sum()), None)
-    error = _total(prediction, float(sums[2].sum()), None)
-    return 1 - error / spread if spread else float("nan")
+    score = R2()
+    score.add(prediction, target)
+    return score.value()
 
 
-def _total(like: Tensor, values, axes):
-    """Sum of float64 numbers over the axes of the rows; with axes None over that of the columns."""
-    array = np.atleast_1d(np.asarray(values, np.float64)).copy()
-    for name in like.layout.rows if axes is not None else like.layout.cols:
-        array = like.grid.axis(name).all_reduce(array).wait()
-    return array if np.ndim(values) else float(array[0])
+class R2:
+    """`r2` over several batches: add each, then ask for the value. Sums are kept in float64."""
+
+    def __init__(self):
+        self._rows, self._sums, self._like = 0, 0.0, None
+
+    def add(self, prediction: Tensor, target) -> None:
+        library = prediction.library
+        wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
+        error = wanted - np.asarray(library.to_numpy(prediction.local), np.float64)
+        self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
+        self._rows += prediction.shape[0]
+        self._like = prediction.form
+
+    def value(self) -> float:
+        if not self._rows:
+            return float("nan")
+        sums = _summed(self._sums, self._like, self._like.layout.rows)
+        spread = (sums[1] - sums[0] ** 2 / self._rows).sum()
+        error, spread = _summed(np.array([sums[2].sum(), spread]), self._like, self._like.layout.cols)
+        return float(1 - error / spread) if spread else float("nan")
+
+
+def _summed(array, form: Form, axes):
+    """The sum of small float64 arrays over some axes, one after the other."""
+    for name in axes:
+        array = form.grid.axis(name).all_reduce(array, agreed=True).wait()
+    return array

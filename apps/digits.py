@@ -1,0 +1,28 @@
+"""Write scikit-learn's handwritten digits, 1797 images of 8 x 8 pixels, to HDF5 for `pmm3d train apps/digits.toml`.
+
+    python apps/digits.py runs/digits.h5
+
+Rows are shuffled, so that the held-out ones at the end are a fair sample; pixels are scaled to 0 to 1.
+"""
+
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+from sklearn.datasets import load_digits
+
+
+def main(path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    with h5py.File(path, "w") as file:
+        file["x"] = (digits.data[order] / 16).astype("float32")
+        file["y"] = digits.target[order].astype("int64")
+        file["y"].attrs["class_names"] = [str(name) for name in digits.target_names]
+    print(f"wrote {path}: {len(order)} samples")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/digits.h5")

@@ -1,0 +1,308 @@
+"""The training loop: steps, evaluation, checkpoints, signals, resumption. `apps/train_fc.py` shows a loop of one's own."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+
+import numpy as np
+
+from ..errors import Pmm3dError
+from . import loss as losses
+from .layers import Module
+from .optim import Optimizer, Schedule
+from .run_log import RunLog
+from .tensor import Tape, no_sync
+
+SIGNALS = {signal.SIGUSR1: 1, signal.SIGTERM: 2}
+"""A checkpoint and on; a checkpoint and the end."""
+LOSSES = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
+
+
+class NonFiniteLoss(Pmm3dError):
+    """The loss is infinite or not a number; the text names the step and where it began. No weight was changed by it."""
+
+
+@dataclass
+class Trainer:
+    """Trains a network on the batches of a loader.
+
+    network, optimizer, schedule   as in a loop of one's own; schedule may be None
+    loader        gives (x, y) DistMatrices; `pmm3d.io.Loader`
+    loss          "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor
+    epochs        passes over the loader's rows
+    validation    a second loader, or None;   evaluate_every  in steps, 0: after each epoch
+    checkpoints   a `pmm3d.io.Checkpoints`, or None;   checkpoint_every  in steps, 0: after each epoch
+    micro_batches batches of the loader that make one step; their gradients are summed over data once
+    clip          largest 2-norm of the gradient, or None
+    log           a RunLog, or None;   log_every  in steps
+    settings      what else a checkpoint is to remember; JSON-able
+    step, figures steps done; the last validation's figures
+
+    SIGUSR1, on any rank, has a checkpoint written after the step under way; SIGTERM has one written and ends the
+    run. `run` and `resume` are collective.
+    """
+
+    network: Module
+    optimizer: Optimizer
+    loader: object
+    loss: object
+    epochs: int
+    schedule: Schedule | None = None
+    validation: object = None
+    evaluate_every: int = 0
+    checkpoints: object = None
+    checkpoint_every: int = 0
+    micro_batches: int = 1
+    clip: float | None = None
+    log: RunLog | None = None
+    log_every: int = 10
+    settings: dict = field(default_factory=dict)
+    step: int = 0
+    figures: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.grid = self.network.grid
+        self._loss = LOSSES.get(self.loss, self.loss)
+        if not callable(self._loss):
+            raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {self.loss!r}")
+        self._signals = 0
+        self._since = [time.perf_counter(), 0, 0.0]
+        self._saved = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.loader) // self.micro_batches)
+
+    def run(self) -> bool:
+        """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
+
+        Raises NonFiniteLoss and what the loader raises, on every rank.
+        """
+        with self.grid.together("training"):
+            if self.log is not None:
+                self.log.open(self.step)
+        with self._listening():
+            try:
+                finished = self._epochs()
+            finally:
+                if self.log is not None:
+                    self.log.close()
+        return finished
+
+    def _epochs(self) -> bool:
+        while self.loader.epoch < self.epochs:
+            for size, batches in self._groups():
+                self._step(size, batches)
+                asked = self._asked()
+                at_end = self.step % self.steps_per_epoch == 0
+                if self._due(self.evaluate_every, at_end) and self.validation is not None:
+                    self._evaluate()
+                if asked or self._due(self.checkpoint_every, at_end):
+                    self.save()
+                if asked >= SIGNALS[signal.SIGTERM]:
+                    return False
+        self.save()
+        return True
+
+    def _due(self, every: int, at_end: bool) -> bool:
+        return self.step % every == 0 if every else at_end
+
+    def _groups(self):
+        """(number of micro-batches, iterator over them) of each step of the rest of the epoch."""
+        batches, left = iter(self.loader), len(self.loader) - self.loader.state()["batch"]
+        while left > 0:
+            size = min(self.micro_batches, left)
+            yield size, (next(batches) for _ in range(size))
+            left -= size
+        for _ in batches:
+            raise Pmm3dError("the loader gave more batches than its length")
+
+    def _step(self, size: int, batches) -> None:
+        value, rows = 0.0, 0
+        for index, (x, y) in enumerate(batches):
+            loss = self._loss(self.network(x), y)
+            loss = loss if size == 1 else loss / size
+            if index < size - 1:
+                with no_sync(self.grid):
+                    loss.backward()
+            else:
+                loss.backward()
+            value, rows = value + loss.item(), rows + x.shape[0]
+            if not isfinite(value):
+                self._explain(x, value)
+        norm = self.optimizer.clip(self.clip) if self.clip else None
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        self.step += 1
+        self._since[1] += rows
+        if self.step % self.log_every == 0 or self.step == 1:
+            self._tell(value, norm)
+
+    def _tell(self, value: float, norm: float | None) -> None:
+        now, waited = time.perf_counter(), self.grid.ledger.total().waited
+        begun, rows, before = self._since
+        self._since = [now, 0, waited]
+        if self.log is not None:
+            elapsed = max(1e-9, now - begun)
+            self.log.step({"step": self.step, "epoch": self.loader.epoch, "loss": value, "lr": self.optimizer.lr,
+                           "samples_per_second": rows / elapsed, "waiting": max(0.0, waited - before) / elapsed}
+                          | ({} if norm is None else {"gradient_norm": norm}))
+
+    def _evaluate(self) -> None:
+        self.figures = evaluate(self.network, self.validation, self._loss)
+        if self.log is not None:
+            self.log.validation(self.step, self.loader.epoch, self.figures)
+
+    def save(self) -> None:
+        """Write a checkpoint of everything, once a step."""
+        if self.checkpoints is None or self._saved == self.step:
+            return
+        path = self.checkpoints.save(self.step, self._matrices(), self._state())
+        self._saved = self.step
+        if self.log is not None:
+            self.log.say(f"step {self.step}: wrote {path}")
+
+    def resume(self, path=None) -> bool:
+        """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid."""
+        if self.checkpoints is None:
+            raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
+        if path is None and self.checkpoints.latest() is None:
+            return False
+        matrices = self._matrices()
+        if path is None:
+            path, state = self.checkpoints.load_latest(matrices)
+        else:
+            state = self.checkpoints.load(path, matrices)
+        with self.grid.together("resume", str(path)):
+            self.network.loaded()
+            self.network.set_random_state(state["random"])
+            self.optimizer.load_state(state["optimizer"])
+            if self.schedule is not None:
+                self.schedule.load_state(state["schedule"])
+            self.loader.load_state(state["loader"])
+        self.step = self._saved = state["step"]
+        if self.log is not None:
+            self.log.say(f"resumed {path}, step {self.step}")
+        return True
+
+    def refuse_to_overwrite(self) -> None:
+        """Raise, on every rank, if there are checkpoints of an earlier run: a new run would remove them."""
+        found = self.checkpoints and self.checkpoints.latest()
+        with self.grid.together("training", str(found)):
+            if found:
+                raise Pmm3dError(f"{found} is there from an earlier run: go on with --resume auto, or choose another "
+                                 "training.folder")
+
+    def describe(self) -> str:
+        """What is about to be trained, in a line."""
+        return (f"training {self.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
+                f"{len(self.loader)} batches an epoch, epochs {self.loader.epoch + 1} to {self.epochs}")
+
+    def summary(self) -> str:
+        """What came out, on rank 0."""
+        lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
+        if self.figures:
+            lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
+        if self._saved is not None and self.checkpoints is not None:
+            lines.append(f"checkpoint of step {self._saved} in {self.checkpoints.folder}")
+        if self.log is not None:
+            lines.append(f"curves in {self.log.folder / 'curves.png'}, figures in {self.log.folder / 'metrics.jsonl'}")
+        return "\n".join(lines)
+
+    def _matrices(self) -> dict:
+        return {**self.network.matrices(), **self.optimizer.matrices()}
+
+    def _state(self) -> dict:
+        return {
+            "step": self.step,
+            "optimizer": self.optimizer.state(),
+            "schedule": self.schedule.state() if self.schedule is not None else None,
+            "loader": self.loader.state(),
+            "random": self.network.random_state(),
+            "grid": list(self.grid.shape),
+            "settings": self.settings,
+        }
+
+    @contextmanager
+    def _listening(self):
+        """Signals are noted as they come, and heeded after the step. Python takes them in its main thread only."""
+        before = {}
+        try:
+            for number in SIGNALS:
+                before[number] = signal.signal(number, self._note)
+        except ValueError:
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        self._signals = max(self._signals, SIGNALS[signal.Signals(number)])
+
+    def _asked(self) -> int:
+        """The most urgent signal that any rank has had since the last step. Collective."""
+        mine, self._signals = self._signals, 0
+        counts = np.array([mine == level for level in SIGNALS.values()], np.int64)
+        heard = self.grid.everyone.all_reduce(counts, agreed=True).wait()
+        return max((level for level, count in zip(SIGNALS.values(), heard) if count), default=0)
+
+    def _explain(self, x, value: float) -> None:
+        """Raise NonFiniteLoss with the first place in the network where numbers went wrong."""
+        where = first_non_finite(self.network, x)
+        with self.grid.together("training"):
+            raise NonFiniteLoss(
+                f"step {self.step + 1}: the loss is {value}. {where} The weights are those of step {self.step}"
+                + (f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else "")
+                + ". Try a smaller learning rate, a warm-up, or clipping"
+            )
+
+
+def first_non_finite(network: Module, x) -> str:
+    """Which parameter, input or layer has infinite numbers or NaN first. Collective."""
+    grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
+    found: list[str] = []
+
+    def finite(value) -> bool:
+        local = np.asarray(value.library.to_numpy(value.local))
+        wrong = np.array([np.count_nonzero(~np.isfinite(local))], np.int64)
+        return int(grid.everyone.all_reduce(wrong, agreed=True).wait()[0]) == 0
+
+    for name, parameter in network.named_parameters().items():
+        if not finite(parameter):
+            return f"The parameter {name} is not finite."
+    if not finite(x):
+        return "The input is not finite."
+
+    def look(module, output) -> None:
+        if not found and not finite(output):
+            found.append(f"The output of layer {names.get(module, '?')} ({type(module).__name__}) is not finite.")
+
+    with Tape.of(grid).set(inspect=look), network.evaluating():
+        network(x)
+    return found[0] if found else "All layers' outputs are finite: it is the loss itself."
+
+
+def evaluate(network: Module, loader, loss) -> dict[str, float]:
+    """Means over one pass of a loader: "loss", and "accuracy" for classes or "r2" for vectors. Collective.
+
+    The loader must start a pass of its own and not shuffle.
+    """
+    total, right, rows, score = 0.0, 0.0, 0, losses.R2()
+    classes = loss is losses.cross_entropy
+    with network.evaluating():
+        for x, y in loader:
+            out = network(x)
+            if classes:
+                right += losses.accuracy(out, y) * x.shape[0]
+            else:
+                score.add(out, y)
+            total += loss(out, y).item() * x.shape[0]
+            rows += x.shape[0]
+    return {"loss": total / max(1, rows)} | ({"accuracy": right / max(1, rows)} if classes else {"r2": score.value()})
