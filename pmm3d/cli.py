@@ -131,14 +131,14 @@ def train(
     resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, if there is "
                                              "one; never: from the start, if there is none; or the path of a "
                                              "checkpoint.")] = "never",
-    show: Annotated[bool, typer.Option("--show", help="Print the configuration with all defaults, and do nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the configuration with defaults; do nothing.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
 ) -> None:
     """Train a fully connected network on data in HDF5, as a configuration says.
 
     Writes metrics.jsonl, curves.png and checkpoints/ into training.folder. Batches, weights and checkpoints do not
-    depend on the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has one
-    written and ends the run with exit code 75: not finished, start again with --resume auto.
+    depend on the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has
+    one written and ends the run with exit code 75: not finished, start again with --resume auto.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""Fully connected networks in four dimensions: tensors on a grid, layers, losses; optimizers are in `pmm3d.nn.optim`."""
+"""Fully connected networks in four dimensions: tensors on a grid, layers, losses; optimizers in `pmm3d.nn.optim`."""
 
 from importlib import import_module
 

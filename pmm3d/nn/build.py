@@ -21,7 +21,10 @@ OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
 @contextmanager
 def trainer(config: Config, comm, **options):
-    """As a context: the trainer, on a grid over comm (options go to Grid). Raises Pmm3dError, on every rank, if data and config do not fit."""
+    """As a context: the trainer, on a grid over comm; options go to Grid.
+
+    Raises Pmm3dError, on every rank, if data and configuration do not fit together.
+    """
     with Grid(comm, config.grid.shape, config.grid.data, **options) as grid:
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         with _data(config, grid) as (data, rows, held_out):
@@ -61,7 +64,7 @@ def _data(config: Config, grid):
         cut = data.samples - round(section.validation * data.samples)
         with grid.together("training"):
             if cut == 0:
-                raise Pmm3dError(f"data.validation = {section.validation} leaves none of {data.samples} rows to train on")
+                raise Pmm3dError(f"data.validation = {section.validation} leaves no row of {data.samples} to train on")
         yield data, (0, cut), (data, (cut, data.samples)) if cut < data.samples else None
 
 

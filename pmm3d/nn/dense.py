@@ -25,8 +25,8 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
         backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I| unless I needs no gradient
                    +  (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
 
-    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the backward
-    pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
+    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
+    backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
     """
     grid, tape = x.grid, x.tape
     (k_axis, _), (n_axis,) = weight.layout.rows, weight.layout.cols
@@ -87,6 +87,14 @@ def reduce(axis, array):
     """Start the sum of an array over an axis, in place."""
     library = library_of(array)
     return axis.begin("all_reduce", lambda link: collectives.all_reduce(link, library, array, array, agreed=True))
+
+
+def gather(axis, array):
+    """The arrays that all ranks of an axis bring, of one shape, stacked: (G, *shape)."""
+    library, shape = library_of(array), tuple(array.shape)
+    counts = [shape[0]] * axis.size
+    told = axis.begin("all_gather", lambda link: collectives.all_gather(link, library, array, counts=counts)).wait()
+    return told.reshape((axis.size, *shape))
 
 
 @contextmanager

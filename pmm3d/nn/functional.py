@@ -23,10 +23,9 @@ import numpy as np
 
 from .. import random
 from ..arrays import NumpyLibrary
-from ..collectives import all_gather
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Block, Layout, part_sizes
-from .dense import column_sums, computing, linear, reduce
+from .dense import column_sums, computing, gather, linear, reduce
 from .tensor import CHUNK, Form, Parameter, Tensor, add, in_chunks, relayout, scale
 
 __all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu", "scale", "sigmoid", "silu", "tanh"]
@@ -142,8 +141,8 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
     x           (m, n)   rows over data, z; columns over one axis
     gain, bias  (1, n)   columns as x
 
-    Each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and squares, put together as in Chan, Golub,
-    LeVeque 1983) and, backward, the sum of as many.
+    Each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and squares, put together as in Chan,
+    Golub, LeVeque 1983) and, backward, the sum of as many.
     """
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
@@ -179,15 +178,14 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
 def _moments(form: Form, local, axis):
     """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares."""
     xp = array_api_compat.array_namespace(local)
-    rows, columns = local.shape
+    columns = local.shape[1]
     deviation = form.new()
     with computing(form.grid, "elementwise"):
         mean = xp.sum(local, axis=1) / max(1, columns)
         _by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
         mine = xp.stack([mean, xp.sum(deviation, axis=1)])
     with form.grid.ledger.phase("layer norm"):
-        told = axis.begin("all_gather", lambda link: all_gather(link, form.library, mine, counts=[2] * axis.size)).wait()
-    told = told.reshape(axis.size, 2, rows)
+        told = gather(axis, mine)
     shares = part_sizes(form.shape[1], axis.size)
     mean = sum(told[rank, 0] * (shares[rank] / form.shape[1]) for rank in range(axis.size))
     squares = sum(told[rank, 1] + shares[rank] * (told[rank, 0] - mean) ** 2 for rank in range(axis.size))

@@ -1,7 +1,7 @@
 """Layers: each holds its parameters, spread over the grid, and turns a tensor into another one.
 
-Any function of one tensor is a layer too (`nn.relu`). A network of one's own is a `Module` with layers as attributes and a
-`forward`.
+Any function of one tensor is a layer too (`nn.relu`). A network of one's own is a `Module` with layers as attributes
+and a `forward`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from .. import random
-from ..arrays import library_named
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout, batch_layout
 from ..matrix import DistMatrix
@@ -101,7 +100,7 @@ class Module:
 
     def settle(self, features: int, dtype: str = "float32", library="numpy") -> Tensor:
         """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, whose
-        layout and columns are those of any batch. Collective; before loading a checkpoint into a network of one's own."""
+        layout and columns are those of any batch. Collective; before loading a checkpoint into one's own network."""
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
                                        layout=batch_layout("y"), library=library)
         with self.evaluating():
@@ -150,7 +149,9 @@ class Linear(Module):
         self.grid = grid
         options = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
         self.weight = parameter(grid, (inputs, outputs), _weight_layout(cols), seed=derived(seed, 0), **options)
-        self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options)
         self._settled = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class Sequential(Module):
         self.grid, self.layers = grid, list(layers)
         for index, layer in enumerate(layers):
             if not callable(layer):
-                raise Pmm3dError(f"Sequential: layer {index} is a {type(layer).__name__}, neither a layer nor a function")
+                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
 
     def children(self):
         return ((str(index), layer) for index, layer in enumerate(self.layers) if isinstance(layer, Module))

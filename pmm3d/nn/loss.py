@@ -1,7 +1,7 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor that all ranks hold. The sum over the ranks that hold other rows
-goes on in the background until `item` is asked for.
+Losses are means over the whole batch, as a 1 x 1 tensor that all ranks hold. The sum over the ranks that hold other
+rows goes on in the background until `item` is asked for.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import array_api_compat
 import numpy as np
 
-from ..collectives import all_gather, all_reduce
+from ..collectives import all_reduce
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..matrix import DistMatrix
-from .dense import computing
+from .dense import computing, gather
 from .tensor import Form, Tensor, in_chunks, relayout
 
 SCALAR = Layout()
@@ -96,8 +96,8 @@ def _label_places(logits: Tensor, labels):
         wrong = np.flatnonzero((host < 0) | (host >= classes))
         if len(wrong):
             raise Pmm3dError(
-                f"cross_entropy: row {block.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the network has "
-                f"{classes} outputs, so labels are 0 to {classes - 1}"
+                f"cross_entropy: row {block.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the network "
+                f"has {classes} outputs, so labels are 0 to {classes - 1}"
             )
     here = np.flatnonzero((host >= block.c0) & (host < block.c1))
     places = host[here] - block.c0
@@ -124,8 +124,7 @@ def _log_sum_exp(logits: Tensor, places, here):
         return mine[0], xp.log(mine[1]), mine[2]
     axis = form.grid.axis(form.layout.cols[0])
     with form.grid.ledger.phase("loss"):
-        told = axis.begin("all_gather", lambda link: all_gather(link, form.library, mine, counts=[3] * axis.size)).wait()
-    told = told.reshape(axis.size, 3, rows)
+        told = gather(axis, mine)
     largest = xp.max(told[:, 0], axis=0) if rows else mine[0]
     total = sum(told[rank, 1] * xp.exp(told[rank, 0] - largest) for rank in range(axis.size))
     return largest, xp.log(total), sum(told[rank, 2] for rank in range(axis.size))

@@ -1,4 +1,4 @@
-"""Optimizers whose state is spread like the weights, and over the data axis too where asked (ZeRO-1); schedules; clipping."""
+"""Optimizers whose state is spread like the weights, and over the data axis too if asked (ZeRO-1); schedules."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ class AdamW(Adam):
 
     decoupled = True
 
-    def __init__(self, parameters, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, *, weight_decay: float = 0.01,
-                 **options):
+    def __init__(self, parameters, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, *,
+                 weight_decay: float = 0.01, **options):
         super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, **options)
 
 
@@ -232,8 +232,10 @@ class Schedule:
         self._set()
 
     def _set(self) -> None:
-        warming = self.count < self.warm_up
-        self.optimizer.lr = self.base * ((self.count + 1) / self.warm_up if warming else self.factor(self.count - self.warm_up))
+        if self.count < self.warm_up:
+            self.optimizer.lr = self.base * (self.count + 1) / self.warm_up
+        else:
+            self.optimizer.lr = self.base * self.factor(self.count - self.warm_up)
 
     def state(self) -> dict:
         return {"count": self.count, "base": self.base}

@@ -1,4 +1,4 @@
-"""Where weights come from and gradients go to: gathers along z, sums along z and data, and their overlap with computing.
+"""Where weights come from and gradients go to: gathers along z, sums along z and data, their overlap with computing.
 
 All under way belongs to one grid: `Tape.of(grid).parallel`.
 """
@@ -131,9 +131,8 @@ class Weights:
         return found
 
     def _start(self, weight):
-        grid, (rows, cols) = weight.grid, weight.local.shape
-        counts = z_counts(weight)
-        full = grid.workspace.array((sum(counts), cols), weight.dtype, weight.library)
+        grid, counts = weight.grid, z_counts(weight)
+        full = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
         with grid.ledger.phase("gather W"):
             return grid.z.all_gather(weight.local, out=full, counts=counts)
 
@@ -206,8 +205,8 @@ class Gradients:
     def _used(self, parameter) -> None:
         if parameter in self._begun:
             raise Pmm3dError(
-                f"{parameter.name or 'a parameter'} was used more often than in the pass before, when its gradient was on its "
-                "way already: a network whose graph changes needs Overlap(buckets=False)"
+                f"{parameter.name or 'a parameter'} was used more often than in the pass before, and its gradient was "
+                "on its way already: a network whose graph changes needs Overlap(buckets=False)"
             )
         self._unsynced[parameter] = None
         self._uses[parameter] = self._uses.get(parameter, 0) + 1
@@ -254,8 +253,7 @@ class Gradients:
 
     def _sum(self, axis, members, phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
-        before = list({id(self._waiting[member]): self._waiting[member] for member in members if member in self._waiting}
-                      .values())
+        before = list(dict.fromkeys(self._waiting[member] for member in members if member in self._waiting))
         sharded = members[0].sharded and axis.name == "data"
         library, operation = members[0].library, scattered if sharded else summed
         members = list(members)

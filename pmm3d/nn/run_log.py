@@ -42,8 +42,9 @@ class RunLog:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"),
-                             TimeRemainingColumn(), console=Console(file=sys.stderr), auto_refresh=False)
+        self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(),
+                             TextColumn("{task.fields[said]}"), TimeRemainingColumn(),
+                             console=Console(file=sys.stderr), auto_refresh=False)
         self._bar.start()
         self._task = self._bar.add_task("training", total=self._total, completed=step, said="")
 
@@ -52,7 +53,8 @@ class RunLog:
         if not self.speaks:
             return
         self._write({**metrics, "seconds": round(time.perf_counter() - self._begun, 3)})
-        said = f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, waiting {metrics['waiting']:.0%}"
+        said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
+                f"waiting {metrics['waiting']:.0%}")
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics["step"], said=said)
             self._bar.refresh()

@@ -149,7 +149,7 @@ class Tensor:
         while the pass goes on. Collective.
         """
         if self.shape != (1, 1):
-            raise LayoutError(f"backward starts from a loss, which is 1 x 1; this tensor is {self.shape[0]} x {self.shape[1]}")
+            raise LayoutError(f"backward starts from a loss, 1 x 1; this tensor is {self.shape[0]} x {self.shape[1]}")
         if self.node is None or self.node.rule is None:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
         one = self.form.new()
@@ -236,14 +236,14 @@ class Parameter(Tensor):
         zero."""
         flat, coords = self.gradient.reshape(-1), self.grid.coords
         starts = offsets(split_counts(self))
-        own = (starts[coords.data], starts[coords.data + 1]) if self.sharded else (0, flat.shape[0] * (coords.data == 0))
+        own = starts[coords.data : coords.data + 2] if self.sharded else (0, flat.shape[0] * (coords.data == 0))
         if self.is_vector and coords.z:
             own = (0, 0)
         flat[: own[0]] = 0
         flat[own[1] :] = 0
 
     def split(self) -> Layout:
-        """The layout of the part of this rank when the data axis splits it too: rows of a matrix, columns of a vector."""
+        """The layout if the data axis splits it too: the rows of a matrix, the columns of a vector."""
         if self.is_vector:
             return Layout(self.layout.rows, (*self.layout.cols, "data"))
         return Layout((*self.layout.rows, "data"), self.layout.cols)
@@ -252,7 +252,9 @@ class Parameter(Tensor):
         """Take the values of a matrix of the same shape, in whatever layout. Collective."""
         with self.grid.together("assign", self.name, value.shape, value.dtype):
             if value.shape != self.shape or value.dtype != self.dtype:
-                raise LayoutError(f"{self.name or 'parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}")
+                raise LayoutError(
+                    f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}"
+                )
         value.redistribute(self.layout, self.grid, out=self.value)
         self.version += 1
 

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, signals, resumption. `apps/train_fc.py` shows a loop of one's own."""
+"""The training loop: steps, evaluation, checkpoints, signals, resumption. A loop of one's own: `apps/train_fc.py`."""
 
 from __future__ import annotations
 
