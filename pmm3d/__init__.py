@@ -23,6 +23,8 @@ _HOME = {
     "LayoutError": "errors",
     "DTypeError": "errors",
     "MemoryLimitError": "errors",
+    "DataError": "errors",
+    "CheckpointError": "errors",
     "DisagreementError": "errors",
     "CollectiveTimeout": "errors",
 }

@@ -31,6 +31,14 @@ class MemoryLimitError(Pmm3dError, MemoryError):
     """The product cannot be done within `max_workspace` bytes."""
 
 
+class DataError(Pmm3dError):
+    """A file of samples, or what it holds, that cannot be used."""
+
+
+class CheckpointError(Pmm3dError):
+    """A checkpoint, or a file of tensors, that cannot be written, cannot be read, or is of another network."""
+
+
 class DisagreementError(Pmm3dError):
     """The ranks passed different arguments to one collective call. The text lists who passed what."""
 

@@ -33,8 +33,8 @@ class Workspace:
     def array(self, shape, dtype: str, library):
         """An array with arbitrary contents whose memory comes back by itself once nobody refers to it any more.
 
-        Device memory comes from the library's own pool. Rounded up to eighths of a power of two, so that arrays of about one
-        size serve each other.
+        Device memory comes from the library's own pool. Rounded up to eighths of a power of two, so that arrays of
+        about one size serve each other.
         """
         nbytes = prod(shape) * itemsize(dtype)
         if nbytes < SMALL_BYTES or not library.on_host:

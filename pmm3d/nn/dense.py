@@ -39,30 +39,44 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
     biased = bias is not None and grid.axis(k_axis).index == 0
     if biased:
         out[...] = bias.local
-    gemm(form, inputs, full, out, beta=int(biased))
-    with grid.ledger.phase("reduce O"):
-        reduce(grid.axis(k_axis), out).wait()
+    wait_all(reduced_product(form, inputs, full, out, int(biased), grid.axis(k_axis), "reduce O"))
     del full
 
     def rule(grad):
         full = tape.parallel.weights.take(weight, "backward")
-        dx = form.new() if wanted else None
+        dx, coming = form.new() if wanted else None, []
         if wanted:
-            gemm(form, grad, full.T, dx)
-            with grid.ledger.phase("reduce dI"):
-                coming = reduce(grid.axis(n_axis), dx)
-            if not tape.parallel.overlap.oar:
-                coming.wait()
+            coming = reduced_product(form, grad, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
         del full
         tape.parallel.gradients.matrix(weight, lambda out, beta: gemm(form, inputs.T, grad, out, beta))
         if bias is not None:
             tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, grad, out, beta))
-        if wanted:
-            coming.wait()
+        wait_all(coming)
         return dx, None, None
 
     parents = (x, weight) if bias is None else (x, weight, bias)
     return x.made(out, parents, rule, shape=(x.shape[0], weight.shape[1]), layout=Layout(x.layout.rows, n_axis))
+
+
+def reduced_product(form: Form, a, b, c, beta, axis, phase: str) -> list:
+    """C = A B + beta C, summed over an axis: rows in panels, each on its way as soon as it is there."""
+    parallel = form.tape.parallel
+    if axis.size == 1:
+        gemm(form, a, b, c, beta)
+        return []
+    coming = []
+    for rows in parallel.row_panels(*c.shape, form.dtype):
+        gemm(form, a[rows], b, c[rows], beta)
+        with form.grid.ledger.phase(phase):
+            coming.append(reduce(axis, c[rows]))
+        if not parallel.overlap.oar:
+            coming[-1].wait()
+    return coming
+
+
+def wait_all(coming) -> None:
+    for pending in coming:
+        pending.wait()
 
 
 def gemm(form: Form, a, b, c, beta=0) -> None:

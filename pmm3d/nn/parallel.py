@@ -12,9 +12,11 @@ from weakref import WeakKeyDictionary, ref
 from .. import collectives
 from ..arrays import itemsize
 from ..errors import Pmm3dError
-from ..layout import GridShape, Layout, offsets, part_sizes
+from ..layout import GridShape, Layout, offsets, part_range, part_sizes
 from ..machine import available_memory
 
+PANELS_ACROSS_HOSTS = 4
+LEAST_PANEL_BYTES = 2**20
 FIRST = GridShape(0, 0, 0, 0)
 """The rank that has the largest block of everything: what it decides by sizes, all ranks decide."""
 
@@ -23,11 +25,14 @@ FIRST = GridShape(0, 0, 0, 0)
 class Overlap:
     """Which collectives run under computation. No choice changes a result by a bit.
 
-    oar       the all-reduce of a layer's input gradient under the GEMM of its weight gradient
+    oar       the all-reduces of a layer's output and of its input's gradient: under the GEMMs of the same product's
+              further rows, and the latter under the GEMM of the weight gradient
     ors       the reduce-scatters of weight gradients (z) under the rest of the backward pass
     oag       the gather (z) of the weight that is needed next under the GEMM of the one before
     buckets   the sums of gradients over the data axis under the rest of the backward pass
 
+    panels                  rows of those products are cut into so many panels, each reduced as it is there; None: 1 on
+                            one node, 4 across nodes. Panels have a MiB at least
     bucket_bytes            gradients are summed over data once this much has come together
     reshard_after_forward   True: gathered weights are dropped after the forward pass and gathered again for the
                             backward pass; False: kept until they change; None: kept while they take no more than
@@ -39,6 +44,7 @@ class Overlap:
     ors: bool = True
     oag: bool = True
     buckets: bool = True
+    panels: int | None = None
     bucket_bytes: int = 2**24
     reshard_after_forward: bool | None = None
     keep_bytes: int | None = None
@@ -72,6 +78,13 @@ class Parallel:
             self.gradients.finish()
         self.weights.pause()
         memory["activations, most"] = self.grid.workspace.most_lent
+
+
+    def row_panels(self, rows: int, cols: int, dtype: str) -> list[slice]:
+        """The panels that a product of this local shape is reduced in."""
+        panels = self.overlap.panels or (1 if self.grid.hosts == 1 else PANELS_ACROSS_HOSTS)
+        panels = max(1, min(panels, rows * cols * itemsize(dtype) // LEAST_PANEL_BYTES))
+        return [slice(*part_range(rows, panels, index)) for index in range(panels)]
 
 
 class Weights:
