@@ -22,7 +22,7 @@ SIGNALS = {signal.SIGUSR1: 1, signal.SIGTERM: 2}
 LOSSES = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
-class NonFiniteLoss(Pmm3dError):
+class NonFiniteLossError(Pmm3dError):
     """The loss is infinite or not a number; the text names the step and where it began. No weight was changed by it."""
 
 
@@ -80,12 +80,12 @@ class Trainer:
     def run(self) -> bool:
         """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
 
-        Raises NonFiniteLoss and what the loader raises, on every rank.
+        Raises NonFiniteLossError and what the loader raises, on every rank.
         """
         with self.grid.together("training"):
             if self.log is not None:
                 self.log.open(self.step)
-        with self._listening():
+        with self._listening(), np.errstate(over="ignore", invalid="ignore"):
             try:
                 finished = self._epochs()
             finally:
@@ -133,8 +133,10 @@ class Trainer:
                 loss.backward()
             value, rows = value + loss.item(), rows + x.shape[0]
             if not isfinite(value):
-                self._explain(x, value)
+                self._explain(x, f"the loss is {value}")
         norm = self.optimizer.clip(self.clip) if self.clip else None
+        if norm is not None and not isfinite(norm):
+            self._explain(x, f"the gradient's norm is {norm}")
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
@@ -253,12 +255,12 @@ class Trainer:
         heard = self.grid.everyone.all_reduce(counts, agreed=True).wait()
         return max((level for level, count in zip(SIGNALS.values(), heard) if count), default=0)
 
-    def _explain(self, x, value: float) -> None:
-        """Raise NonFiniteLoss with the first place in the network where numbers went wrong."""
+    def _explain(self, x, what: str) -> None:
+        """Raise NonFiniteLossError with the first place in the network where numbers went wrong."""
         where = first_non_finite(self.network, x)
         with self.grid.together("training"):
-            raise NonFiniteLoss(
-                f"step {self.step + 1}: the loss is {value}. {where} The weights are those of step {self.step}"
+            raise NonFiniteLossError(
+                f"step {self.step + 1}: {what}. {where} The weights are those of step {self.step}"
                 + (f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else "")
                 + ". Try a smaller learning rate, a warm-up, or clipping"
             )
@@ -286,7 +288,7 @@ def first_non_finite(network: Module, x) -> str:
 
     with Tape.of(grid).set(inspect=look), network.evaluating():
         network(x)
-    return found[0] if found else "All layers' outputs are finite: it is the loss itself."
+    return found[0] if found else "All layers' outputs are finite: it is the loss or the gradient itself."
 
 
 def evaluate(network: Module, loader, loss) -> dict[str, float]:

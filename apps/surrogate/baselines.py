@@ -1,0 +1,79 @@
+"""What a network has to beat: the fields of held-out parameters, predicted without one.
+
+    python apps/surrogate/baselines.py surrogate.h5
+
+Errors are relative, |prediction - u| / |u| in the Euclidean norm over the points of each sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import combinations_with_replacement
+
+import h5py
+import numpy as np
+from scipy.spatial import cKDTree
+
+
+def mean_field(x, y, wanted) -> np.ndarray:
+    """The mean of all fields, whatever the parameters."""
+    return np.broadcast_to(y.mean(axis=0), (len(wanted), y.shape[1]))
+
+
+def nearest(x, y, wanted) -> np.ndarray:
+    """The field of the nearest parameters."""
+    return y[cKDTree(x).query(wanted)[1]]
+
+
+def polynomial(degree: int):
+    """Least squares in all monomials of the parameters up to a degree."""
+
+    def monomials(x) -> np.ndarray:
+        powers = [c for d in range(degree + 1) for c in combinations_with_replacement(range(x.shape[1]), d)]
+        return np.stack([np.prod(x[:, list(c)], axis=1, dtype=float) for c in powers], axis=1)
+
+    def predict(x, y, wanted) -> np.ndarray:
+        terms = monomials(x)
+        factors = np.linalg.lstsq(terms.T @ terms, terms.astype("float32").T @ y, rcond=None)[0]
+        return (monomials(wanted) @ factors).astype(y.dtype)
+
+    return predict
+
+
+BASELINES = {"mean field": mean_field, "nearest neighbour": nearest,
+             "linear regression": polynomial(1), "cubic regression": polynomial(3)}
+
+
+def relative_errors(prediction, y, mean: float, std: float) -> np.ndarray:
+    """Of each sample; prediction and y as they are stored, u = mean + std y."""
+    return std * np.linalg.norm(prediction - y, axis=1) / np.linalg.norm(mean + std * y, axis=1)
+
+
+def baseline_errors(path, held_out: int, names=tuple(BASELINES)) -> dict[str, np.ndarray]:
+    """Name -> relative error of each of the last `held_out` samples, from all those before."""
+    with h5py.File(path) as file:
+        x, y, mean, std = file["x"][:], file["y"][:], file.attrs["mean"], file.attrs["std"]
+    known = len(x) - held_out
+    return {name: relative_errors(BASELINES[name](x[:known], y[:known], x[known:]), y[known:], mean, std)
+            for name in names}
+
+
+def table(errors: dict[str, np.ndarray]) -> str:
+    """One line each: mean, median, worst in twenty."""
+    lines = [f"{'relative error of held-out fields':<36}{'mean':>9}{'median':>9}{'95 %':>9}"]
+    for name, each in errors.items():
+        mean, (median, high) = each.mean(), np.quantile(each, (0.5, 0.95))
+        lines.append(f"  {name:<34}{mean:9.4f}{median:9.4f}{high:9.4f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="file that generate.py wrote")
+    parser.add_argument("--held-out", type=int, default=2000, help="samples at the end that are not learnt from (2000)")
+    options = parser.parse_args()
+    print(table(baseline_errors(options.data, options.held_out)))
+
+
+if __name__ == "__main__":
+    main()

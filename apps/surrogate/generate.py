@@ -1,0 +1,169 @@
+"""Solves the plume of pde.py for many parameters, each rank its share, and writes a data set to train on.
+
+    python -m pmm3d.launcher -n 2 apps/surrogate/generate.py --samples 20000 --out surrogate.h5
+
+The file holds
+
+    x        (samples, parameters)  float32    the parameters, scaled to [-1, 1]
+    y        (samples, points^2)    float32    the fields, row by row, scaled: u = mean + std y
+    attributes: parameters, low, high (x = -1 is low, x = 1 is high), points, refine, mean, std
+
+The parameters are Sobol's sequence by the number of the sample, so the data are the same, bit for bit, on any number
+of ranks. All ranks write at once: into one file where h5py is built with MPI, otherwise each into its own file in the
+folder NAME.parts, which the virtual data sets of NAME.h5 join; keep the two together. Neither is there under its name
+before all is complete. Any HDF5 reader sees whole arrays: h5py.File("surrogate.h5")["y"][:10].
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from time import perf_counter
+
+import h5py
+import numpy as np
+from command import at_least, parsed, progress, said_once
+from mpi4py import MPI
+from pde import PARAMETERS, Plume, in_units
+from scipy.stats import qmc
+
+from pmm3d import Grid
+from pmm3d.errors import Pmm3dError
+from pmm3d.layout import part_range
+
+ONE_FILE = h5py.get_config().mpi
+CHUNK = 100
+
+
+def parameters(first: int, last: int) -> np.ndarray:
+    """x of the samples first:last. The first point of the sequence, a corner, is left out."""
+    return 2 * qmc.Sobol(len(PARAMETERS), scramble=False).fast_forward(first + 1).random(last - first) - 1
+
+
+class Output:
+    """Where the data set goes, and where it is until it is complete."""
+
+    def __init__(self, path: Path, samples: int, points: int):
+        self.path, self.parts = path, path.with_suffix(".parts")
+        self.partial_path, self.partial_parts = (each.with_name(each.name + ".partial") for each in (path, self.parts))
+        self.widths = {"x": len(PARAMETERS), "y": points**2}
+        self.samples = samples
+
+    def prepare(self, overwrite: bool) -> str | None:
+        """What stands in the way, if anything."""
+        for each in (self.path, self.parts):
+            if each.exists() and not overwrite:
+                return f"{each} exists already; --overwrite replaces it, --out names another"
+        folder = self.path.resolve().parent
+        needed = 4 * self.samples * sum(self.widths.values())
+        try:
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                return f"{folder} has {free / 1e9:.2f} GB free; the data set takes {needed / 1e9:.2f} GB"
+            self.discard()
+            self.partial_parts.mkdir()
+        except OSError as error:
+            return f"cannot write in {folder}: {error.strerror}"
+
+    def open(self, grid: Grid, mode: str) -> h5py.File:
+        """The file that this rank writes."""
+        if ONE_FILE:
+            return h5py.File(self.partial_path, mode, driver="mpio", comm=grid.comm)
+        return h5py.File(self.partial_parts / f"{grid.rank:05d}.h5", mode)
+
+    def join(self, ranks: int) -> None:
+        """Virtual data sets over the files of the ranks. Where such a file is missing they read as NaN."""
+        with h5py.File(self.partial_path, "w") as file:
+            for name, width in self.widths.items():
+                layout = h5py.VirtualLayout((self.samples, width), "float32")
+                for rank in range(min(ranks, self.samples)):
+                    first, last = part_range(self.samples, ranks, rank)
+                    part = f"{self.parts.name}/{rank:05d}.h5"
+                    layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
+                file.create_virtual_dataset(name, layout, fillvalue=np.nan)
+
+    def describe(self, **attributes) -> None:
+        with h5py.File(self.partial_path, "r+") as file:
+            names, low, high = zip(*PARAMETERS)
+            file.attrs.update({"parameters": names, "low": low, "high": high, **attributes})
+
+    def publish(self) -> None:
+        self.path.unlink(missing_ok=True)
+        shutil.rmtree(self.parts, ignore_errors=True)
+        if ONE_FILE:
+            self.partial_parts.rmdir()
+        else:
+            self.partial_parts.rename(self.parts)
+        self.partial_path.rename(self.path)
+
+    def discard(self) -> None:
+        self.partial_path.unlink(missing_ok=True)
+        if self.partial_parts.exists():
+            shutil.rmtree(self.partial_parts)
+
+
+def generate(grid: Grid, path: Path, samples: int, points=32, refine=2, overwrite=False, tell=lambda n: None) -> None:
+    """Write the data set; collective. tell(n) hears of each n samples that this rank has solved."""
+    output = Output(path, samples, points)
+    first, last = part_range(samples, grid.size, grid.rank)
+    offset = first if ONE_FILE else 0
+    problem = grid.comm.bcast(output.prepare(overwrite) if grid.rank == 0 else None)
+    with grid.together("generate", str(path), samples, points, refine, overwrite):
+        if problem:
+            raise Pmm3dError(problem)
+    try:
+        sums = np.empty((last - first, 2))
+        with grid.together("generate: solve"), output.open(grid, "w") as file:
+            rows = samples if ONE_FILE else last - first
+            x, y = (file.create_dataset(name, (rows, width), "float32") for name, width in output.widths.items())
+            plume = Plume(points, refine)
+            for low in range(first, last, CHUNK):
+                high = min(low + CHUNK, last)
+                chosen = parameters(low, high)
+                fields = np.stack([plume.field(each).ravel() for each in in_units(chosen)])
+                x[low - first + offset : high - first + offset] = chosen
+                y[low - first + offset : high - first + offset] = fields
+                sums[low - first : high - first, 0] = fields.mean(axis=1)
+                sums[low - first : high - first, 1] = (fields**2).mean(axis=1)
+                tell(high - low)
+        mean, square = np.concatenate(grid.comm.allgather(sums)).mean(axis=0)
+        std = np.sqrt(square - mean**2)
+        with grid.together("generate: scale"), output.open(grid, "r+") as file:
+            for low in range(first, last, CHUNK):
+                rows = slice(low - first + offset, min(low + CHUNK, last) - first + offset)
+                file["y"][rows] = (file["y"][rows] - np.float32(mean)) / np.float32(std)
+        with grid.together("generate: publish"):
+            if grid.rank == 0:
+                if not ONE_FILE:
+                    output.join(grid.size)
+                output.describe(points=points, refine=refine, mean=mean, std=std)
+                output.publish()
+    except Exception:
+        if grid.rank == 0:
+            output.discard()
+        raise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=at_least(1), default=20000, help="sets of parameters to solve for (20000)")
+    parser.add_argument("--points", type=at_least(2), default=32, help="points per side that are kept (32)")
+    parser.add_argument("--refine", type=at_least(1), default=2, help="solve on a mesh this many times finer (2)")
+    parser.add_argument("--out", type=Path, default=Path("surrogate.h5"), help="file to write (surrogate.h5)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    comm = MPI.COMM_WORLD
+    options = parsed(parser, comm)
+    with said_once(comm), Grid(comm, (1, 1, 1), data=comm.size) as grid:
+        begun = perf_counter()
+        share = part_range(options.samples, comm.size, 0)[1]
+        with progress(comm, f"solving on rank 0 of {comm.size}", share) as tell:
+            generate(grid, options.out, options.samples, options.points, options.refine, options.overwrite, tell)
+        if comm.rank == 0:
+            seconds = perf_counter() - begun
+            print(f"wrote {options.out}: {options.samples} samples of {options.points} x {options.points} points "
+                  f"in {seconds:.1f} s on {comm.size} rank{'s' * (comm.size > 1)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A training loop of one's own, to copy and change. `pmm3d train CONFIG.toml` does the same from a configuration.
+
+    python apps/digits.py runs/digits.h5
+    python -m pmm3d.launcher -n 8 apps/train_fc.py runs/digits.h5 --grid 2x2x1 --data 2
+"""
+
+import argparse
+
+from mpi4py import MPI
+
+from pmm3d import Grid, nn
+from pmm3d.io import Checkpoints, DataSet
+from pmm3d.nn import optim
+
+
+class Network(nn.Module):
+    """Two hidden layers, the second with a residual connection around it."""
+
+    def __init__(self, grid, features: int, classes: int, width: int = 128):
+        self.grid = grid
+        self.first = nn.Linear(grid, features, width, seed=1)
+        self.block = nn.Residual(nn.Sequential(
+            grid, nn.LayerNorm(grid, width), nn.Linear(grid, width, width, seed=2), nn.gelu,
+            nn.Linear(grid, width, width, seed=3),
+        ))
+        self.last = nn.Linear(grid, width, classes, seed=4)
+
+    def forward(self, x):
+        return self.last(nn.gelu(self.block(nn.gelu(self.first(x)))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="HDF5 with the data sets x (samples) and y (classes)")
+    parser.add_argument("--grid", default="ddp", help="GxxGyxGz, ddp, fsdp, hsdp or megatron")
+    parser.add_argument("--data", type=int, default=1, help="Gdata")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--checkpoints", default="runs/train_fc", help="folder")
+    options = parser.parse_args()
+
+    with Grid(MPI.COMM_WORLD, options.grid, options.data) as grid, DataSet(grid, options.file) as data:
+        held_out = data.samples // 5
+        batches = data.loader(batch_size=64, seed=0, rows=(0, data.samples - held_out))
+        test = data.loader(batch_size=256, shuffle=False, rows=(data.samples - held_out, data.samples))
+        net = Network(grid, data.features, data.classes)
+        net.settle(data.features)
+        optimizer = optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.05)
+        schedule = optim.Cosine(optimizer, steps=options.epochs * len(batches), warm_up=20)
+        checkpoints = Checkpoints(grid, options.checkpoints)
+
+        for epoch in range(options.epochs):
+            for x, y in batches:
+                loss = nn.cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.clip(1.0)
+                optimizer.step()
+                schedule.step()
+            with net.evaluating():
+                right = sum(nn.accuracy(net(x), y) * x.shape[0] for x, y in test) / held_out
+            if grid.rank == 0:
+                print(f"epoch {epoch + 1}: loss {loss.item():.4f}, test accuracy {right:.3f}", flush=True)
+            checkpoints.save(optimizer.steps, {**net.matrices(), **optimizer.matrices()}, {"epoch": epoch + 1})
+
+
+if __name__ == "__main__":
+    main()

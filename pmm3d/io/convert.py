@@ -1,0 +1,323 @@
+"""From CSV and .npz to the HDF5 that `DataSet` reads. Importing this loads neither numpy nor h5py, for the command."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DataError
+
+CELLS_AT_ONCE = 2**20
+DELIMITERS = ",;\t|"
+DTYPES = ("float32", "float64")
+
+
+def convert(source, target, *, inputs="x", targets="y", target_columns=None, classes=False, chunk_rows=None,
+            delimiter=None, dtype="float32", overwrite=False, tell=lambda done, total: None) -> tuple[tuple, tuple]:
+    """Write the samples of a CSV file or of a .npz file to an HDF5 file; gives the shapes of inputs and targets.
+
+    inputs, targets   names of the two data sets; in a .npz file the arrays of these names
+    target_columns    of a CSV file: a name, an index, or several; the others are the inputs. Left out, the last one
+    classes           the targets are labels. Whole numbers from 0 are kept; others (text) are numbered in sorted
+                      order, and their names stored as the attribute `class_names` of the targets. A list of names
+                      gives the numbering, so that a second file gets the same
+    chunk_rows        lines of a CSV file in memory at a time; left out, about a million cells
+    delimiter         of a CSV file; left out, the commonest of , ; tab | in its first line, or blanks
+    dtype             of what comes from a CSV file; arrays of a .npz file keep theirs
+    tell              called with the rows done and their number
+
+    The first line of a CSV file is a header if none of its cells is a number. Blank lines are skipped; a cell may be
+    quoted, but not hold a line break. The file is written under another name and gets its own when it is complete.
+
+    Raises DataError: a file that is missing, empty or in the way; a cell that is no finite number, with its line and
+    column; lines of different lengths; targets that do not exist or are no labels.
+    """
+    source, target = Path(source), Path(target)
+    labels = None if classes is False else _Labels(None if classes is True else classes)
+    if inputs == targets:
+        raise DataError(f"inputs and targets need two names; got {inputs!r} for both")
+    if dtype not in DTYPES:
+        raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
+    if delimiter is not None and len(delimiter) != 1:
+        raise DataError(f"a delimiter is one character; got {delimiter!r}")
+    if target.exists() and not overwrite:
+        raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
+    try:
+        with _completed(target) as file:
+            if source.suffix == ".npz":
+                shapes = _from_npz(source, file, inputs, targets, labels)
+            else:
+                table = _Table(source, target_columns, delimiter, labels)
+                shapes = table.write(file, inputs, targets, dtype, chunk_rows, tell)
+            if labels is not None:
+                labels.finish(file[targets])
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot convert {source} to {target}: {error}") from None
+    return shapes
+
+
+@contextmanager
+def _completed(target: Path):
+    """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
+    import h5py
+
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with h5py.File(partial, "w", libver=("v108", "v110")) as file:
+            yield file
+        with open(partial, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class _Labels:
+    """Numbers for the labels of classes, first in the order they come, in the end in sorted order or as given."""
+
+    def __init__(self, names: Sequence[str] | None):
+        self._given = None if names is None else [str(name) for name in names]
+        self._numbers = {name: number for number, name in enumerate(self._given or ())}
+
+    def number(self, text: str) -> int:
+        text = text.strip()
+        if not text:
+            raise DataError("a label is missing")
+        if text not in self._numbers:
+            if self._given is not None:
+                raise DataError(f"{text!r} is none of the classes {', '.join(self._given)}")
+            self._numbers[text] = len(self._numbers)
+        return self._numbers[text]
+
+    def finish(self, dataset) -> None:
+        """Renumber the data set, and store the names."""
+        import numpy as np
+
+        names = self._given or list(self._numbers)
+        if self._given is None:
+            whole = all(name.isascii() and name.isdigit() for name in names)
+            names = sorted(names)
+            lookup = np.array([int(name) if whole else names.index(name) for name in self._numbers], np.int64)
+            for start in range(0, len(dataset), CELLS_AT_ONCE):
+                rows = slice(start, min(start + CELLS_AT_ONCE, len(dataset)))
+                dataset[rows] = lookup[dataset[rows]]
+            if whole:
+                return
+        dataset.attrs["class_names"] = names
+
+
+class _Table:
+    """The lines of a CSV file."""
+
+    def __init__(self, path: Path, target_columns, delimiter: str | None, labels: _Labels | None):
+        self._path, self._labels = path, labels
+        first = next((text for _, text in self._lines()), None)
+        if first is None:
+            raise DataError(f"{path} is empty")
+        commonest = max(DELIMITERS, key=first.count)
+        self._delimiter = delimiter or (commonest if commonest in first else None)
+        cells = self._cells(first)
+        self._header = not any(_is_number(cell) for cell in cells)
+        self._names = cells if self._header else [str(index) for index in range(len(cells))]
+        self._targets = self._find(target_columns)
+        self._inputs = [index for index in range(len(cells)) if index not in self._targets]
+        if not self._inputs:
+            raise DataError(f"{path}: no columns are left for the inputs; it has {len(cells)}")
+        if labels is not None and len(self._targets) > 1:
+            raise DataError(f"{path}: labels are one column; got the target columns {target_columns!r}")
+
+    def _lines(self):
+        """(number, text) of the lines that are not blank, numbered from 1."""
+        with open(self._path, encoding="utf-8-sig") as file:
+            for number, text in enumerate(file, 1):
+                if not text.isspace():
+                    yield number, text
+
+    def _data_lines(self):
+        return islice(self._lines(), int(self._header), None)
+
+    def _cells(self, line: str) -> list[str]:
+        cells = next(csv.reader([line], delimiter=self._delimiter)) if self._delimiter else line.split()
+        return [cell.strip() for cell in cells]
+
+    def _find(self, columns) -> list[int]:
+        found = []
+        single = columns is None or isinstance(columns, (str, int))
+        for column in [-1 if columns is None else columns] if single else columns:
+            if isinstance(column, str) and self._header and column in self._names:
+                found.append(self._names.index(column))
+            elif isinstance(column, int) and -len(self._names) <= column < len(self._names):
+                found.append(column % len(self._names))
+            else:
+                has = f"has the columns {', '.join(self._names)}" if self._header else "has no header"
+                raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self._names)}")
+        return found
+
+    def write(self, file, inputs: str, targets: str, dtype: str, chunk_rows: int | None, tell) -> tuple[tuple, tuple]:
+        """Fill two data sets, and give their shapes. The lines are counted first: contiguous data sets read fastest."""
+        total = sum(1 for _ in self._data_lines())
+        if total == 0:
+            raise DataError(f"{self._path} has no line of data")
+        x = file.create_dataset(inputs, (total, len(self._inputs)), dtype)
+        if self._labels is None:
+            y = file.create_dataset(targets, (total, len(self._targets)), dtype)
+        else:
+            y = file.create_dataset(targets, (total,), "int64")
+        step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._names))
+        lines, done = self._data_lines(), 0
+        while chunk := list(islice(lines, step)):
+            values, rows = self._parse(chunk), slice(done, done + len(chunk))
+            x[rows] = values[:, self._inputs]
+            y[rows] = values[:, self._targets].reshape(len(chunk), *y.shape[1:])
+            done += len(chunk)
+            tell(done, total)
+        return x.shape, y.shape
+
+    def _parse(self, chunk):
+        """The numbers in some lines, (lines, columns); labels as their numbers."""
+        import numpy as np
+
+        converters = None if self._labels is None else {self._targets[0]: self._labels.number}
+        try:
+            values = np.loadtxt([text for _, text in chunk], delimiter=self._delimiter, quotechar='"', comments=None,
+                                ndmin=2, converters=converters)
+        except (ValueError, DataError) as error:
+            self._explain(chunk)
+            raise DataError(f"{self._path}, lines {chunk[0][0]} to {chunk[-1][0]}: {error}") from None
+        if values.shape[1] != len(self._names) or not np.isfinite(values).all():
+            self._explain(chunk)
+        return values
+
+    def _explain(self, chunk) -> None:
+        """Raise DataError for the first cell that cannot be used."""
+        for number, text in chunk:
+            cells = self._cells(text)
+            if len(cells) != len(self._names):
+                raise DataError(f"{self._path}, line {number} has {len(cells)} cells; the first has {len(self._names)}")
+            for column, cell in enumerate(cells):
+                where = f"{self._path}, line {number}, column {self._names[column]}"
+                if self._labels is not None and column in self._targets:
+                    self._explain_label(where, cell)
+                elif not _is_number(cell) or not abs(float(cell)) < float("inf"):
+                    raise DataError(f"{where}: {cell!r} is not a finite number")
+
+    def _explain_label(self, where: str, cell: str) -> None:
+        try:
+            self._labels.number(cell)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _from_npz(source: Path, file, inputs: str, targets: str, labels: _Labels | None) -> tuple[tuple, tuple]:
+    import numpy as np
+
+    x, y = _arrays(source, inputs, targets)
+    if labels is not None:
+        y = np.array([labels.number(str(label)) for label in y.reshape(-1)], np.int64)
+    for name, array in ((inputs, x), (targets, y)):
+        if array.size == 0 or array.ndim == 0 or array.dtype.kind not in "fiu":
+            raise DataError(f"{source}: array {name!r} is {array.dtype} {array.shape}; needed are rows of real numbers")
+        if not np.isfinite(array).all():
+            row = np.argwhere(~np.isfinite(array))[0][0]
+            raise DataError(f"{source}: row {row} of array {name!r} is not finite")
+    if len(x) != len(y):
+        raise DataError(f"{source}: {inputs!r} has {len(x)} rows, {targets!r} has {len(y)}")
+    file[inputs], file[targets] = x, y
+    return x.shape, y.shape
+
+
+def _arrays(source: Path, *names: str) -> list:
+    import zipfile
+
+    import numpy as np
+
+    with open(source, "rb") as opened:
+        if not zipfile.is_zipfile(opened):
+            raise DataError(f"{source} is no .npz file")
+    with np.load(source) as arrays:
+        for name in names:
+            if name not in arrays:
+                raise DataError(f"{source} has no array {name!r}; it has {', '.join(map(repr, arrays))}")
+        try:
+            return [arrays[name] for name in names]
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise DataError(f"cannot read {source}: {error}") from None
+
+
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
+    target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
+    inputs: Annotated[str, typer.Option(help="Name of the samples' data set; of their array in a .npz file.")] = "x",
+    targets: Annotated[str, typer.Option(help="Likewise of the targets.")] = "y",
+    target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
+                                                            "as in age,income. Left out: the last one.")] = None,
+    classes: Annotated[bool, typer.Option("--classes", help="The targets are labels of classes, numbers or "
+                                                            "text.")] = False,
+    class_names: Annotated[str | None, typer.Option(help="The classes in the order of their numbers, as in cat,dog: "
+                                                         "a second file gets the numbers of the first.")] = None,
+    delimiter: Annotated[str | None, typer.Option(help="Between cells. Left out: found in the first line.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or float64, of what comes from a CSV file.")] = "float32",
+    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Lines in memory at a time. Left out: about a million "
+                                                               "cells.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+) -> None:
+    """Convert samples from CSV or .npz to the HDF5 file that training reads.
+
+    A file larger than memory is no obstacle. TARGET appears only when it is complete. Under mpiexec the first rank
+    converts.
+
+    [bold]Examples[/]
+
+    pmm3d convert houses.csv houses.h5 --target-columns price
+
+    pmm3d convert iris.csv iris.h5 --classes             species as text become 0, 1, 2
+
+    pmm3d convert digits.npz digits.h5 --inputs images --targets labels
+    """
+    from ..launcher import task_rank
+
+    if task_rank(os.environ) > 0:
+        return
+    columns = target_columns and [_index_or_name(name) for name in target_columns.split(",")]
+    try:
+        with _bar(source) as tell:
+            shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
+                             classes=class_names.split(",") if class_names else classes, chunk_rows=chunk_rows,
+                             delimiter=delimiter, dtype=dtype, overwrite=overwrite, tell=tell)
+    except DataError as error:
+        typer.echo(f"pmm3d: {error}", err=True)
+        raise typer.Exit(2) from None
+    sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in zip((inputs, targets), shapes))
+    typer.echo(f"wrote {target}: {', '.join(sizes)}")
+
+
+def _index_or_name(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+@contextmanager
+def _bar(source: Path):
+    """tell(done, total) that draws a progress bar on stderr."""
+    import sys
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        bar = progress.add_task(source.name, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
