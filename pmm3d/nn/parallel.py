@@ -5,7 +5,7 @@ All under way belongs to one grid: `Tape.of(grid).parallel`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
@@ -17,6 +17,9 @@ from ..machine import available_memory
 
 PANELS_ACROSS_HOSTS = 4
 LEAST_PANEL_BYTES = 2**20
+IN_FLIGHT = 2
+"""Sums of gradients along one axis that are under way at once: more would take memory and speed nothing up, since the
+link is busy already."""
 FIRST = GridShape(0, 0, 0, 0)
 """The rank that has the largest block of everything: what it decides by sizes, all ranks decide."""
 
@@ -182,6 +185,7 @@ class Gradients:
         self._begun: dict = {}
         self._uses: dict = {}
         self._bucket: list = []
+        self._flights: dict[str, list] = {}
         self._sync = True
 
     def begin(self, sync: bool) -> None:
@@ -212,8 +216,16 @@ class Gradients:
         with weight.grid.ledger.phase("reduce dW"):
             pending = weight.grid.z.reduce_scatter(partial, out=out, counts=counts, beta=beta)
         self._waiting[weight] = pending
+        self._limit("z", pending)
         if not self._parallel.overlap.ors:
             pending.wait()
+
+    def _limit(self, axis: str, pending) -> None:
+        """Wait for the oldest sum along an axis if too many are under way."""
+        flight = self._flights.setdefault(axis, [])
+        flight[:] = [other for other in flight if not other.done] + [pending]
+        if len(flight) > IN_FLIGHT:
+            flight[0].wait()
 
     def _used(self, parameter) -> None:
         if parameter in self._begun:
@@ -282,6 +294,7 @@ class Gradients:
             pending = axis.begin("reduce_scatter" if sharded else "all_reduce", generator)
         for member in members:
             self._waiting[member] = pending
+        self._limit(axis.name, pending)
         if not self._parallel.overlap.buckets:
             pending.wait()
 
@@ -306,21 +319,33 @@ def scattered(link, library, members):
     flats = [member.gradient.reshape(-1) for member in members]
     starts = [offsets(split_counts(member)) for member in members]
     counts = [sum(start[rank + 1] - start[rank] for start in starts) for rank in range(link.size)]
-    dtype = members[0].dtype
-    with link.workspace.borrow((sum(counts),), dtype, library) as packed:
-        place = 0
-        for rank in range(link.size):
-            for flat, start in zip(flats, starts):
-                size = start[rank + 1] - start[rank]
-                packed[place : place + size] = flat[start[rank] : start[rank + 1]]
-                place += size
-        with link.workspace.borrow((counts[link.rank],), dtype, library) as own:
-            yield from collectives.reduce_scatter(link, library, packed, own, counts)
-            place = 0
-            for flat, start in zip(flats, starts):
-                size = start[link.rank + 1] - start[link.rank]
-                flat[start[link.rank] : start[link.rank + 1]] = own[place : place + size]
-                place += size
+    with ExitStack() as borrowed:
+        work = lambda size: borrowed.enter_context(link.workspace.borrow((size,), members[0].dtype, library))
+        packed = flats[0]
+        if len(flats) > 1:
+            packed = work(sum(counts))
+            for rank, place in enumerate(offsets(counts)[:-1]):
+                _pack(packed[place:], flats, starts, rank)
+        own = work(counts[link.rank])
+        yield from collectives.reduce_scatter(link, library, packed, own, counts)
+        _unpack(own, flats, starts, link.rank)
+
+
+def _pack(packed, flats, starts, rank: int) -> None:
+    """One rank's parts of several arrays, one after the other."""
+    place = 0
+    for flat, start in zip(flats, starts):
+        part = flat[start[rank] : start[rank + 1]]
+        packed[place : place + part.shape[0]] = part
+        place += part.shape[0]
+
+
+def _unpack(packed, flats, starts, rank: int) -> None:
+    place = 0
+    for flat, start in zip(flats, starts):
+        part = flat[start[rank] : start[rank + 1]]
+        part[...] = packed[place : place + part.shape[0]]
+        place += part.shape[0]
 
 
 def gathered(weight) -> Layout:

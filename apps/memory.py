@@ -1,0 +1,68 @@
+"""Memory of a training run beside the formula: what a rank holds at its peak, and what `pmm3d.nn.memory` predicts.
+
+    python -m pmm3d.launcher -n 4 apps/memory.py --grids 2x2x1x1 1x1x4x1 1x1x2x2 --width 2048 --layers 6
+
+Measured: the growth of the largest rank's peak resident memory over what it was before the network was made, by a fresh
+process for each grid; and the arrays of the network, its gradients, the optimizer and the grid's workspace.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+
+from mpi4py import MPI
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.layout import GridShape, batch_layout
+from pmm3d.machine import peak_memory, resident_memory
+from pmm3d.nn import optim
+from pmm3d.nn.memory import MLPMemory
+
+MEBIBYTE = 2**20
+
+
+def train(options, shape) -> tuple[int, int, MLPMemory]:
+    """(growth of the peak resident memory, bytes of all arrays, the formula) of the largest rank."""
+    comm = MPI.COMM_WORLD
+    sizes = [options.width] * (options.layers + 1)
+    with Grid(comm, shape[:3], shape[3]) as grid:
+        before = resident_memory()
+        net = nn.MLP(grid, sizes, getattr(nn, options.activation), bias=False, seed=1)
+        optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
+        overlap = nn.Overlap(reshard_after_forward=True)
+        nn.Tape.of(grid).parallel.overlap = overlap
+        x = DistMatrix.random(grid, (options.batch, options.width), seed=2, dtype="float32", layout=batch_layout("y"))
+        y = DistMatrix.random(grid, (options.batch, options.width), seed=3, dtype="float32", layout=net.output_layout)
+        for _ in range(5):
+            nn.mse(net(x), y).backward()
+            optimizer.step()
+        arrays = [matrix.local.nbytes for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
+        arrays += [parameter.gradient.nbytes for parameter in net.parameters()]
+        held = sum(arrays) + grid.workspace.allocated
+        growth, held = (max(comm.allgather(value)) for value in (peak_memory() - before, held))
+        formula = MLPMemory(tuple(sizes), options.batch, GridShape(*shape), options.activation, states=2,
+                            sharded=options.shard_over_data)
+        return growth, held, formula
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", required=True, help="GxxGyxGzxGdata")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--activation", default="relu")
+    parser.add_argument("--shard-over-data", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="print the parts of the formula too")
+    options = parser.parse_args()
+    growth, held, formula = train(options, [int(part) for part in options.grid.split("x")])
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"| {options.grid} | {growth / MEBIBYTE:.0f} | {held / MEBIBYTE:.0f} | {formula.total / MEBIBYTE:.0f} | "
+              f"{growth / formula.total:.2f} |")
+        if options.parts:
+            print({name: round(size / MEBIBYTE) for name, size in formula.parts().items()})
+
+
+if __name__ == "__main__":
+    main()

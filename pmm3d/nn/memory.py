@@ -1,0 +1,90 @@
+"""How many bytes training takes on a rank: plain arithmetic, for any grid, no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..arrays import itemsize
+from ..layout import GridShape, Layout, batch_layout
+from .layers import OTHER
+from .parallel import Overlap
+
+KEPT = {"relu": 1, "tanh": 1, "sigmoid": 1, "gelu": 2, "silu": 2}
+"""Activations that a hidden layer keeps: its output, and its input where the derivative is taken of that."""
+FIRST = GridShape(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class MLPMemory:
+    """The largest rank's bytes while an `MLP` without norm and dropout is trained.
+
+    sizes, batch, grid    columns of each layer; rows of the whole batch; GridShape
+    states                arrays of the optimizer per weight: SGD 0, with momentum 1, Adam 2
+    sharded               ZeRO-1: the states are split over data too
+    reshard               gathered weights are dropped after use
+
+    With s the bytes of a number, A_l = s |block of layer l's output|, W_l = s |gathered block of its weight| and
+    w_l = W_l / Gz:
+
+        weights, gradients   sum of w_l, each;   state   states * sum of w_l (/ Gdata if sharded)
+        activations          A_0 (input and target: four sets of buffers if they come from a Loader, else 1)
+                             + sum over hidden layers of A_l times KEPT
+        passing              3 max A: a gradient, the next one, and one that is being reduced or computed
+        gathered             Gz > 1: 2 max W, or sum of W_l if they are kept
+        partial gradients    Gz > 1: 3 max W: one that is computed, two on their way
+        messages             two sums of gradients under way, Gz > 1: 2 (Gz-1) max w and Gdata > 1: 2 B, B the bytes of
+                             a bucket, twice that if buckets hold several gradients; or one of activations, max A, if
+                             that is more and Gx or Gy > 1
+    """
+
+    sizes: tuple[int, ...]
+    batch: int
+    grid: GridShape
+    activation: str = "relu"
+    dtype: str = "float32"
+    states: int = 0
+    sharded: bool = False
+    reshard: bool = True
+    input_sets: int = 1
+    bucket_bytes: int = Overlap.bucket_bytes
+
+    def _activations(self) -> list[int]:
+        found, cols = [], "y"
+        for size in self.sizes:
+            found.append(batch_layout(cols).block((self.batch, size), self.grid, FIRST).size * itemsize(self.dtype))
+            cols = OTHER[cols]
+        return found
+
+    def _weights(self) -> list[int]:
+        found, cols = [], "y"
+        for shape in zip(self.sizes, self.sizes[1:]):
+            found.append(Layout(cols, OTHER[cols]).block(shape, self.grid, FIRST).size * itemsize(self.dtype))
+            cols = OTHER[cols]
+        return found
+
+    def parts(self) -> dict[str, int]:
+        """Name -> bytes."""
+        activations, whole = self._activations(), self._weights()
+        weights = [-(-size // self.grid.z) for size in whole]
+        gathers = self.grid.z > 1
+        hidden = sum(activations[1:-1]) * KEPT[self.activation]
+        return {
+            "weights": sum(weights),
+            "gradients": sum(weights),
+            "state": self.states * sum(weights) // (self.grid.data if self.sharded else 1),
+            "activations": self.input_sets * (activations[0] + activations[-1]) + hidden,
+            "passing": 3 * max(activations),
+            "gathered": gathers * (2 * max(whole) if self.reshard else sum(whole)),
+            "partial gradients": gathers * 3 * max(whole),
+            "messages": self._messages(max(activations), weights),
+        }
+
+    def _messages(self, activation: int, weights: list[int]) -> int:
+        bucket = max(max(weights), min(self.bucket_bytes, sum(weights)))
+        buckets = min(2, -(-sum(weights) // bucket)) * bucket * (1 + (bucket > max(weights)))
+        along_batch = 2 * (self.grid.z - 1) * max(weights) + buckets * (self.grid.data > 1)
+        return max(along_batch, activation if self.grid.x * self.grid.y > 1 else 0)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
