@@ -193,6 +193,34 @@ def _train(config, comm, resume: str, trace: Path | None) -> bool:
 app.command("convert")(convert_command)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's, whose newest one is taken.")],
+    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+) -> None:
+    """Write the weights of a checkpoint as a torch state dict, in a safetensors file.
+
+    [bold]Example[/]
+
+    pmm3d export runs/digits digits.safetensors
+
+    and in torch: net.load_state_dict(safetensors.torch.load_file("digits.safetensors")), where net is an nn.Sequential
+    of the same layers.
+    """
+    sys.stderr = sys.__stderr__
+    from mpi4py import MPI
+
+    from .errors import Pmm3dError
+    from .nn.exchange import export_checkpoint
+
+    try:
+        export_checkpoint(MPI.COMM_WORLD, checkpoint, target)
+    except Pmm3dError as error:
+        _fail(MPI.COMM_WORLD, error)
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"wrote {target}")
+
+
 def _run_all(run, case, comm, shapes, trace, timeout):
     """The results of the case on each grid, with a progress bar on rank 0 that is drawn between products only."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -148,6 +148,11 @@ class Checkpoints:
         """What was saved with a checkpoint. JSON makes lists of tuples and strings of keys."""
         return json.loads(self._read(Path(path))[1])
 
+    def contents(self, path) -> dict[str, tuple[tuple[int, int], str]]:
+        """Name -> (shape, dtype) of the matrices of a checkpoint."""
+        manifest, _ = self._read(Path(path))
+        return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in manifest["matrices"].items()}
+
     def load(self, path, matrices):
         """Fill the matrices, on this or any other number of ranks, grid and layout, from a checkpoint; its meta.
 
