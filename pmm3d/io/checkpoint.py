@@ -111,17 +111,17 @@ class Checkpoints:
 
     def _prune(self, written: Path) -> None:
         """Remove what `written` replaces, and all but the newest; it itself stays, wherever it stands among them."""
-        listed = self._listed()
-        step = next(step for step, _, path in listed if path == written)
-        replaced = [path for other, _, path in listed if other == step and path != written]
-        older = [path for other, _, path in listed if other != step][self.keep - 1 :]
-        for path in replaced + older:
-            try:
+        step = int(STEP.fullmatch(written.name)[1])
+        try:
+            others = [(other, path) for other, _, path in self._listed() if path != written]
+            replaced = [path for other, path in others if other == step]
+            older = [path for other, path in others if other != step][self.keep - 1 :]
+            for path in replaced + older:
                 removing = path.with_name(f"removing-{path.name}")
                 os.rename(path, removing)
                 shutil.rmtree(removing)
-            except OSError as error:
-                _warn(f"{path} could not be removed: {error}")
+        except OSError as error:
+            _warn(f"an old checkpoint could not be removed: {error}")
 
     def _listed(self) -> list[tuple[int, int, Path]]:
         """(step, version, folder) of the complete checkpoints, newest first; rank 0 alone looks."""
