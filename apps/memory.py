@@ -1,15 +1,12 @@
 """Memory of a training run beside the formula: what a rank holds at its peak, and what `pmm3d.nn.memory` predicts.
 
-    python -m pmm3d.launcher -n 4 apps/memory.py --grids 2x2x1x1 1x1x4x1 1x1x2x2 --width 2048 --layers 6
+    python -m pmm3d.launcher -n 4 apps/memory.py --grid 1x1x2x2 --width 2048 --layers 6
 
-Measured: the growth of the largest rank's peak resident memory over what it was before the network was made, by a fresh
-process for each grid; and the arrays of the network, its gradients, the optimizer and the grid's workspace.
+Prints grid | growth of the largest rank's peak resident memory over what it was before the network was made | arrays of
+the network, its gradients, the optimizer and the grid's workspace | the formula | growth / formula; in MiB.
 """
 
 import argparse
-import os
-import subprocess
-import sys
 
 from mpi4py import MPI
 
@@ -23,7 +20,7 @@ MEBIBYTE = 2**20
 
 
 def train(options, shape) -> tuple[int, int, MLPMemory]:
-    """(growth of the peak resident memory, bytes of all arrays, the formula) of the largest rank."""
+    """(growth of the peak resident memory, bytes of all arrays) of the largest rank, and the formula."""
     comm = MPI.COMM_WORLD
     sizes = [options.width] * (options.layers + 1)
     with Grid(comm, shape[:3], shape[3]) as grid:

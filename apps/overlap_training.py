@@ -2,10 +2,9 @@
 
     python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 1x1x2x1 1x1x1x2
 
-Worth running across nodes: within one node there is little to hide. Rounds over the stages are interleaved, so that a busy
-moment of the machine touches all of them. Prints a table for each grid: the step, computing, and waiting per kind of
-collective, in ms of the mean rank; the share of the waiting that the overlaps hide; and checks that the weights are the
-same, bit for bit, in every stage.
+Worth running across nodes: within one node there is little to hide. Rounds over the stages are interleaved, so that a
+busy moment of the machine touches all of them. Prints a table for each grid: the step, computing, and waiting per kind
+of collective, in ms of the mean rank; and the share of the waiting that the overlaps hide.
 """
 
 import argparse
@@ -61,7 +60,8 @@ class Training:
 
     def digest(self) -> str:
         """Of this rank's weights."""
-        return hashlib.blake2b(b"".join(np.ascontiguousarray(w.local).tobytes() for w in self.net.parameters())).hexdigest()
+        weights = [np.ascontiguousarray(parameter.local).tobytes() for parameter in self.net.parameters()]
+        return hashlib.blake2b(b"".join(weights)).hexdigest()
 
 
 def with_options(overlap, options):
@@ -77,7 +77,8 @@ def measure(grid: Grid, options) -> dict[str, dict[str, float]]:
             figures = training.step(with_options(overlap, options))
             if turn:
                 found[stage].append(figures)
-    return {stage: {name: 1e3 * median(run[name] for run in runs) for name in runs[0]} for stage, runs in found.items()}
+    middle = lambda runs: {name: 1e3 * median(run[name] for run in runs) for name in runs[0]}
+    return {stage: middle(runs) for stage, runs in found.items()}
 
 
 def same_weights(comm, shape, options) -> bool:
@@ -99,8 +100,8 @@ def waiting(figures: dict) -> float:
 def show(grid: Grid, found: dict, same: bool | None, options) -> None:
     kinds = [kind for kind in KINDS if any(figures[kind] > 0.05 for figures in found.values())]
     first, last = found["none"], found["+ buckets"]
-    print(f"\ngrid {grid.shape}, {grid.hosts} hosts: {options.layers} layers of {options.width}, batch {options.batch}, "
-          f"float32; medians of {options.rounds}, ms")
+    print(f"\ngrid {grid.shape}, {grid.hosts} hosts: {options.layers} layers of {options.width}, batch "
+          f"{options.batch}, float32; medians of {options.rounds}, ms")
     print("| overlap | step | computing | " + " | ".join(f"wait {kind}" for kind in kinds) + " | waiting |")
     print("|---|" + "---|" * (len(kinds) + 3))
     for stage, figures in found.items():
@@ -110,6 +111,23 @@ def show(grid: Grid, found: dict, same: bool | None, options) -> None:
           f"{1 - waiting(last) / max(1e-9, waiting(first)):.0%} of it hidden; the step is "
           f"{1 - last['step'] / first['step']:.1%} shorter"
           + ("" if same is None else f"; weights bitwise the same in all stages: {'yes' if same else 'NO'}"), flush=True)
+
+
+def traced(grid: Grid, options) -> None:
+    """Write a trace of the second step with all overlaps on, and say how much of the messages lay under GEMMs."""
+    training = Training(grid, options)
+    for _ in range(2):
+        grid.ledger.reset()
+        training.step(with_options(STAGES["+ buckets"], options))
+    events = grid.ledger.chrome_events()
+    spans = lambda chosen: [(event["ts"], event["ts"] + event["dur"]) for event in events if chosen(event)]
+    flights, gemms = spans(lambda event: event["tid"].startswith("axis")), spans(lambda event: event["name"] == "gemm")
+    under = sum(max(0.0, min(end, stop) - max(start, begun)) for start, end in flights for begun, stop in gemms)
+    total = sum(end - start for start, end in flights)
+    if grid.rank == 0:
+        print(f"trace, rank 0: collectives were under way for {total / 1e3:.0f} ms in sum, {under / total:.0%} of it under "
+              f"GEMMs ({options.trace})")
+    grid.write_trace(options.trace)
 
 
 def draw(results: dict, path: str) -> None:
@@ -158,11 +176,7 @@ def main() -> None:
             if grid.rank == 0:
                 show(grid, results[text], same, options)
             if options.trace and text == options.grids[-1]:
-                training = Training(grid, options)
-                for turn in range(2):
-                    grid.ledger.reset()
-                    training.step(with_options(STAGES["+ buckets"], options))
-                grid.write_trace(options.trace)
+                traced(grid, options)
     if comm.rank == 0:
         if options.json:
             with open(options.json, "w") as file:

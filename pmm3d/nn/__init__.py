@@ -3,7 +3,7 @@
 from importlib import import_module
 
 _HOME = {
-    "Tensor": "tensor", "Parameter": "tensor", "no_grad": "tensor", "no_sync": "tensor", "Tape": "tensor",
+    "Tensor": "tensor", "Parameter": "parameter", "no_grad": "tensor", "no_sync": "tensor", "Tape": "tensor",
     "add": "tensor", "scale": "tensor", "relayout": "tensor", "in_chunks": "tensor",
     "linear": "dense",
     "relu": "functional", "gelu": "functional", "tanh": "functional", "silu": "functional", "sigmoid": "functional",
@@ -13,7 +13,7 @@ _HOME = {
     "mse": "loss", "mae": "loss", "cross_entropy": "loss", "accuracy": "loss", "r2": "loss",
     "Overlap": "parallel",
 }  # fmt: skip
-_MODULES = ("functional", "layers", "loss", "optim", "parallel", "tensor", "trainer")
+_MODULES = ("exchange", "functional", "layers", "loss", "memory", "optim", "parallel", "parameter", "tensor", "trainer")
 __all__ = [*_HOME]
 
 

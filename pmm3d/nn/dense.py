@@ -8,7 +8,8 @@ from .. import collectives
 from ..arrays import library_of
 from ..errors import LayoutError
 from ..layout import Layout, batch_layout
-from .tensor import Form, Parameter, Tensor, relayout
+from .parameter import Parameter
+from .tensor import Form, Tensor, relayout
 
 
 def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:

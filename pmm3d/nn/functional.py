@@ -26,7 +26,8 @@ from ..arrays import NumpyLibrary
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Block, Layout, part_sizes
 from .dense import column_sums, computing, gather, linear, reduce
-from .tensor import CHUNK, Form, Parameter, Tensor, add, in_chunks, relayout, scale
+from .parameter import Parameter
+from .tensor import CHUNK, Form, Tensor, add, in_chunks, relayout, scale
 
 __all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu", "scale", "sigmoid", "silu", "tanh"]
 

@@ -15,7 +15,8 @@ from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout, batch_layout
 from ..matrix import DistMatrix
 from . import functional
-from .tensor import Parameter, Tape, Tensor, as_tensor, no_grad, propagate
+from .parameter import Parameter
+from .tensor import Tape, Tensor, as_tensor, no_grad, propagate
 
 OTHER = {"y": "x", "x": "y"}
 """The axis that splits a layer's output columns, by that of its input columns."""

@@ -13,7 +13,8 @@ from ..layout import Layout, offsets
 from ..matrix import DistMatrix
 from .dense import computing
 from .parallel import split_counts
-from .tensor import CHUNK, Parameter
+from .parameter import Parameter
+from .tensor import CHUNK
 
 
 class Optimizer:

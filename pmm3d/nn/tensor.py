@@ -11,9 +11,9 @@ import numpy as np
 from ..arrays import NumpyLibrary
 from ..errors import LayoutError, Pmm3dError
 from ..grid import Grid
-from ..layout import Layout, offsets
+from ..layout import Layout
 from ..matrix import DistMatrix
-from .parallel import Parallel, split_counts
+from .parallel import Parallel
 
 CHUNK = 2**15
 """Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
@@ -157,6 +157,12 @@ class Tensor:
         with self.tape.parallel.backward(self.tape.syncing):
             propagate([(self.node, one)])
 
+    def receive(self, gradient) -> None:
+        """Take the gradient that a backward pass ends in here."""
+        if self.grad is not None:
+            gradient = _sum(self.form, self.grad.local, gradient)
+        self.grad = self.form.matrix(gradient)
+
     def item(self) -> float:
         """The number in a 1 x 1 tensor; collective only in that it waits for a sum that is under way."""
         if self.shape != (1, 1):
@@ -189,88 +195,6 @@ class Tensor:
         return f"<{type(self).__name__} {self.value!r}>"
 
 
-class Parameter(Tensor):
-    """A tensor that a network learns.
-
-    name      its place in the network, as in "2.weight"
-    version   counts the changes of its values
-    gradient  local array, kept from step to step;   filled: whether it holds one;   synced: whether it is summed
-              over all ranks that hold other rows of the batch
-    sharded   whether the optimizer's state, and with it the summed gradient, is split over the data axis (ZeRO-1)
-    """
-
-    def __init__(self, value: DistMatrix):
-        super().__init__(value, requires_grad=True)
-        self.name = ""
-        self.version = 0
-        self.gradient = None
-        self.filled = self.synced = self.sharded = False
-
-    @property
-    def is_vector(self) -> bool:
-        """One row for all rows of a batch (a bias): whole on all ranks of z."""
-        return not self.layout.rows
-
-    @property
-    def grad(self) -> DistMatrix | None:
-        if not self.filled:
-            return None
-        return self.form.matrix(self.gradient)
-
-    @grad.setter
-    def grad(self, value: None) -> None:
-        self.filled = self.synced = False
-
-    def landing(self):
-        """(array, beta): where the next part of the gradient goes, and what it is added to: beta times the array."""
-        if self.gradient is None:
-            self.gradient = self.library.empty(tuple(self.value.local.shape), self.dtype)
-        if self.filled and self.synced:
-            self._keep_once()
-        beta = 1 if self.filled else 0
-        self.synced, self.filled = False, True
-        return self.gradient, beta
-
-    def _keep_once(self) -> None:
-        """A gradient that is summed already must count once in the next sum: one rank keeps it, the others start from
-        zero."""
-        flat, coords = self.gradient.reshape(-1), self.grid.coords
-        starts = offsets(split_counts(self))
-        own = starts[coords.data : coords.data + 2] if self.sharded else (0, flat.shape[0] * (coords.data == 0))
-        if self.is_vector and coords.z:
-            own = (0, 0)
-        flat[: own[0]] = 0
-        flat[own[1] :] = 0
-
-    def split(self) -> Layout:
-        """The layout if the data axis splits it too: the rows of a matrix, the columns of a vector."""
-        if self.is_vector:
-            return Layout(self.layout.rows, (*self.layout.cols, "data"))
-        return Layout((*self.layout.rows, "data"), self.layout.cols)
-
-    def assign(self, value: DistMatrix) -> None:
-        """Take the values of a matrix of the same shape, in whatever layout. Collective."""
-        with self.grid.together("assign", self.name, value.shape, value.dtype):
-            if value.shape != self.shape or value.dtype != self.dtype:
-                raise LayoutError(
-                    f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}"
-                )
-        value.redistribute(self.layout, self.grid, out=self.value)
-        self.version += 1
-
-    def move(self, layout: Layout) -> None:
-        """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
-        with self.grid.together("move", self.name, layout):
-            if self.gradient is not None or self.sharded:
-                raise LayoutError(
-                    f"{self.name or 'a parameter'} was used in {self.layout}; it cannot move to {layout} after a "
-                    "backward pass. Give the layer the axis of its input's columns when it is made (cols=)"
-                )
-        self._value = self._value.redistribute(layout)
-        self.form = self.node.form = Form.of(self._value)
-        self.version += 1
-
-
 def propagate(seeds) -> None:
     """The backward pass from (node, gradient) pairs, in the reverse of the order in which the nodes were made.
 
@@ -282,7 +206,7 @@ def propagate(seeds) -> None:
         node = nodes.pop()
         gradient, parents, rule = gradients.pop(node.number, None), node.parents, node.rule
         if node.leaf is not None and gradient is not None:
-            _leave(node.leaf, gradient)
+            node.leaf.receive(gradient)
         if rule is None:
             continue
         node.parents, node.rule = (), None
@@ -310,12 +234,6 @@ def _sum(form: Form, one, other):
     total = form.new()
     in_chunks(lambda a, b: a + b, total, one, other)
     return total
-
-
-def _leave(leaf: Tensor, gradient) -> None:
-    if leaf.grad is not None:
-        gradient = _sum(leaf.form, leaf.grad.local, gradient)
-    leaf.grad = leaf.form.matrix(gradient)
 
 
 def in_chunks(function, out, *arrays) -> None:
