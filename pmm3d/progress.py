@@ -20,7 +20,7 @@ from .ledger import Ledger, Record
 
 YIELD_SECONDS = 5e-3
 SLEEP_SECONDS = 50e-6
-HELPER_SECONDS = 1e-3
+HELPER_SECONDS = 4e-4
 SLOW_SECONDS = 0.25
 
 

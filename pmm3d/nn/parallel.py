@@ -15,8 +15,8 @@ from ..errors import Pmm3dError
 from ..layout import GridShape, Layout, offsets, part_range, part_sizes
 from ..machine import available_memory
 
-PANELS_ACROSS_HOSTS = 4
-LEAST_PANEL_BYTES = 2**20
+PANELS_ACROSS_HOSTS = 8
+LEAST_PANEL_BYTES = 2**19
 IN_FLIGHT = 2
 """Sums of gradients along one axis that are under way at once: more would take memory and speed nothing up, since the
 link is busy already."""
