@@ -109,6 +109,14 @@ def all_reduce_counts(size: int, dtype: str, ranks: int) -> list[int]:
     return part_sizes(size, ranks)
 
 
+def all_reduce_work(size: int, dtype: str, ranks: int, rank: int) -> list[int]:
+    """Bytes of the work arrays of an all-reduce of that many elements."""
+    counts = all_reduce_counts(size, dtype, ranks)
+    if counts[-1] == size:
+        return [ranks * size * itemsize(dtype)]
+    return [counts[rank] * itemsize(dtype)] * ranks
+
+
 def all_to_all(link, library, array, out=None, counts=None, received=None):
     """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
 

@@ -28,6 +28,7 @@ class Workspace:
         self._lock = threading.Lock()
         self._back: deque = deque()
         self._resting: dict = {}
+        self._rehearsed: set = set()
         self.allocated = self.lent = self.most_lent = 0
 
     def array(self, shape, dtype: str, library):
@@ -36,10 +37,9 @@ class Workspace:
         Device memory comes from the library's own pool. Rounded up to eighths of a power of two, so that arrays of
         about one size serve each other.
         """
-        nbytes = prod(shape) * itemsize(dtype)
-        if nbytes < SMALL_BYTES or not library.on_host:
+        size = self.size_of(shape, dtype, library)
+        if size == 0:
             return library.empty(shape, dtype)
-        size = _rounded(nbytes)
         with self._lock:
             self._take_back()
             resting = self._resting.setdefault(size, [])
@@ -50,6 +50,11 @@ class Workspace:
             flat = NumpyLibrary().empty((size,), "uint8")
             self.allocated += size
         return library.over(np.asarray(_Loan(flat, self._back)), shape, dtype)
+
+    def size_of(self, shape, dtype: str, library) -> int:
+        """Bytes that `array` counts for such an array; 0 for small ones and device memory, which others keep."""
+        nbytes = prod(shape) * itemsize(dtype)
+        return _rounded(nbytes) if nbytes >= SMALL_BYTES and library.on_host else 0
 
     def in_use(self) -> int:
         """Bytes of the arrays of `array` that somebody refers to."""
@@ -99,6 +104,15 @@ class Workspace:
             yield array
         finally:
             self.give(ticket)
+
+    def rehearse(self, sizes, library) -> None:
+        """Take work arrays of these sizes (bytes) at once and give them back, if they were not rehearsed before: from
+        then on it does not depend on the speed of messages whether memory must be found."""
+        sizes = tuple(sorted(sizes, reverse=True))
+        if sizes not in self._rehearsed:
+            self._rehearsed.add(sizes)
+            for ticket in [self.take((size,), "uint8", library)[1] for size in sizes]:
+                self.give(ticket)
 
     def clear(self) -> None:
         """Forget the buffers that are not in use."""

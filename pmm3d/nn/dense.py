@@ -65,8 +65,10 @@ def reduced_product(form: Form, a, b, c, beta, axis, phase: str) -> list:
     if axis.size == 1:
         gemm(form, a, b, c, beta)
         return []
-    coming = []
-    for rows in parallel.row_panels(*c.shape, form.dtype):
+    coming, panels = [], parallel.row_panels(*c.shape, form.dtype)
+    size = (panels[0].stop - panels[0].start) * c.shape[1]
+    parallel.gradients.note("rows", len(panels) * collectives.all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    for rows in panels:
         gemm(form, a[rows], b, c[rows], beta)
         with form.grid.ledger.phase(phase):
             coming.append(reduce(axis, c[rows]))

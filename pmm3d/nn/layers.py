@@ -297,8 +297,8 @@ class Recompute(Module):
         with tape.set(recording=True, phase="recompute"):
             out = self.module(x)
         self.module.set_random_state(now)
-        memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held
-        node = out.node
+        node, output = out.node, workspace.size_of(out.form.local_shape, out.dtype, out.library)
+        memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del out
         propagate([(node, grad)])
         return x.grad.local if wanted else None

@@ -31,7 +31,7 @@ class MLPMemory:
                              + sum over hidden layers of A_l times KEPT
         passing              3 max A: a gradient, the next one, and one that is being reduced or computed
         gathered             Gz > 1: 2 max W, or sum of W_l if they are kept
-        partial gradients    Gz > 1: 3 max W: one that is computed, two on their way
+        partial gradients    Gz > 1: 2 max W: one that is computed, one on its way
         messages             two sums of gradients under way, Gz > 1: 2 (Gz-1) max w and Gdata > 1: 2 B, B the bytes of
                              a bucket, twice that if buckets hold several gradients; or one of activations, max A, if
                              that is more and Gx or Gy > 1
@@ -75,7 +75,7 @@ class MLPMemory:
             "activations": self.input_sets * (activations[0] + activations[-1]) + hidden,
             "passing": 3 * max(activations),
             "gathered": gathers * (2 * max(whole) if self.reshard else sum(whole)),
-            "partial gradients": gathers * 3 * max(whole),
+            "partial gradients": gathers * 2 * max(whole),
             "messages": self._messages(max(activations), weights),
         }
 

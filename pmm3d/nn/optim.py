@@ -12,8 +12,8 @@ from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..matrix import DistMatrix
 from .dense import computing
-from .parallel import split_counts
 from .parameter import Parameter
+from .parts import split_counts
 from .tensor import CHUNK
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import LayoutError
 from ..layout import Layout, offsets
 from ..matrix import DistMatrix
-from .parallel import split_counts
+from .parts import split_counts
 from .tensor import Form, Tensor, in_chunks
 
 
@@ -43,7 +43,7 @@ class Parameter(Tensor):
 
     def receive(self, gradient) -> None:
         """Add this rank's part of a gradient, which a rule returned: of its rows of the batch, shaped like a vector's
-        local block or like a weight's gathered one (see `parallel.gathered`)."""
+        local block or like a weight's gathered one (see `parts.gathered`)."""
         def add(out, beta):
             in_chunks((lambda old, new: old + new) if beta else (lambda old, new: new), out, out, gradient)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from weakref import ref
 
 import numpy as np
 
@@ -82,13 +83,13 @@ class Form:
 
 
 class Node:
-    """A step on the tape. rule: takes the gradient of its result (a local array) to those of its parents; leaf: the
-    tensor that a gradient ends in."""
+    """A step on the tape. rule: takes the gradient of its result (a local array) to those of its parents; leaf: a weak
+    reference to the tensor that a gradient ends in."""
 
     __slots__ = ("form", "leaf", "number", "parents", "rule")
 
     def __init__(self, form: Form, parents=(), rule=None, leaf=None):
-        self.form, self.parents, self.rule, self.leaf = form, parents, rule, leaf
+        self.form, self.parents, self.rule, self.leaf = form, parents, rule, leaf and ref(leaf)
         self.number = next(form.tape.numbers)
 
 
@@ -205,8 +206,9 @@ def propagate(seeds) -> None:
     while nodes:
         node = nodes.pop()
         gradient, parents, rule = gradients.pop(node.number, None), node.parents, node.rule
-        if node.leaf is not None and gradient is not None:
-            node.leaf.receive(gradient)
+        leaf = node.leaf and node.leaf()
+        if leaf is not None and gradient is not None:
+            leaf.receive(gradient)
         if rule is None:
             continue
         node.parents, node.rule = (), None
@@ -215,7 +217,7 @@ def propagate(seeds) -> None:
                 if passed is not None and parent is not None:
                     known = gradients.get(parent.number)
                     gradients[parent.number] = passed if known is None else _sum(parent.form, known, passed)
-        del parents, rule, gradient
+        del parents, rule, gradient, leaf
 
 
 def _ancestors(nodes) -> list[Node]:

@@ -1,0 +1,220 @@
+"""Bad input: one error on every rank, with one text. And what looks bad but works: parts that are empty."""
+
+import numpy as np
+import pytest
+from networks import (
+    CLASSES,
+    EVEN,
+    GRIDS,
+    INPUT,
+    VECTORS,
+    WIDEST,
+    Case,
+    alone,
+    batch_of,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    train,
+    weights_of,
+)
+
+from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+
+some = pytest.mark.parallel([1, 4])
+
+
+@pytest.fixture
+def grid(comm):
+    """Works to its end, whatever was refused on it."""
+    shape, data = WIDEST[comm.size]
+    with Grid(comm, shape, data) as grid:
+        yield grid
+        assert np.isfinite(train(grid, EVEN, 2)[0]).all()
+
+
+@pytest.fixture
+def fails(comm):
+    """fails(kind, text, call): every rank raises that, with one and the same text."""
+
+    def check(kind, text, call):
+        with pytest.raises(kind, match=text) as caught:
+            call()
+        found = set(comm.allgather((type(caught.value).__name__, str(caught.value))))
+        assert len(found) == 1, found
+
+    return check
+
+
+def tensor(grid, rows=6, cols=5, **options):
+    return nn.Tensor(DistMatrix.random(grid, (rows, cols), layout=INPUT), **options)
+
+
+def labels(grid, *values, dtype=int):
+    return spread(grid, np.array(values, dtype)[:, None], batch_layout(None))
+
+
+@some
+def test_labels_that_fit_no_class(grid, fails):
+    logits = tensor(grid)
+    for row, label in ((0, 5), (5, 5), (3, -1)):
+        values = [0] * 6
+        values[row] = label
+        text = f"row {row} of the batch has the label {label}; the network has 5 outputs, so labels are 0 to 4"
+        fails(Pmm3dError, text, lambda: nn.cross_entropy(logits, labels(grid, *values)))
+        fails(Pmm3dError, text, lambda: nn.accuracy(logits, labels(grid, *values)))
+    fails(Pmm3dError, "row 1 of", lambda: nn.cross_entropy(logits, labels(grid, 0, 7, 0, 0, 9, 8)))
+    real = labels(grid, *[1.0] * 6, dtype=float)
+    fails(Pmm3dError, "labels are integers; got float64", lambda: nn.cross_entropy(logits, real))
+    text = r"6 rows of logits need labels of shape \(6, 1\)"
+    fails(LayoutError, text, lambda: nn.cross_entropy(logits, labels(grid, 1, 2)))
+    fails(LayoutError, text + r"; got \(6, 5\)", lambda: nn.cross_entropy(logits, logits))
+
+
+@some
+def test_shapes_that_do_not_fit(grid, fails):
+    x, wide = tensor(grid), tensor(grid, 6, 7)
+    layer = nn.Linear(grid, 7, 3, dtype="float64")
+    fails(LayoutError, "linear: the input has 5 columns, the weight 7 rows", lambda: layer(x))
+    fails(LayoutError, "add: 6 x 5 and 6 x 7 differ", lambda: x + wide)
+    fails(LayoutError, "add: 6 x 5 and 6 x 7 differ", lambda: x - wide)
+    for loss in (nn.mse, nn.mae, nn.r2):
+        fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, wide.value))
+        fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, np.ones((6, 5))))
+    norm = nn.LayerNorm(grid, 7, dtype="float64")
+    fails(LayoutError, "layer_norm: the input has 5 columns, the layer 7", lambda: norm(x))
+    fails(LayoutError, "differ", lambda: nn.Residual(nn.Linear(grid, 5, 4, dtype="float64"))(x))
+    fails(Pmm3dError, "made of a DistMatrix; got ndarray", lambda: layer(np.ones((6, 7))))
+
+
+@some
+def test_layers_that_cannot_be(grid, fails):
+    for sizes in ((0, 3), (3, 0), (3, -1), (2.5, 3)):
+        fails(LayoutError, "Linear: .* is a number of columns, at least 1", lambda: nn.Linear(grid, *sizes))
+    fails(LayoutError, "LayerNorm: features is a number of columns", lambda: nn.LayerNorm(grid, 0))
+    fails(LayoutError, "at least 1; got 0", lambda: nn.MLP(grid, [4, 0, 2]))
+    for sizes in ([], [4]):
+        fails(LayoutError, "MLP: sizes name at least", lambda: nn.MLP(grid, sizes))
+    for p in (-0.1, 1, 1.5):
+        fails(Pmm3dError, "p is a probability below 1", lambda: nn.Dropout(grid, p))
+        fails(Pmm3dError, "p is a probability below 1", lambda: nn.dropout(tensor(grid), p, 1))
+    fails(Pmm3dError, "1 is a int, neither a layer nor a function", lambda: nn.Sequential(grid, nn.relu, 3))
+    fails(NotImplementedError, "define forward", lambda: nn.Module()(tensor(grid)))
+
+
+@pytest.mark.parallel([3])
+def test_a_grid_with_idle_ranks_has_no_networks(comm, fails):
+    with Grid(comm, "auto", product=(1, 1, 1)) as grid:
+        if grid.shape.size < comm.size:
+            fails(GridError, "a network needs a grid of all ranks", lambda: nn.Linear(grid, 3, 3))
+
+
+@some
+def test_backward_passes_that_cannot_be(grid, fails):
+    x = tensor(grid, requires_grad=True)
+    fails(LayoutError, "backward starts from a loss, .*; this tensor is 6 x 5", lambda: nn.relu(x).backward())
+    fails(LayoutError, "item: a tensor of one element; this one is 6 x 5", lambda: x.item())
+    fails(Pmm3dError, "needs a gradient", lambda: nn.mse(tensor(grid), tensor(grid)).backward())
+    with nn.no_grad(grid):
+        fails(Pmm3dError, "needs a gradient", lambda: nn.mse(x, tensor(grid)).backward())
+    loss = nn.mse(x, tensor(grid))
+    loss.backward()
+    fails(Pmm3dError, "its tape was used already", loss.backward)
+
+
+@some
+def test_optimizers_that_cannot_be(grid, fails):
+    weights = network_of(grid, EVEN).parameters()
+    for kind in (optim.SGD, optim.Adam, optim.AdamW):
+        fails(Pmm3dError, f"{kind.__name__} has no parameters", lambda: kind([], 0.1))
+        fails(Pmm3dError, f"{kind.__name__}: lr is a number of at least 0; got -0.1", lambda: kind(weights, -0.1))
+        fails(Pmm3dError, "lr is a number of at least 0; got nan", lambda: kind(weights, float("nan")))
+        fails(Pmm3dError, "weight_decay is a number", lambda: kind(weights, 0.1, weight_decay=-1))
+    for options in ({"momentum": 1}, {"momentum": -0.5}, {"nesterov": True}):
+        fails(Pmm3dError, "SGD: momentum is at least 0 and below 1", lambda: optim.SGD(weights, 0.1, **options))
+    for betas in ((1, 0.9), (0.9, -0.1)):
+        fails(Pmm3dError, "betas are at least 0 and below 1", lambda: optim.AdamW(weights, betas=betas))
+    fails(Pmm3dError, "the norm is a positive number; got 0", lambda: optim.SGD(weights, 0.1).clip(0))
+    state = optim.SGD(weights, 0.1).state()
+    fails(Pmm3dError, "the state is of SGD; this optimizer is Adam", lambda: optim.Adam(weights, 0.1).load_state(state))
+
+
+@some
+def test_parameters_take_what_fits(grid, fails):
+    weight = nn.Linear(grid, 4, 3, dtype="float64").weight
+    other = DistMatrix.empty(grid, (3, 4))
+    fails(LayoutError, r"parameter is \(4, 3\) float64; got \(3, 4\)", lambda: weight.assign(other))
+    fails(LayoutError, "got .* float32", lambda: weight.assign(DistMatrix.empty(grid, (4, 3), dtype="float32")))
+    whole = np.arange(12.0).reshape(4, 3)
+    weight.assign(spread(grid, whole, Layout(cols=("data", "x"))))
+    assert np.array_equal(weight.gather(), whole)
+
+
+def assert_as_alone(grid, case, **options):
+    """Losses and weights are those of one rank."""
+    with alone() as single:
+        expected, net = train(single, case, 3, **options)
+        weights = weights_of(net)
+    losses, net = train(grid, case, 3, **options)
+    assert np.abs(losses - expected).max() < 1e-12
+    assert max(np.abs(value - weights[name]).max() for name, value in weights_of(net).items()) < 1e-11
+
+
+@pytest.mark.parallel([2, 6, 8])
+def test_layers_smaller_than_the_axes_that_split_them(comm):
+    """Weights, activations, layer norms and classes of which some ranks have nothing."""
+
+    def check(grid):
+        assert_as_alone(grid, Case((3, 2, 1), 9, "gelu", True, "mse"), dropout=0.3)
+        assert_as_alone(grid, Case((1, 1, 2, 3), 9, "relu", False, "cross_entropy"))
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4, 8])
+def test_batches_smaller_than_the_ranks_that_split_them(comm):
+    def check(grid):
+        for rows in (1, 2, 3):
+            assert_as_alone(grid, CLASSES, rows=rows)
+            assert_as_alone(grid, VECTORS, rows=rows)
+
+    on_each_grid(comm, check, [("hsdp", 2), ("1x1x2", comm.size // 2), ("fsdp", 1)])
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.deadline(60)
+def test_torch_arrays_and_single_precision(comm):
+    def check(grid):
+        for case in (CLASSES, VECTORS):
+            losses, net = train(grid, case, 5, dropout=0.1, recompute=True)
+            single, _ = train(grid, case, 5, dropout=0.1, recompute=True, dtype="float32")
+            torch, other = train(grid, case, 5, dropout=0.1, recompute=True, library="torch")
+            assert np.abs(torch - losses).max() < 1e-12
+            assert all(np.abs(value - weights_of(net)[name]).max() < 1e-11 for name, value in weights_of(other).items())
+            assert 0 < np.abs(single - losses).max() < 1e-5
+
+    on_each_grid(comm, check, GRIDS[2][1:3])
+
+
+@pytest.mark.parallel([4])
+def test_metrics(comm):
+    def check(grid):
+        random = np.random.default_rng(1)
+        logits, classes = random.standard_normal((17, 5)), random.integers(0, 5, (17, 1))
+        target = random.standard_normal((17, 5))
+        spread_of = lambda array, cols="y": nn.Tensor(spread(grid, array, batch_layout(cols)))
+        for cols in ("y", "x", None):
+            out = spread_of(logits, cols)
+            assert nn.accuracy(out, labels(grid, *classes[:, 0])) == np.mean(logits.argmax(1) == classes[:, 0])
+            expected = 1 - ((target - logits) ** 2).sum() / ((target - target.mean(0)) ** 2).sum()
+            assert abs(nn.r2(out, spread_of(target, None)) - expected) < 1e-14
+            assert abs(nn.mae(out, spread_of(target)).item() - np.abs(target - logits).mean()) < 1e-15
+        sure = 1000.0 * (np.arange(5) == classes)
+        entropy = lambda array: nn.cross_entropy(spread_of(array), labels(grid, *classes[:, 0])).item()
+        assert entropy(sure) == 0 and entropy(-sure) == pytest.approx(1000 + np.log(4))
+        assert loss_of(network_of(grid, CLASSES), CLASSES, *batch_of(CLASSES, 0)).item() > 0
+
+    on_each_grid(comm, check)

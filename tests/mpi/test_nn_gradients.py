@@ -1,0 +1,316 @@
+"""Gradients: against differences, as adjoints, added up over micro-batches, the same on all ranks that hold them."""
+
+import numpy as np
+import pytest
+from networks import (
+    CLASSES,
+    EVEN,
+    GRIDS,
+    INPUT,
+    WIDEST,
+    assert_replicas_agree,
+    batch_of,
+    bits,
+    gradients_of,
+    inner,
+    largest_difference,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    weights_of,
+)
+from samples import integers
+
+from pmm3d import nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+
+RANKS = [1, 2, 4, 6, 8]
+ROWS, COLS, OUT = 11, 7, 5
+H = 2.0**-17
+WEIGHT, TURNED = Layout(("y", "z"), "x"), Layout(("x", "z"), "y")
+ACROSS, WHOLE = batch_layout("x"), batch_layout(None)
+LABELS = np.arange(ROWS)[:, None] % OUT
+TARGET = 0.25 + integers((ROWS, COLS), seed=9)
+
+
+def vector(cols):
+    return Layout((), cols)
+
+
+def linear_of(x_layout, cols):
+    weight, other = (WEIGHT, "x") if cols == "y" else (TURNED, "y")
+    inputs = {"x": ((ROWS, COLS), x_layout), "W": ((COLS, OUT), weight), "b": ((1, OUT), vector(other))}
+    return inputs, lambda t: nn.linear(t["x"], t["W"], t["b"])
+
+
+def of_x(function, layout=INPUT):
+    return {"x": ((ROWS, COLS), layout)}, lambda t: function(t["x"])
+
+
+def of_two(function, layout=INPUT, other=INPUT):
+    return {"x": ((ROWS, COLS), layout), "w": ((ROWS, COLS), other)}, lambda t: function(t["x"], t["w"])
+
+
+def norm_of(layout, cols):
+    inputs = {"x": ((ROWS, COLS), layout), "g": ((1, COLS), vector(cols)), "b": ((1, COLS), vector(cols))}
+    return inputs, lambda t: nn.layer_norm(t["x"], t["g"], t["b"])
+
+
+def of_logits(layout, rows):
+    return {"x": ((ROWS, OUT), layout)}, lambda t: nn.cross_entropy(t["x"], spread(t["x"].grid, LABELS, rows))
+
+
+def target(grid, layout):
+    return spread(grid, TARGET, layout)
+
+
+OPERATIONS = {
+    "relu": of_x(nn.relu), "gelu": of_x(nn.gelu), "tanh": of_x(nn.tanh), "silu": of_x(nn.silu),
+    "sigmoid": of_x(nn.sigmoid, ACROSS),
+    "dropout": of_x(lambda x: nn.dropout(x, 0.4, seed=3, stream=2)),
+    "scale": of_x(lambda x: nn.scale(x, -1.5)),
+    "add": of_two(nn.add), "add, two layouts": of_two(nn.add, INPUT, ACROSS), "add, one whole": of_two(nn.add, WHOLE),
+    "operators": of_two(lambda x, w: -(x - 2 * w) / 3 + x * 0.5 + x),
+    "x to y": of_x(lambda x: nn.relayout(x, INPUT), ACROSS),
+    "whole to y": of_x(lambda x: nn.relayout(x, INPUT), WHOLE),
+    "y to whole": of_x(lambda x: nn.relayout(x, WHOLE)),
+    "used after": of_x(lambda x: nn.add(nn.relayout(x, WHOLE), nn.tanh(nn.relayout(x, ACROSS)))),
+    "layer_norm": norm_of(INPUT, "y"), "layer_norm, x": norm_of(ACROSS, "x"), "layer_norm, moved": norm_of(WHOLE, "x"),
+    "linear": linear_of(INPUT, "y"), "linear, turned": linear_of(ACROSS, "x"), "linear, moved": linear_of(ACROSS, "y"),
+    "linear, whole": linear_of(WHOLE, "y"),
+    "mse": of_x(lambda x: nn.mse(x, target(x.grid, INPUT))),
+    "mse, two layouts": of_x(lambda x: nn.mse(x, target(x.grid, ACROSS))),
+    "mse, whole": of_x(lambda x: nn.mse(x, nn.Tensor(target(x.grid, INPUT))), WHOLE),
+    "mae": of_x(lambda x: nn.mae(x, target(x.grid, WHOLE))),
+    "cross_entropy": of_logits(INPUT, WHOLE), "cross_entropy, whole": of_logits(WHOLE, Layout("z")),
+}  # fmt: skip
+
+
+def drawn(shape, seed):
+    """Away from 0, from TARGET and from integers, where relu and mae have their corners."""
+    return integers(shape, seed=seed, low=-2, high=1) + np.random.default_rng(seed).uniform(0.3, 0.7, shape)
+
+
+def tensors(grid, values, inputs):
+    made = {}
+    for name, (_, layout) in inputs.items():
+        value = spread(grid, values[name], layout)
+        made[name] = nn.Tensor(value, requires_grad=True) if name in "xw" else nn.Parameter(value)
+    return made
+
+
+def scalar(out, seed=40):
+    """A 1 x 1 tensor of any: <out, a random matrix>."""
+    return out if out.shape == (1, 1) else inner(out, drawn(out.shape, seed))
+
+
+def gradients(grid, operation, values, inputs):
+    given = tensors(grid, values, inputs)
+    scalar(operation(given)).backward()
+    assert_replicas_agree(grid, {name: tensor.grad for name, tensor in given.items()})
+    for name, tensor in given.items():
+        assert tensor.grad.layout == inputs[name][1]
+    return {name: tensor.grad.gather() for name, tensor in given.items()}
+
+
+def difference(grid, operation, values, inputs, name, direction):
+    at = lambda h: tensors(grid, {**values, name: values[name] + h * direction}, inputs)
+    return (scalar(operation(at(H))).item() - scalar(operation(at(-H))).item()) / (2 * H)
+
+
+def directions(shape, every: bool):
+    if not every:
+        return [np.random.default_rng(seed).standard_normal(shape) for seed in (1, 2)]
+    return np.eye(shape[0] * shape[1]).reshape(-1, *shape)
+
+
+def assert_gradients_are_differences(grid, every=False):
+    for title, (inputs, operation) in OPERATIONS.items():
+        values = {name: drawn(shape, seed) for seed, (name, (shape, _)) in enumerate(inputs.items())}
+        found = gradients(grid, operation, values, inputs)
+        with nn.no_grad(grid):
+            for name, value in values.items():
+                for direction in directions(value.shape, every):
+                    slope = difference(grid, operation, values, inputs, name, direction)
+                    assert abs(np.vdot(found[name], direction) - slope) < 2e-8, (title, name)
+
+
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_gradients_are_central_differences_in_random_directions(comm):
+    on_each_grid(comm, assert_gradients_are_differences, check=False)
+
+
+@pytest.mark.parallel([1, 2])
+def test_gradients_are_central_differences_element_by_element(comm):
+    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, True), [WIDEST[comm.size]], check=False)
+
+
+def whole_numbers(net):
+    """The same network with integers for weights, so that sums are exact."""
+    for seed, parameter in enumerate(net.parameters()):
+        parameter.assign(spread(net.grid, integers(parameter.shape, seed=seed, low=-2, high=2), parameter.layout))
+    return net
+
+
+def linear_layers(grid):
+    """Layers that are affine and, given integers, exact."""
+    make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", **options)
+    two = nn.Sequential(grid, make(COLS, 6), nn.Dropout(grid, 0.75), make(6, OUT, cols="x"))
+    return {
+        "Linear": (make(COLS, OUT), ("y", "x", None)),
+        "Linear without bias": (make(COLS, OUT, bias=False, cols="x"), ("x",)),
+        "Dropout": (nn.Dropout(grid, 0.5, seed=7), ("y", None)),
+        "Sequential": (nn.Sequential(grid, make(COLS, 6), nn.Dropout(grid, 0.5), make(6, OUT, cols="x")), ("y",)),
+        "Residual": (nn.Residual(nn.Sequential(grid, make(COLS, 3), make(3, COLS, cols="x"))), ("y", None)),
+        "Residual of one": (nn.Residual(make(COLS, COLS)), ("y",)),
+        "Recompute": (nn.Recompute(two), ("y",)),
+    }
+
+
+def assert_adjoint(net, cols):
+    """<J u, v> = <u, J* v>, exact: the layer is affine."""
+    grid, x, u = net.grid, *(integers((ROWS, COLS), seed=seed) for seed in (1, 2))
+    state = net.random_state()
+    image = lambda array: net(spread(grid, array, batch_layout(cols)))
+    with nn.no_grad(grid):
+        ends = []
+        for array in (x + u, x):
+            net.set_random_state(state)
+            ends.append(image(array).gather())
+    net.set_random_state(state)
+    given = nn.Tensor(spread(grid, x, batch_layout(cols)), requires_grad=True)
+    v = integers(ends[0].shape, seed=3)
+    inner(net(given), v).backward()
+    assert np.vdot(ends[0] - ends[1], v) == np.vdot(u, given.grad.gather()) != 0
+    assert_replicas_agree(grid, {"x": given.grad})
+
+
+@pytest.mark.parallel(RANKS)
+def test_layers_and_their_gradients_are_adjoint(comm):
+    def check(grid):
+        for net, layouts in linear_layers(grid).values():
+            whole_numbers(net)
+            for cols in layouts:
+                assert_adjoint(net, cols)
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel(RANKS)
+def test_weight_gradients_are_adjoint(comm):
+    """<x dW + db, v> = <dW, x^T v> + <db, 1^T v>, exact, and bitwise the same wherever they are held."""
+
+    def check(grid):
+        for cols in "yx":
+            net = whole_numbers(nn.Linear(grid, COLS, OUT, dtype="float64", cols=cols))
+            x, v = integers((ROWS, COLS), seed=1), integers((ROWS, OUT), seed=2)
+            inner(net(spread(grid, x, batch_layout(cols))), v).backward()
+            found = gradients_of(net)
+            assert np.array_equal(found["weight"], x.T @ v)
+            assert np.array_equal(found["bias"], v.sum(0, keepdims=True))
+            assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
+
+    on_each_grid(comm, check)
+
+
+def deep(grid):
+    """Every kind of layer, and a map from whole arrays to a loss."""
+    make = lambda inputs, outputs, seed: nn.Linear(grid, inputs, outputs, dtype="float64", seed=seed)
+    inside = nn.Sequential(grid, make(9, 13, 2), nn.LayerNorm(grid, 13, dtype="float64"), nn.gelu, make(13, 9, 3))
+    again = nn.Recompute(nn.Residual(inside))
+    return nn.Sequential(grid, make(COLS, 9, 1), nn.tanh, nn.Residual(inside), again, nn.silu, make(9, OUT, 4))
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_of_a_deep_network_are_differences(comm):
+    """With a part that is used twice, once of them recomputed; by all parameters at once."""
+
+    def check(grid):
+        net, (x, y) = deep(grid), batch_of(CLASSES._replace(sizes=(COLS, OUT)), 0, ROWS)
+        loss = lambda: loss_of(net, CLASSES, x, y)
+        loss().backward()
+        found, start = gradients_of(net), weights_of(net)
+        assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
+        random = np.random.default_rng(3)
+        towards = {name: random.standard_normal(value.shape) for name, value in start.items()}
+        ends = []
+        for h in (H, -H):
+            for name, parameter in net.named_parameters().items():
+                parameter.assign(spread(grid, start[name] + h * towards[name], parameter.layout))
+            with nn.no_grad(grid):
+                ends.append(loss().item())
+        slope = sum(np.vdot(found[name], towards[name]) for name in found)
+        assert abs(slope - (ends[0] - ends[1]) / (2 * H)) < 1e-8
+
+    on_each_grid(comm, check)
+
+
+def micro_steps(grid, cuts, synced, shard):
+    """Three steps of gradient descent, each on micro-batches of rows between the cuts; the weights."""
+    net = network_of(grid, CLASSES)
+    optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=shard)
+    for step in range(3):
+        x, y = batch_of(CLASSES, step)
+        for start, stop, now in zip(cuts, cuts[1:], synced):
+            loss = loss_of(net, CLASSES, x[start:stop], y[start:stop]) * ((stop - start) / len(x))
+            if now:
+                loss.backward()
+            else:
+                with nn.no_sync(grid):
+                    loss.backward()
+        optimizer.step()
+    return weights_of(net)
+
+
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_gradients_of_micro_batches_add_up(comm):
+    """Summed over the ranks once, each time, or now and then: the gradient of the whole batch."""
+
+    def check(grid):
+        whole = micro_steps(grid, [0, 23], [True], False)
+        for shard in (False, True) if grid.data.size > 1 else (False,):
+            for synced in ([False, True], [True, True]):
+                assert largest_difference(micro_steps(grid, [0, 9, 23], synced, shard), whole) < 1e-13
+            for synced in ([True, False, True], [False, True, True]):
+                assert largest_difference(micro_steps(grid, [0, 11, 13, 23], synced, shard), whole) < 1e-13
+
+    on_each_grid(comm, check, GRIDS[comm.size][:4])
+
+
+@pytest.mark.parallel([4])
+def test_without_sync_nothing_moves_along_data(comm):
+    def check(grid):
+        net = network_of(grid, EVEN)
+        for _ in range(2):
+            grid.ledger.reset()
+            with nn.no_sync(grid):
+                loss_of(net, EVEN, *batch_of(EVEN, 0)).backward()
+            assert grid.ledger.total(phase="reduce data").calls == grid.ledger.total(phase="reduce vectors").calls == 0
+        once = gradients_of(net)
+        for parameter in net.parameters():
+            parameter.grad = None
+        assert all(parameter.grad is None for parameter in net.parameters())
+        loss_of(net, EVEN, *batch_of(EVEN, 0)).backward()
+        again = gradients_of(net)
+        assert grid.data.size == 1 or bits(once) != bits(again)
+
+    on_each_grid(comm, check, [("2x1x1", 2), ("hsdp", 2)])
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_add_to_those_of_the_pass_before(comm):
+    """Twice the backward pass of the same batch without a step: twice the gradient, in inputs too."""
+
+    def check(grid):
+        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+        given = nn.Tensor(spread(grid, x), requires_grad=True)
+        found = []
+        for _ in range(2):
+            nn.cross_entropy(net(given), spread(grid, y, WHOLE)).backward()
+            found.append({**gradients_of(net), "x": given.grad.gather()})
+        assert largest_difference({name: 2 * value for name, value in found[0].items()}, found[1]) < 1e-15
+        assert_replicas_agree(grid, {name: parameter.grad for name, parameter in net.named_parameters().items()})
+
+    on_each_grid(comm, check, GRIDS[comm.size][:3])

@@ -1,0 +1,193 @@
+"""Networks of one's own: layers that settle where their input is, shared weights, names, evaluation, random states."""
+
+import numpy as np
+import pytest
+from networks import (
+    CLASSES,
+    INPUT,
+    VECTORS,
+    alone,
+    batch_of,
+    bits,
+    gradients_of,
+    largest_difference,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    weights_of,
+)
+
+from pmm3d import LayoutError, nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+
+RANKS = [1, 2, 4, 8]
+
+
+class Branches(nn.Module):
+    """Two layers side by side on one input, whose layouts nobody gave, a list of them, and one that is used twice."""
+
+    def __init__(self, grid):
+        self.grid = grid
+        make = lambda inputs, outputs, seed: nn.Linear(grid, inputs, outputs, seed=seed, dtype="float64")
+        self.left, self.right = make(7, 9, 1), make(7, 9, 2)
+        self.norm = nn.LayerNorm(grid, 9, dtype="float64")
+        self.steps = [make(9, 9, 3), nn.tanh, make(9, 9, 4)]
+        self.again = self.steps[2]
+        self.free = make(9, 1, 5).bias
+        self.last = nn.Sequential(grid, nn.Dropout(grid, 0.2), make(9, 3, 6))
+
+    def forward(self, x):
+        x = self.norm(nn.gelu(self.left(x)) - 0.5 * self.right(x))
+        for step in self.steps:
+            x = step(x)
+        return self.last(self.again(nn.relu(x)) + x)
+
+
+NAMES = ["left.weight", "left.bias", "right.weight", "right.bias", "norm.gain", "norm.bias", "steps.0.weight",
+         "steps.0.bias", "steps.2.weight", "steps.2.bias", "last.1.weight", "last.1.bias"]
+
+
+def trained(grid):
+    """Losses of three steps and the network."""
+    net, losses = Branches(grid), []
+    optimizer = optim.SGD(net.parameters(), 0.2)
+    for step in range(3):
+        loss = loss_of(net, VECTORS, *batch_of(VECTORS, step))
+        loss.backward()
+        losses.append(loss.item())
+        net.free.gradient is None or pytest.fail("a parameter that is not used has a gradient")
+        optimizer.step()
+    return losses, net
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
+    with alone() as single:
+        losses, net = trained(single)
+        weights = weights_of(net)
+    assert [name for name in weights if name != "free"] == NAMES and weights["free"].shape == (1, 1)
+
+    def check(grid):
+        found, net = trained(grid)
+        assert np.abs(np.subtract(found, losses)).max() < 1e-13
+        assert largest_difference(weights_of(net), weights) < 1e-13
+        assert net.size == sum(value.size for value in weights.values())
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_layers_move_to_where_their_input_is_and_then_nothing_moves(comm):
+    def check(grid):
+        make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", **options)
+        net = nn.Sequential(grid, make(7, 6), nn.LayerNorm(grid, 6, dtype="float64"), make(6, 5), nn.relu, make(5, 4))
+        before = bits(weights_of(net))
+        out = net.settle(7, "float64")
+        assert out.shape == (1, 4) and out.layout == batch_layout("x") and not out.requires_grad
+        rows = [layer.weight.layout.rows for layer in (net.layers[0], net.layers[2], net.layers[4])]
+        assert rows == [("y", "z"), ("x", "z"), ("y", "z")]
+        assert net.layers[1].gain.layout == net.layers[1].bias.layout == Layout((), "x")
+        assert bits(weights_of(net)) == before
+        x = spread(grid, np.ones((8, 7)))
+        grid.ledger.reset()
+        nn.mse(net(x), spread(grid, np.ones((8, 4)), batch_layout("x"))).backward()
+        assert grid.ledger.total(phase="redistribute").calls == 0
+        with pytest.raises(LayoutError, match=r"cannot move to .* after a\s+backward pass"):
+            net.layers[0].weight.move(Layout(("x", "z"), "y"))
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2, 8])
+def test_a_layer_that_is_used_twice(comm):
+    """Its input comes in another layout the second time, and on some grids in other parts."""
+
+    def run(grid):
+        layer = nn.Linear(grid, 9, 9, seed=2, dtype="float64")
+        net = nn.Sequential(grid, layer, nn.tanh, layer, nn.Recompute(nn.Sequential(grid, nn.gelu, layer)), layer)
+        optimizer = optim.AdamW(net.parameters(), 1e-2)
+        for step in range(3):
+            x, y = batch_of(VECTORS._replace(sizes=(9, 9)), step)
+            loss = nn.mse(net(spread(grid, x)), spread(grid, y))
+            loss.backward()
+            found = [loss.item(), *gradients_of(net).values()]
+            optimizer.step()
+        assert list(net.named_parameters()) == ["0.weight", "0.bias"]
+        return found
+
+    with alone() as single:
+        expected = run(single)
+
+    def check(grid):
+        assert all(np.abs(one - other).max() < 1e-12 for one, other in zip(run(grid), expected))
+
+    on_each_grid(comm, check)
+    if comm.size == 8:
+        on_each_grid(comm, check, [("4x1x2", 1), ("1x4x2", 1), ("2x1x1", 4)])
+
+
+@pytest.mark.parallel([1, 2])
+def test_names_of_parameters_and_modules(comm):
+    def check(grid):
+        net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
+        names = ["0.0.weight", "0.0.bias", "0.1.gain", "0.1.bias", "1.0.weight", "1.0.bias", "1.1.gain", "1.1.bias",
+                 "2.weight", "2.bias"]
+        assert list(net.named_parameters()) == [parameter.name for parameter in net.parameters()] == names
+        assert list(net.matrices()) == names
+        assert list(net.random_state()) == ["0.3", "1.3"]
+        assert [name for name, _ in net.named_modules()][:3] == ["", "0", "0.0"]
+        plain = network_of(grid, CLASSES, bias=False, norm=False)
+        assert list(plain.named_parameters()) == ["0.weight", "2.weight", "4.weight"]
+        assert plain.size == 7 * 13 + 13 * 11 + 11 * 5
+        assert net.output_layout == batch_layout("x")
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([1, 4])
+def test_evaluation_drops_nothing_and_notes_nothing(comm):
+    def check(grid):
+        net = network_of(grid, CLASSES, dropout=0.5)
+        x = spread(grid, batch_of(CLASSES, 0)[0])
+        dropping = [module for _, module in net.named_modules() if isinstance(module, nn.Dropout)]
+        dropping[0].train(False)
+        with net.evaluating() as same:
+            first, second = (net(x) for _ in range(2))
+            assert same is net and not first.requires_grad
+        assert np.array_equal(first.gather(), second.gather())
+        assert [module.training for module in dropping] == [False, True] and net.training
+        net.train()
+        state = net.random_state()
+        assert set(state.values()) == {0}
+        noisy = [net(x).gather() for _ in range(2)]
+        assert not np.array_equal(*noisy) and not np.array_equal(noisy[0], first.gather())
+        assert set(net.random_state().values()) == {2}
+        net.set_random_state(state)
+        assert np.array_equal(net(x).gather(), noisy[0])
+        with pytest.raises(ZeroDivisionError), net.evaluating():
+            1 / 0
+        assert dropping[1].training and net(x).requires_grad
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_weights_written_to_count_once_the_network_knows(comm):
+    """Gathered weights are kept between passes, so `loaded` (or `assign`) must make them be gathered again."""
+
+    def check(grid):
+        net, x = network_of(grid, CLASSES), spread(grid, batch_of(CLASSES, 0)[0], INPUT)
+        with net.evaluating():
+            before = net(x).gather()
+            for matrix in net.matrices().values():
+                matrix.local[...] *= 2
+            net.loaded()
+            after = net(x).gather()
+            for name, parameter in net.named_parameters().items():
+                parameter.assign(spread(grid, parameter.gather() / 2, Layout(cols="z")))
+            again = net(x).gather()
+        assert not np.allclose(before, after) and np.array_equal(before, again)
+
+    on_each_grid(comm, check, [("fsdp", 1), ("1x2x2", 1)])

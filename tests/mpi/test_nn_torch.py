@@ -1,0 +1,194 @@
+"""Against torch: the same initial weights and batches give the same losses, on every grid."""
+
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+from networks import CLASSES, EVEN, GRIDS, VECTORS, adamw, batch_of, bits, network_of, on_each_grid, train, weights_of
+
+from pmm3d import Grid
+from pmm3d.nn import optim
+
+RANKS = [1, 2, 4, 6, 8]
+STEPS = 50
+pytestmark = pytest.mark.deadline(120)
+
+OPTIMIZERS = {
+    "AdamW": (adamw, lambda torch, weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)),
+    "Adam": (lambda weights, **options: optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02, **options),
+             lambda torch, weights: torch.optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02)),
+    "SGD": (lambda weights, **options: optim.SGD(weights, 0.1, **options),
+            lambda torch, weights: torch.optim.SGD(weights, 0.1)),
+    "momentum": (lambda weights, **options: optim.SGD(weights, 0.05, 0.9, weight_decay=0.01, **options),
+                 lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.9, weight_decay=0.01)),
+    "nesterov": (lambda weights, **options: optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01, **options),
+                 lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01)),
+}
+SCHEDULES = {
+    "cosine": (lambda optimizer: optim.Cosine(optimizer, 10, floor=0.2),
+               lambda rates, optimizer: rates.CosineAnnealingLR(optimizer, 10, optimizer.defaults["lr"] * 0.2)),
+    "step": (lambda optimizer: optim.Step(optimizer, 3, 0.5),
+             lambda rates, optimizer: rates.StepLR(optimizer, 3, 0.5)),
+    "warm-up": (lambda optimizer: optim.Schedule(optimizer, 4),
+                lambda rates, optimizer: rates.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4))),
+}
+
+
+def by_rank_0(comm, call):
+    """What rank 0's call returns, for all. The others sleep: torch takes two seconds of a core to import."""
+    found = call() if comm.rank == 0 else None
+    arrival = comm.Ibarrier()
+    while not arrival.Test():
+        time.sleep(0.01)
+    return comm.bcast(found)
+
+
+@cache
+def torch_losses(case, steps, optimizer="AdamW", schedule=None, clip=None):
+    """Losses (and, with clip, norms) of torch with the weights that pmm3d starts from. On one rank."""
+    import torch
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    with Grid(MPI.COMM_SELF, (1, 1, 1)) as grid:
+        start = weights_of(network_of(grid, case))
+    net = torch_network(torch, case, start)
+    chosen = OPTIMIZERS[optimizer][1](torch, list(net.parameters()))
+    rates = SCHEDULES[schedule][1](torch.optim.lr_scheduler, chosen) if schedule else None
+    losses = []
+    for step in range(steps):
+        x, y = map(torch.from_numpy, batch_of(case, step))
+        function = getattr(torch.nn.functional, {"mse": "mse_loss", "cross_entropy": "cross_entropy"}[case.loss])
+        loss = function(net(x), y[:, 0] if case.loss == "cross_entropy" else y)
+        chosen.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        if clip:
+            losses.append(clipped(torch, list(net.parameters()), clip))
+        chosen.step()
+        if rates:
+            rates.step()
+    return np.array(losses)
+
+
+def clipped(torch, weights, clip):
+    """clip_grad_norm_ divides by norm + 1e-6, so it is asked for as much more."""
+    norm = torch.nn.utils.clip_grad_norm_(weights, float("inf")).item()
+    return torch.nn.utils.clip_grad_norm_(weights, clip * (norm + 1e-6) / norm).item()
+
+
+def torch_network(torch, case, weights):
+    """The same layers; weights by their names in pmm3d, where W is (inputs, outputs)."""
+    layers = []
+    for inputs, outputs in zip(case.sizes, case.sizes[1:]):
+        layers += [torch.nn.Linear(inputs, outputs, dtype=torch.float64)]
+        layers += [torch.nn.LayerNorm(outputs, dtype=torch.float64)] * case.norm
+        layers += [torch.nn.GELU() if case.activation == "gelu" else torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers[: -1 - case.norm])
+    names = {"gain": "weight"}
+    state = {}
+    for name, value in weights.items():
+        index, kind = name.split(".")
+        state[f"{index}.{names.get(kind, kind)}"] = torch.from_numpy(value[0] if len(value) == 1 else value.T)
+    net.load_state_dict(state)
+    return net
+
+
+def test_the_grids_are_many_and_all_families_are_among_them():
+    tried = [named for count in RANKS for named in GRIDS[count]]
+    assert len(set(tried)) >= 12
+    assert {"ddp", "fsdp", "hsdp", "megatron"} <= {shape for shape, _ in tried}
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize(
+    "case, grids",
+    [(CLASSES, slice(None)), (EVEN, slice(0, None, 2)), (VECTORS, slice(-1, None, -2))],
+    ids=["classes", "even", "vectors"],
+)
+def test_losses_of_50_steps_are_those_of_torch(comm, case, grids):
+    expected = by_rank_0(comm, lambda: torch_losses(case, STEPS))
+    found = {}
+
+    def check(grid):
+        losses, _ = train(grid, case, STEPS)
+        found[repr(grid.shape)] = np.abs(losses - expected).max()
+
+    on_each_grid(comm, check, GRIDS[comm.size][grids])
+    assert max(found.values()) < 1e-10, found
+    assert abs(expected[-1] - expected[0]) > 1e-2
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_optimizer_takes_the_steps_of_torch(comm, optimizer):
+    expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 12, optimizer))
+
+    def check(grid):
+        for shard in (False, True):
+            make = lambda weights: OPTIMIZERS[optimizer][0](weights, shard_over_data=shard)
+            assert np.abs(train(grid, CLASSES, 12, make)[0] - expected).max() < 1e-11
+
+    on_each_grid(comm, check, [("2x1x1", 2), ("hsdp", 2)])
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_sets_the_rates_of_torch(comm, schedule):
+    expected = by_rank_0(comm, lambda: torch_losses(VECTORS, 9, "SGD", schedule))
+
+    def check(grid):
+        losses, _ = train(grid, VECTORS, 9, OPTIMIZERS["SGD"][0], SCHEDULES[schedule][0])
+        assert np.abs(losses - expected).max() < 1e-11
+
+    on_each_grid(comm, check, [("ddp", 1)])
+
+
+@pytest.mark.parallel([1])
+def test_rates_after_a_warm_up(comm):
+    with Grid(comm) as grid:
+        cosine = rates(optim.Cosine(adamw(network_of(grid, EVEN).parameters()), 6, 2))
+        half, root = 0.01 / 2, 0.5**0.5
+        assert cosine == pytest.approx([half, 0.01, 0.01, half * (1 + root), half, half * (1 - root), 0, 0], abs=1e-15)
+        step = rates(optim.Step(adamw(network_of(grid, EVEN).parameters()), 2, 0.5, 2))
+        assert step == [0.005, 0.01, 0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
+
+
+def rates(schedule):
+    found = []
+    for _ in range(8):
+        found.append(schedule.optimizer.lr)
+        schedule.step()
+    return found
+
+
+@pytest.mark.parallel([1, 8])
+def test_clipping_is_that_of_torch(comm):
+    """The first norms are above the limit, so that the steps differ from those without; ranks that hold the same
+    count once."""
+    expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 8, "momentum", clip=0.8))
+    assert min(expected[1::2]) < 0.8 < max(expected[1::2])
+
+    def check(grid):
+        for shard in (False, True):
+            make = lambda weights: OPTIMIZERS["momentum"][0](weights, shard_over_data=shard)
+            assert np.abs(train(grid, CLASSES, 8, make, clip=0.8)[0] - expected).max() < 1e-11
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2, 6, 8])
+@pytest.mark.parametrize("optimizer", ["AdamW", "nesterov"])
+def test_sharding_the_state_over_data_changes_no_bit(comm, optimizer):
+    """ZeRO-1. Sizes that the data axis does not divide, and fewer rows than it has ranks."""
+
+    def check(grid):
+        make = OPTIMIZERS[optimizer][0]
+        for case in (CLASSES, VECTORS._replace(sizes=(3, 2, 1))):
+            plain, sharded = (train(grid, case, 4, lambda weights: make(weights, shard_over_data=shard))
+                              for shard in (False, True))
+            assert plain[0].tobytes() == sharded[0].tobytes()
+            assert bits(weights_of(plain[1])) == bits(weights_of(sharded[1]))
+
+    on_each_grid(comm, check, [named for named in GRIDS[comm.size] if named[1] > 1 or named[0] == "ddp"])

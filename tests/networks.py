@@ -1,0 +1,141 @@
+"""Small networks, their batches, and the grids that train them."""
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+
+GRIDS = {
+    1: [("1x1x1", 1)],
+    2: [("ddp", 1), ("fsdp", 1), ("megatron", 1), ("1x2x1", 1)],
+    4: [("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)],
+    6: [("hsdp", 3), ("megatron", 3), ("1x2x3", 1), ("3x2x1", 1)],
+    8: [("hsdp", 2), ("2x2x2", 1), ("2x1x2", 2), ("1x2x2", 2), ("1x8x1", 1)],
+}
+"""(shape, data) of grids on which each axis, and each pair of axes, has more than one rank somewhere."""
+WIDEST = {1: ("1x1x1", 1), 2: ("1x2x1", 1), 4: ("2x1x1", 2), 6: ("3x1x2", 1), 8: ("2x2x2", 1)}
+"""One grid of that many ranks."""
+INPUT = batch_layout("y")
+
+
+def on_each_grid(comm, body, grids=None, **options):
+    """body(grid) on each of the grids of that many ranks, or on those named."""
+    for shape, data in GRIDS[comm.size] if grids is None else grids:
+        with Grid(comm, shape, data, device_transport="direct", **options) as grid:
+            body(grid)
+
+
+@contextmanager
+def alone():
+    """A grid of this rank only: what a network gives without parallelism."""
+    with Grid(MPI.COMM_SELF, (1, 1, 1), device_transport="direct") as grid:
+        yield grid
+
+
+class Case(NamedTuple):
+    """A network and what it learns: classes with cross_entropy, vectors with mse and mae."""
+
+    sizes: tuple
+    batch: int
+    activation: str = "gelu"
+    norm: bool = True
+    loss: str = "cross_entropy"
+
+
+CLASSES = Case((7, 13, 11, 5), 23)
+EVEN = Case((8, 16, 16, 8), 16)
+VECTORS = Case((7, 12, 9, 3), 19, "relu", False, "mse")
+
+
+def network_of(grid, case: Case, dtype="float64", **options):
+    options = {"seed": 5, "dtype": dtype, "norm": case.norm, **options}
+    return nn.MLP(grid, case.sizes, getattr(nn, case.activation), **options)
+
+
+def batch_of(case: Case, step: int, rows: int | None = None):
+    """(x, y) of a step, the whole of them in numpy; labels are (rows, 1)."""
+    random = np.random.default_rng([step, *case.sizes])
+    rows = case.batch if rows is None else rows
+    x = random.standard_normal((rows, case.sizes[0]))
+    if case.loss == "cross_entropy":
+        return x, random.integers(0, case.sizes[-1], (rows, 1))
+    return x, random.standard_normal((rows, case.sizes[-1]))
+
+
+def spread(grid, whole, layout=INPUT, library="numpy", dtype=None) -> DistMatrix:
+    """A DistMatrix of a whole numpy array, of integers too."""
+    if whole.dtype.kind != "f":
+        block = layout.block(whole.shape, grid.shape, grid.coords)
+        return DistMatrix(grid, whole[block.r0 : block.r1, block.c0 : block.c1].copy(), whole.shape, layout)
+    return DistMatrix.from_function(grid, whole.shape, lambda i, j: whole[i, j], dtype=dtype or whole.dtype.name,
+                                    layout=layout, library=library)
+
+
+def loss_of(net, case: Case, x, y, library="numpy", dtype="float64"):
+    """The loss of whole numpy arrays; targets come split by rows only."""
+    grid = net.grid
+    out = net(spread(grid, x, INPUT, library, dtype))
+    return getattr(nn, case.loss)(out, spread(grid, y, batch_layout(None), library, dtype))
+
+
+def adamw(parameters, **options):
+    return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, **options)
+
+
+def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, rows=None, dtype="float64",
+          library="numpy", **options):
+    """(losses, the network) after some steps, each on another batch."""
+    net = network_of(grid, case, dtype, library=library, **options)
+    optimizer, losses = make(net.parameters()), []
+    schedule = schedule(optimizer) if schedule else None
+    for step in range(steps):
+        loss = loss_of(net, case, *batch_of(case, step, rows), library, dtype)
+        loss.backward()
+        losses.append(loss.item())
+        if clip:
+            losses.append(optimizer.clip(clip))
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return np.array(losses), net
+
+
+def weights_of(net) -> dict[str, np.ndarray]:
+    """Name -> the whole parameter, on every rank."""
+    return {name: np.asarray(parameter.library.to_numpy(parameter.gather()))
+            for name, parameter in net.named_parameters().items()}
+
+
+def gradients_of(net) -> dict[str, np.ndarray]:
+    return {name: np.asarray(parameter.grad.gather()) for name, parameter in net.named_parameters().items()}
+
+
+def bits(arrays: dict) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def largest_difference(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max(np.abs(one[name] - other[name]).max(initial=0) for name in one)
+
+
+def inner(x, weights: np.ndarray):
+    """The tensor sum(x * weights), 1 x 1: a backward pass from it brings `weights` to x."""
+    weights = spread(x.grid, weights, x.layout)
+    mine = np.array([np.vdot(x.local, weights.local) / x.layout.replicas(x.grid.shape)])
+    total = x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1)
+    return x.made(total, (x,), lambda grad: (weights.local * grad[0, 0],), shape=(1, 1), layout=Layout())
+
+
+def assert_replicas_agree(grid, values) -> None:
+    """Ranks that hold the same block of a matrix hold the same bits. values: name -> DistMatrix."""
+    mine = {name: (value.block, value.local.tobytes()) for name, value in values.items()}
+    for name in mine:
+        copies = {}
+        for block, held in grid.comm.allgather(mine[name]):
+            assert copies.setdefault(block, held) == held, name
