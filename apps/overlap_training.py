@@ -110,7 +110,7 @@ def show(grid: Grid, found: dict, same: bool | None, options) -> None:
     print(f"communication {waiting(first) / first['step']:.0%} of the step without overlap; "
           f"{1 - waiting(last) / max(1e-9, waiting(first)):.0%} of it hidden; the step is "
           f"{1 - last['step'] / first['step']:.1%} shorter"
-          + ("" if same is None else f"; weights bitwise the same in all stages: {'yes' if same else 'NO'}"), flush=True)
+          + ("" if same is None else f"; weights bitwise alike in all stages: {'yes' if same else 'NO'}"), flush=True)
 
 
 def traced(grid: Grid, options) -> None:
@@ -125,8 +125,8 @@ def traced(grid: Grid, options) -> None:
     under = sum(max(0.0, min(end, stop) - max(start, begun)) for start, end in flights for begun, stop in gemms)
     total = sum(end - start for start, end in flights)
     if grid.rank == 0:
-        print(f"trace, rank 0: collectives were under way for {total / 1e3:.0f} ms in sum, {under / total:.0%} of it under "
-              f"GEMMs ({options.trace})")
+        print(f"trace, rank 0: collectives were under way for {total / 1e3:.0f} ms in sum, {under / total:.0%} of it "
+              f"under GEMMs ({options.trace})")
     grid.write_trace(options.trace)
 
 
@@ -155,7 +155,8 @@ def draw(results: dict, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grids", nargs="+", required=True, help="GxxGyxGzxGdata, as in 1x1x2x1")
+    parser.add_argument("--grids", nargs="+", required=True,
+                        help="GxxGyxGzxGdata, as in 1x1x2x1, or with width and batch, 1x1x2x1:1024:1536")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1024, help="of the whole grid (1024)")
@@ -169,7 +170,9 @@ def main() -> None:
     options = parser.parse_args()
     comm, results = MPI.COMM_WORLD, {}
     for text in options.grids:
-        shape = [int(part) for part in text.split("x")]
+        grid_text, *sizes = text.split(":")
+        options.width, options.batch = map(int, sizes or (options.width, options.batch))
+        shape = [int(part) for part in grid_text.split("x")]
         same = same_weights(comm, shape, options) if options.check else None
         with Grid(comm, shape[:3], shape[3], trace=bool(options.trace)) as grid:
             results[text] = measure(grid, options)

@@ -33,8 +33,8 @@ class MLPMemory:
         gathered             Gz > 1: 2 max W, or sum of W_l if they are kept
         partial gradients    Gz > 1: 2 max W: one that is computed, one on its way
         messages             two sums of gradients under way, Gz > 1: 2 (Gz-1) max w and Gdata > 1: 2 B, B the bytes of
-                             a bucket, twice that if buckets hold several gradients; or one of activations, max A, if
-                             that is more and Gx or Gy > 1
+                             a bucket, twice that if buckets hold several gradients; Gx or Gy > 1: one sum of
+                             activations, max A
     """
 
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ class MLPMemory:
         bucket = max(max(weights), min(self.bucket_bytes, sum(weights)))
         buckets = min(2, -(-sum(weights) // bucket)) * bucket * (1 + (bucket > max(weights)))
         along_batch = 2 * (self.grid.z - 1) * max(weights) + buckets * (self.grid.data > 1)
-        return max(along_batch, activation if self.grid.x * self.grid.y > 1 else 0)
+        return along_batch + activation * (self.grid.x * self.grid.y > 1)
 
     @property
     def total(self) -> int:
