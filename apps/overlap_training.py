@@ -145,6 +145,7 @@ def draw(results: dict, path: str) -> None:
         for label, heights in parts.items():
             axes.bar(list(found), heights, bottom=floor, label=label)
             floor = [low + height for low, height in zip(floor, heights)]
+        axes.set_ylim(0, 1.05 * max(floor))
         axes.set_title(name)
         axes.tick_params(axis="x", rotation=45)
     panes[0][0].set_ylabel("ms of a step")
