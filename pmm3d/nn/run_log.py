@@ -6,7 +6,10 @@ import json
 import os
 import sys
 import time
+from math import log
 from pathlib import Path
+
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class RunLog:
@@ -101,6 +104,16 @@ def read_metrics(path) -> list[dict]:
         except json.JSONDecodeError:
             break
     return found
+
+
+def curve(values, width: int = 48) -> str:
+    """A line of blocks, as high as the logarithms of positive numbers."""
+    chosen = [values[index * len(values) // width] for index in range(width)] if len(values) > width else list(values)
+    heights = [log(value) for value in chosen if value > 0]
+    if not heights:
+        return ""
+    low, span = min(heights), max(heights) - min(heights) or 1.0
+    return "".join(BLOCKS[round((height - low) / span * (len(BLOCKS) - 1))] for height in heights)
 
 
 def plot(metrics, picture) -> None:

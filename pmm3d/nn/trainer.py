@@ -14,7 +14,7 @@ from ..errors import Pmm3dError
 from . import loss as losses
 from .layers import Module
 from .optim import Optimizer, Schedule
-from .run_log import RunLog
+from .run_log import RunLog, curve, read_metrics
 from .tensor import Tape, no_sync
 
 SIGNALS = {signal.SIGUSR1: 1, signal.SIGTERM: 2}
@@ -213,6 +213,8 @@ class Trainer:
         if self._saved is not None and self.checkpoints is not None:
             lines.append(f"checkpoint of step {self._saved} in {self.checkpoints.folder}")
         if self.log is not None:
+            losses = [line["loss"] for line in read_metrics(self.log.folder / "metrics.jsonl") if "loss" in line]
+            lines.append(f"loss {curve(losses)} from {losses[0]:.3g} to {losses[-1]:.3g}" if losses else "no loss yet")
             lines.append(f"curves in {self.log.folder / 'curves.png'}, figures in {self.log.folder / 'metrics.jsonl'}")
         return "\n".join(lines)
 
