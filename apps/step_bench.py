@@ -55,7 +55,7 @@ def ours(options: argparse.Namespace) -> None:
         x = DistMatrix.from_global(grid, inputs, layout=batch_layout("y"))
         y = DistMatrix.from_global(grid, targets, layout=net.output_layout)
         case = bench.Case(2048, 2048, 2048, dtype="float32")
-        core = [bench._core_gflops(grid, case, (case.m, case.n, case.k))]
+        core = [bench.core_rate(grid, case, (case.m, case.n, case.k))]
         seconds = []
         for _ in range(options.warm_up + options.steps):
             comm.Barrier()
@@ -65,7 +65,7 @@ def ours(options: argparse.Namespace) -> None:
             opt.step()
             seconds.append(max(comm.allgather(time.perf_counter() - begun)))
         found = {"seconds": seconds[options.warm_up:], "final_loss": loss.item()}
-        core.append(bench._core_gflops(grid, case, (case.m, case.n, case.k)))
+        core.append(bench.core_rate(grid, case, (case.m, case.n, case.k)))
         found["core_gflops"] = max(core)
         if grid.rank == 0:
             blas = machine.loaded_blas()

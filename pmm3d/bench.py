@@ -118,8 +118,8 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say) -> Resul
         matmul(a, b, out=c, **options)
     say("single-core GEMM")
     core_shape = shrunk(case.m, case.n, case.k, CORE_FLOP)
-    core = [_core_gflops(grid, case, core_shape)]
-    square = _core_gflops(grid, case, (2048, 2048, 2048))
+    core = [core_rate(grid, case, core_shape)]
+    square = core_rate(grid, case, (2048, 2048, 2048))
     grid.ledger.reset()
     resident = machine.resident_memory()
     seconds = []
@@ -129,7 +129,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say) -> Resul
     growth = machine.resident_memory() - resident
     ledger = _ledger_of_one(grid, case.repeat)
     say("single-core GEMM")
-    core.append(_core_gflops(grid, case, core_shape))
+    core.append(core_rate(grid, case, core_shape))
     say("verification")
     verified, verification = _verified(case, a, b, c, options)
     return _result(case, grid, a, b, c, core_shape, core, square, seconds, growth, ledger, verified, verification)
@@ -150,7 +150,7 @@ def shrunk(m: int, n: int, k: int, flop: int) -> tuple[int, int, int]:
     return dims[0], dims[1], dims[2]
 
 
-def _core_gflops(grid: Grid, case: Case, shape) -> float:
+def core_rate(grid: Grid, case: Case, shape) -> float:
     """Median rate of this BLAS on one core (or of one device), on rank 0 while the others sleep. Collective."""
     rate = 0.0
     if grid.rank == 0:

@@ -169,15 +169,16 @@ class Grid:
         return getattr(self, name)
 
     @contextmanager
-    def together(self, what: str, *arguments):
+    def together(self, what: str, *arguments, always: bool = False):
         """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
         arguments    must be equal on all ranks (compared by their repr)
+        always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
 
-        All ranks must enter. Costs one all-reduce of 24 bytes. With check=False the body just runs.
+        All ranks must enter. Costs one all-reduce of 24 bytes.
         """
-        if not self._check:
+        if not (self._check or always):
             yield
             return
         error = None

@@ -19,3 +19,17 @@ def some_grid(comm, nranks):
     """One grid of that many ranks, with as many axes as they allow: for what does not depend on its shape."""
     with Grid(comm, DEEPEST[nranks], device_transport="direct") as grid:
         yield grid
+
+
+@pytest.fixture
+def fails(comm):
+    """fails(kind, text, call): every rank raises that, with one and the same text, which is returned."""
+
+    def check(kind, text, call):
+        with pytest.raises(kind, match=text) as caught:
+            call()
+        found = set(comm.allgather((type(caught.value).__name__, str(caught.value))))
+        assert len(found) == 1, found
+        return str(caught.value)
+
+    return check

@@ -49,20 +49,6 @@ def path(write):
                  vectors_chunked=VECTORS.astype("float32"), column=VECTORS[:, 0], one=LABELS[:, None].astype("uint8"))
 
 
-@pytest.fixture
-def fails(comm):
-    """fails(kind, text, call): every rank raises that, with one and the same text, which is returned."""
-
-    def check(kind, text, call):
-        with pytest.raises(kind, match=text) as caught:
-            call()
-        found = set(comm.allgather((type(caught.value).__name__, str(caught.value))))
-        assert len(found) == 1, found
-        return str(caught.value)
-
-    return check
-
-
 def rows_of(x) -> list[int]:
     """Which samples a batch holds; checks that they are whole and that this rank has its block of them."""
     whole = to_numpy(x.gather(), x.library)

@@ -34,20 +34,6 @@ def square(grid):
     return DistMatrix.from_global(grid, integers((6, 6)))
 
 
-@pytest.fixture
-def fails(comm):
-    """fails(kind, text, call): every rank raises that, with one and the same text, which is returned."""
-
-    def check(kind, text, call):
-        with pytest.raises(kind, match=text) as caught:
-            call()
-        found = set(comm.allgather((type(caught.value).__name__, str(caught.value))))
-        assert len(found) == 1, found
-        return str(caught.value)
-
-    return check
-
-
 def test_a_grid_that_does_not_fit_names_some_that_do(comm, fails):
     text = fails(GridError, "needs 15 ranks; the communicator has", lambda: Grid(comm, (3, 5, 1)))
     for named in text.partition("by modelled cost: ")[2].split(", "):

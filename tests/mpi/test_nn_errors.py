@@ -36,19 +36,6 @@ def grid(comm):
         assert np.isfinite(train(grid, EVEN, 2)[0]).all()
 
 
-@pytest.fixture
-def fails(comm):
-    """fails(kind, text, call): every rank raises that, with one and the same text."""
-
-    def check(kind, text, call):
-        with pytest.raises(kind, match=text) as caught:
-            call()
-        found = set(comm.allgather((type(caught.value).__name__, str(caught.value))))
-        assert len(found) == 1, found
-
-    return check
-
-
 def tensor(grid, rows=6, cols=5, **options):
     return nn.Tensor(DistMatrix.random(grid, (rows, cols), layout=INPUT), **options)
 

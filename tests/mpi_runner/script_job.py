@@ -16,7 +16,10 @@ from mpi_runner.leftovers import remove_leftovers
 from pmm3d import launcher
 
 # Put before each script: what a rank prints arrives as whole lines, not mixed with those of other ranks.
-WHOLE_LINES = "import sys; [f.reconfigure(line_buffering=True, write_through=False) for f in (sys.stdout, sys.stderr)]\n"
+WHOLE_LINES = """import sys
+for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(line_buffering=True, write_through=False)
+"""
 
 
 @dataclass(frozen=True)

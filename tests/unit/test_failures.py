@@ -63,7 +63,8 @@ def test_a_collective_on_an_axis_names_its_missing_member(goes_wrong):
 
 
 def test_ranks_in_different_collectives_are_told_apart(goes_wrong):
-    what = "if grid.rank: a @ b\nelse: max((grid.x, grid.y, grid.z), key=lambda axis: axis.size).shift(np.ones(3)).wait()"
+    what = "if grid.rank: a @ b\n"
+    what += "else: max((grid.x, grid.y, grid.z), key=lambda axis: axis.size).shift(np.ones(3)).wait()"
     done = goes_wrong(2, what)
     assert "Elsewhere: rank 1 waits in agreement on matmul" in said_by(done, 0)
     assert "Elsewhere: rank 0 waits in shift #" in said_by(done, 1)

