@@ -174,7 +174,9 @@ def test_up_exec_down():
 def test_whatever_ends_a_run_ends_its_nodes(number, tmp_path):
     program = tmp_path / "sleep.py"
     program.write_text(SAY + "time.sleep(50)")
-    process = call("run", "--", program, start=subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background inherits it ignored
+    process = call("run", "--", program, start=subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                   preexec_fn=heed)
     try:
         if not nodes_can_be_made():
             assert process.communicate(timeout=30)[1].startswith("cluster: ")
