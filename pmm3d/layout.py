@@ -152,6 +152,10 @@ class Layout:
             return EMPTY
         return Block(*_range(shape[0], self.rows, grid, coords), *_range(shape[1], self.cols, grid, coords))
 
+    def is_first(self, coords: GridShape) -> bool:
+        """Whether the rank at `coords` is the first of those that hold its block: at 0 along the axes not named."""
+        return all(index == 0 for axis, index in zip(AXES, coords) if axis not in self.rows + self.cols)
+
     def replicas(self, grid: GridShape) -> int:
         """How many ranks hold each element."""
         return grid.size // grid.along(self.rows + self.cols)

@@ -56,7 +56,7 @@ class Ledger:
     rank      of this process in the grid's communicator
     log       whether each collective is logged to stderr when it ends
     trace     whether each collective and each GEMM is kept for `chrome_events`
-    memory    name -> bytes on this rank, of what is worth knowing (activations, what recomputing saves)
+    memory    name -> bytes on this rank, of what is worth knowing (arrays of networks, what recomputing saves)
     """
 
     rank: int = 0

@@ -60,7 +60,6 @@ class Pending:
             self._error, self.done = error, True
         return self.done
 
-
     def _complete(self) -> bool:
         if not self._requests:
             return True

@@ -8,8 +8,8 @@ _HOME = {
     "DataSet": "dataset",
     "Loader": "dataset",
     "Checkpoints": "checkpoint",
-    "export_safetensors": "tensors",
-    "import_safetensors": "tensors",
+    "export_safetensors": "safetensors",
+    "import_safetensors": "safetensors",
 }
 __all__ = ["convert", *_HOME]
 

@@ -114,12 +114,8 @@ def check_names(names) -> None:
 
 def owned(matrices) -> dict:
     """The matrices of which this rank writes its block: not empty, and the first of the replicas."""
-    return {name: matrix for name, matrix in matrices.items() if matrix.block.size and _is_first(matrix)}
-
-
-def _is_first(matrix) -> bool:
-    splitting = matrix.layout.rows + matrix.layout.cols
-    return all(index == 0 or axis in splitting for axis, index in matrix.grid.coords._asdict().items())
+    return {name: matrix for name, matrix in matrices.items()
+            if matrix.block.size and matrix.layout.is_first(matrix.grid.coords)}
 
 
 def write_shards(folder: Path, rank: int, matrices) -> list[Shard]:

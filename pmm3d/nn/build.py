@@ -39,9 +39,6 @@ def trainer(config: Config, comm, **options):
                 source, rows = held_out
                 validation = source.loader(shuffle=False, rows=rows, **batches)
             yield _trainer(config, network, loader, validation, loss)
-            loader.close()
-            if validation is not None:
-                validation.close()
 
 
 @contextmanager
@@ -108,7 +105,7 @@ def _trainer(config: Config, network: MLP, loader, validation, loss: str) -> Tra
         validation=validation, evaluate_every=section.evaluate_every,
         checkpoints=Checkpoints(grid, folder / "checkpoints", keep=section.keep),
         checkpoint_every=section.checkpoint_every, micro_batches=section.micro_batches, clip=config.optimizer.clip,
-        log=RunLog(folder, grid.rank, steps), log_every=section.log_every, settings=config.model_dump(mode="json"),
+        log=RunLog(folder, grid.rank), log_every=section.log_every, settings=config.model_dump(mode="json"),
     )
 
 

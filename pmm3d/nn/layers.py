@@ -26,7 +26,7 @@ class Module:
     """A part of a network. Subclasses set `grid`, have parameters and modules as attributes (or in lists), and
     define forward(x: Tensor) -> Tensor.
 
-    training   whether dropout acts; see `train` and `evaluate`
+    training   whether dropout acts; see `train` and `evaluating`
     """
 
     grid = None

@@ -8,10 +8,10 @@ from ..arrays import itemsize
 from ..layout import GridShape, Layout, batch_layout
 from .layers import OTHER
 from .parallel import Overlap
+from .parts import FIRST
 
 KEPT = {"relu": 1, "tanh": 1, "sigmoid": 1, "gelu": 2, "silu": 2}
 """Activations that a hidden layer keeps: its output, and its input where the derivative is taken of that."""
-FIRST = GridShape(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Optimizer:
                 if parameter.filled:
                     with computing(self.grid, "update"):
                         self._change(parameter)
+                    parameter.version += 1
                     if self.shard_over_data:
                         gathers.append(self._gather(parameter))
             for gather in gathers:
@@ -63,8 +64,6 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forget the gradients. `step` does so itself."""
         for parameter in self.parameters:
-            if parameter.filled:
-                parameter.version += 1
             parameter.grad = None
 
     def _change(self, parameter: Parameter) -> None:
@@ -78,7 +77,7 @@ class Optimizer:
 
     def update(self, xp, weight, gradient, *state) -> None:
         """Change a slice of a parameter, and of its state, in place."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
 
     def _own(self, parameter: Parameter) -> tuple[int, int]:
         """The range of the flat local block that this rank changes."""
@@ -102,6 +101,7 @@ class Optimizer:
             for array in arrays:
                 array[...] = 0
             self._state[parameter] = arrays
+            parameter.placed = parameter.placed or bool(arrays)
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
@@ -139,8 +139,7 @@ class Optimizer:
 
     def _counts(self, parameter: Parameter) -> bool:
         """Whether this rank's part is counted here: one of the ranks that hold the same."""
-        named = self._layout(parameter).rows + self._layout(parameter).cols
-        return all(getattr(self.grid.coords, axis) == 0 for axis in ("x", "y", "z", "data") if axis not in named)
+        return self._layout(parameter).is_first(self.grid.coords)
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was."""

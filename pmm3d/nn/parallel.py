@@ -76,7 +76,7 @@ class Parallel:
             yield
             self.gradients.finish()
         self.weights.pause()
-        memory["activations, most"] = self.grid.workspace.most_lent
+        memory["arrays, most at once"] = self.grid.workspace.most_lent
 
     def row_panels(self, rows: int, cols: int, dtype: str) -> list[slice]:
         """The panels that a product of this local shape is reduced in."""

@@ -17,6 +17,7 @@ class Parameter(Tensor):
     gradient  local array, kept from step to step;   filled: whether it holds one;   synced: whether it is summed
               over all ranks that hold other rows of the batch
     sharded   whether the optimizer's state, and with it the summed gradient, is split over the data axis (ZeRO-1)
+    placed    whether an optimizer has a state for it, in its present layout
     """
 
     def __init__(self, value: DistMatrix):
@@ -24,7 +25,7 @@ class Parameter(Tensor):
         self.name = ""
         self.version = 0
         self.gradient = None
-        self.filled = self.synced = self.sharded = False
+        self.filled = self.synced = self.sharded = self.placed = False
 
     @property
     def is_vector(self) -> bool:
@@ -90,10 +91,11 @@ class Parameter(Tensor):
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.together("move", self.name, layout):
-            if self.gradient is not None or self.sharded:
+            if self.gradient is not None or self.placed:
                 raise LayoutError(
-                    f"{self.name or 'a parameter'} was used in {self.layout}; it cannot move to {layout} after a "
-                    "backward pass. Give the layer the axis of its input's columns when it is made (cols=)"
+                    f"{self.name or 'a parameter'} has a gradient or an optimizer's state in {self.layout} and cannot "
+                    f"move to {layout} any more. Call net.settle(features) once the network is made, before a "
+                    "checkpoint is loaded, or give each layer the axis of its input's columns (cols=)"
                 )
         self._value = self._value.redistribute(layout)
         self.form = self.node.form = Form.of(self._value)

@@ -21,14 +21,14 @@ class RunLog:
     curves.png      loss and validation by step
     """
 
-    def __init__(self, folder, rank: int, total: int, *, bar: bool = True):
+    def __init__(self, folder, rank: int, *, bar: bool = True):
         self.folder, self.speaks = Path(folder), rank == 0
         self._bar = self._task = self._file = None
         self._begun = time.perf_counter()
-        self._total, self._draws = total, bar
+        self._draws = bar
 
-    def open(self, step: int) -> None:
-        """Begin, or go on after a step. Raises OSError where the folder cannot be written."""
+    def open(self, step: int, total: int) -> None:
+        """Begin, or go on after a step, of so many in all. Raises OSError where the folder cannot be written."""
         if not self.speaks:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -39,9 +39,9 @@ class RunLog:
         os.replace(temporary, path)
         self._file = open(path, "a")
         if self._draws:
-            self._open_bar(step)
+            self._open_bar(step, total)
 
-    def _open_bar(self, step: int) -> None:
+    def _open_bar(self, step: int, total: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,7 +49,7 @@ class RunLog:
                              TextColumn("{task.fields[said]}"), TimeRemainingColumn(),
                              console=Console(file=sys.stderr), auto_refresh=False)
         self._bar.start()
-        self._task = self._bar.add_task("training", total=self._total, completed=step, said="")
+        self._task = self._bar.add_task("training", total=total, completed=step, said="")
 
     def step(self, metrics: dict) -> None:
         """A line about a step."""
@@ -88,7 +88,10 @@ class RunLog:
         self._file.close()
         self._file = None
         if draw:
-            plot(self.folder / "metrics.jsonl", self.folder / "curves.png")
+            try:
+                plot(self.folder / "metrics.jsonl", self.folder / "curves.png")
+            except OSError as error:
+                self.say(f"pmm3d: curves.png could not be written: {error}")
 
 
 def read_metrics(path) -> list[dict]:

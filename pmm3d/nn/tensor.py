@@ -269,6 +269,7 @@ def no_sync(grid):
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b, matrices of one shape. b is brought into a's layout."""
+    b = as_tensor(b)
     if a.shape != b.shape:
         raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
     b = relayout(b, a.layout)
@@ -277,6 +278,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """factor x."""
+    x = as_tensor(x)
     form, factor = x.form, float(factor)
 
     def scaled(array):

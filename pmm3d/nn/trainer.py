@@ -38,7 +38,7 @@ class Trainer:
     checkpoints   a `pmm3d.io.Checkpoints`, or None;   checkpoint_every  in steps, 0: after each epoch
     micro_batches batches of the loader that make one step; their gradients are summed over data once
     clip          largest 2-norm of the gradient, or None
-    log           a RunLog, or None;   log_every  in steps
+    log           a RunLog, or None;   log_every  in steps, besides the first step and the last of each epoch
     settings      what else a checkpoint is to remember; JSON-able
     step, figures steps done; the last validation's figures
 
@@ -73,10 +73,6 @@ class Trainer:
         self._since = [time.perf_counter(), 0, 0.0]
         self._saved = None
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-len(self.loader) // self.micro_batches)
-
     def run(self) -> bool:
         """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
 
@@ -84,7 +80,7 @@ class Trainer:
         """
         with self.grid.together("training"):
             if self.log is not None:
-                self.log.open(self.step)
+                self.log.open(self.step, self.step + self._steps_left())
         with self._listening(), np.errstate(over="ignore", invalid="ignore"):
             try:
                 finished = self._epochs()
@@ -93,12 +89,19 @@ class Trainer:
                     self.log.close()
         return finished
 
+    def _steps_left(self) -> int:
+        steps = lambda batches: -(-batches // self.micro_batches)
+        whole, state = len(self.loader), self.loader.state()
+        return max(0, steps(whole - state["batch"]) + (self.epochs - state["epoch"] - 1) * steps(whole))
+
     def _epochs(self) -> bool:
         while self.loader.epoch < self.epochs:
             for size, batches in self._groups():
-                self._step(size, batches)
+                value, norm = self._step(size, batches)
+                at_end = self.loader.state()["batch"] == len(self.loader)
+                if at_end or self.step == 1 or self.step % self.log_every == 0:
+                    self._tell(value, norm)
                 asked = self._asked()
-                at_end = self.step % self.steps_per_epoch == 0
                 if self._due(self.evaluate_every, at_end) and self.validation is not None:
                     self._evaluate()
                 if asked or self._due(self.checkpoint_every, at_end):
@@ -121,7 +124,8 @@ class Trainer:
         for _ in batches:
             raise Pmm3dError("the loader gave more batches than its length")
 
-    def _step(self, size: int, batches) -> None:
+    def _step(self, size: int, batches) -> tuple[float, float | None]:
+        """The loss, and the norm of the gradient if it is clipped."""
         value, rows = 0.0, 0
         for index, (x, y) in enumerate(batches):
             loss = self._loss(self.network(x), y)
@@ -142,8 +146,7 @@ class Trainer:
             self.schedule.step()
         self.step += 1
         self._since[1] += rows
-        if self.step % self.log_every == 0 or self.step == 1:
-            self._tell(value, norm)
+        return value, norm
 
     def _tell(self, value: float, norm: float | None) -> None:
         now, waited = time.perf_counter(), self.grid.ledger.total().waited
@@ -202,6 +205,8 @@ class Trainer:
 
     def describe(self) -> str:
         """What is about to be trained, in a line."""
+        if not self._steps_left():
+            return f"nothing left to train: {self.epochs} epochs are done"
         return (f"training {self.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
                 f"{len(self.loader)} batches an epoch, epochs {self.loader.epoch + 1} to {self.epochs}")
 

@@ -33,3 +33,12 @@ def fails(comm):
         return str(caught.value)
 
     return check
+
+
+@pytest.fixture
+def storing_grid(comm, nranks):
+    """With a data axis on four ranks, with an idle rank on seven."""
+    shape, data = {1: ((1, 1, 1), 1), 2: ((1, 2, 1), 1), 4: ((1, 2, 1), 2), 7: ("auto", 1)}[nranks]
+    with Grid(comm, shape, data, product=(512, 512, 512)) as grid:
+        assert grid.shape.size == (6 if nranks == 7 else nranks)
+        yield grid

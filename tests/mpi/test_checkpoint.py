@@ -1,26 +1,22 @@
-"""Checkpoints and tensor files: saved on one grid, loaded on every other, refused when anything is wrong with them."""
+"""Checkpoints: saved on one grid, loaded on every other, refused when anything is wrong with them."""
 
 import json
 import os
-import resource
 import shutil
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 from mpi_runner.plugin import process_grids
+from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
 from samples import integers, to_library, to_numpy
 
 from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
-from pmm3d.io import Checkpoints, export_safetensors, import_safetensors
+from pmm3d.io import Checkpoints
 from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([4])
-every_size = pytest.mark.parallel([1, 2, 4, 7])
-two_ranks = pytest.mark.parallel([2])
-"""For tests that import torch, which takes each rank seconds."""
 
 NETWORK = {
     "0.weight": ((7, 11), "float64", Layout.A),
@@ -32,7 +28,6 @@ NETWORK = {
     "everywhere": ((3, 3), "float64", Layout()),
     "nothing": ((0, 4), "float64", Layout.A),
 }
-OTHER = [Layout.B, Layout(), Layout(rows=("x", "y")), Layout(cols=("data", "z", "x"))]
 META = {"schedule": {"step": 3, "rate": 0.1}, "loader": {"state": 2**127 + 1}, "text": "é\n\0☃", "none": None}
 
 
@@ -70,12 +65,8 @@ def a_file_per_rank(monkeypatch):
 
 
 @pytest.fixture
-def grid(comm, nranks):
-    """With a data axis on four ranks, with an idle rank on seven."""
-    shape, data = {1: ((1, 1, 1), 1), 2: ((1, 2, 1), 1), 4: ((1, 2, 1), 2), 7: ("auto", 1)}[nranks]
-    with Grid(comm, shape, data, product=(512, 512, 512)) as grid:
-        assert grid.shape.size == (6 if nranks == 7 else nranks)
-        yield grid
+def grid(storing_grid):
+    return storing_grid
 
 
 @pytest.fixture
@@ -84,24 +75,9 @@ def keeper(grid, shared_path):
 
 
 @pytest.fixture
-def fails(comm):
+def fails(fails):
     """fails(text, call): every rank raises CheckpointError with one and the same text, which is returned."""
-
-    def check(text, call, kind=CheckpointError):
-        with pytest.raises(kind, match=text) as caught:
-            call()
-        found = set(comm.allgather(str(caught.value)))
-        assert len(found) == 1, found
-        return str(caught.value)
-
-    return check
-
-
-def on_rank_0(grid, act):
-    grid.comm.barrier()
-    if grid.rank == 0:
-        act()
-    grid.comm.barrier()
+    return lambda text, call, kind=CheckpointError: fails(kind, text, call)
 
 
 @every_size
@@ -325,18 +301,6 @@ def test_ranks_that_pass_different_things(grid, keeper, fails):
     assert keeper.latest() is None and os.listdir(keeper.folder) == []
 
 
-@contextmanager
-def full_disk(here, limit=500_000):
-    """No file of this process can grow beyond that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_full_disk_on_one_rank_leaves_the_last_good_one(grid, keeper, fails, place, monkeypatch):
     monkeypatch.setattr("pmm3d.io.files.SLICE", 2**17)
@@ -391,81 +355,3 @@ def test_meta_of_any_size_and_of_numpy(grid, keeper):
     told = keeper.meta(path)
     assert told["text"] == text and told["one"] == 0.5
     assert told["state"]["state"]["key"] == state["state"]["key"].tolist()
-
-
-TENSORS = {"layers.0.weight": (7, 5), "layers.0.bias": (1, 5), "layers.1.weight": (6, 4), "column": (9, 1),
-           "none": (0, 3)}
-FORMS = {"transpose": {"layers.0.weight", "column"}, "vectors": {"layers.0.bias", "column"}}
-
-
-def tensors(grid, dtype="float32", layout=Layout.A, library="numpy"):
-    return {name: DistMatrix.from_global(grid, to_library(integers(shape, dtype), library, dtype), layout=layout)
-            for name, shape in TENSORS.items()}
-
-
-@every_size
-def test_tensor_files_come_back_on_every_grid(comm, grid, shared_path):
-    path = shared_path / "new" / "model.safetensors"
-    export_safetensors(grid, path, tensors(grid), **FORMS)
-    assert os.listdir(path.parent) == [path.name]
-    for number, shape in enumerate(process_grids(grid.size)):
-        with Grid(comm, shape) as other:
-            back = {name: DistMatrix.from_global(other, np.zeros(shape), layout=OTHER[number % 4])
-                    for name, shape in TENSORS.items()}
-            import_safetensors(other, path, back, **FORMS)
-            for name, shape in TENSORS.items():
-                assert np.array_equal(back[name].gather(), integers(shape, "float32")), name
-
-
-@two_ranks
-def test_torch_loads_what_was_exported(grid, shared_path):
-    import torch
-    from safetensors.torch import load_file
-
-    layer = torch.nn.Linear(7, 5)
-    for dtype in ("float32", "bfloat16"):
-        path = shared_path / f"{dtype}.safetensors"
-        some = {name: matrix for name, matrix in tensors(grid, dtype, library="torch").items() if "layers.0" in name}
-        forms = {"transpose": {"layers.0.weight"}, "vectors": {"layers.0.bias"}}
-        export_safetensors(grid, path, some, **forms)
-        loaded = load_file(path)
-        assert loaded["layers.0.weight"].dtype == getattr(torch, dtype)
-        layer.load_state_dict({name.removeprefix("layers.0."): tensor for name, tensor in loaded.items()})
-        weight, bias = integers((7, 5), "float32"), integers((1, 5), "float32")
-        assert np.array_equal(layer.weight.detach().numpy(), weight.T)
-        assert np.array_equal(layer.bias.detach().numpy(), bias[0])
-        for library, to in (("numpy", "float64"), ("torch", "bfloat16")):
-            back = {"layers.0.weight": DistMatrix.empty(grid, (7, 5), dtype=to, layout=Layout.C, library=library).T.T,
-                    "layers.0.bias": DistMatrix.empty(grid, (1, 5), dtype=to, layout=Layout.B, library=library)}
-            import_safetensors(grid, path, back, **forms)
-            assert np.array_equal(to_numpy(back["layers.0.weight"].gather(), library), weight)
-            assert np.array_equal(to_numpy(back["layers.0.bias"].gather(), library), bias)
-
-
-def test_tensor_files_that_do_not_fit(grid, shared_path, fails):
-    path = shared_path / "model.safetensors"
-    export_safetensors(grid, path, tensors(grid), **FORMS)
-    load = lambda matrices, **forms: lambda: import_safetensors(grid, path, matrices, **forms)
-    fails(r"It differs in 'layers.0.weight' \(\(5, 7\) there, \(7, 5\) here\)",
-          load(tensors(grid), vectors=FORMS["vectors"]))
-    fewer = {name: matrix for name, matrix in tensors(grid).items() if name != "none"} | {"more": tensors(grid)["none"]}
-    fails("It lacks 'more'. It also has 'none'", load(fewer, **FORMS))
-    fails("among the matrices: 'weight'", load(tensors(grid), transpose={"weight"}))
-    fails("a vector has one row or one column", load(tensors(grid), vectors={"layers.1.weight"}))
-    wide = {"w": DistMatrix.empty(grid, (2, 2), dtype="complex128")}
-    fails("'w' is complex128; safetensors files have", lambda: export_safetensors(grid, path, wide))
-    matrices = tensors(grid)
-    import_safetensors(grid, path, matrices, **FORMS)
-    on_rank_0(grid, lambda: os.truncate(path, 200))
-    fails("model.safetensors cannot be read", load(matrices, **FORMS))
-    fails("none.safetensors is missing", lambda: import_safetensors(grid, shared_path / "none.safetensors", matrices))
-
-
-def test_a_full_disk_leaves_the_tensor_file_as_it_was(grid, shared_path, fails):
-    path = shared_path / "model.safetensors"
-    export_safetensors(grid, path, tensors(grid), **FORMS)
-    large = {"large": DistMatrix.empty(grid, (600, 300))}
-    with full_disk(grid.rank == grid.size - 1):
-        fails("cannot be written: File too large", lambda: export_safetensors(grid, path, large))
-    assert os.listdir(shared_path) == [path.name]
-    import_safetensors(grid, path, tensors(grid), **FORMS)

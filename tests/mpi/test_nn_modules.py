@@ -17,6 +17,7 @@ from networks import (
     spread,
     weights_of,
 )
+from samples import integers
 
 from pmm3d import LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -94,8 +95,63 @@ def test_layers_move_to_where_their_input_is_and_then_nothing_moves(comm):
         grid.ledger.reset()
         nn.mse(net(x), spread(grid, np.ones((8, 4)), batch_layout("x"))).backward()
         assert grid.ledger.total(phase="redistribute").calls == 0
-        with pytest.raises(LayoutError, match=r"cannot move to .* after a\s+backward pass"):
+        with pytest.raises(LayoutError, match=r"has a gradient .* cannot move to .* any more"):
             net.layers[0].weight.move(Layout(("x", "z"), "y"))
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
+    """An optimizer made first is no obstacle, sharded or not; its state, once there, forbids a layer to move."""
+
+    def check(grid):
+        make = lambda: nn.Sequential(grid, nn.Linear(grid, 7, 6, seed=1, dtype="float64"), nn.tanh,
+                                     nn.Linear(grid, 6, 4, seed=2, dtype="float64"))
+        x, y = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x"))
+        for shard in (False, True):
+            found = []
+            for settled in (False, True):
+                net = make()
+                optimizer = optim.AdamW(net.parameters(), 1e-2, shard_over_data=shard)
+                if settled:
+                    net.settle(7, "float64")
+                    optimizer.matrices()
+                nn.mse(net(x), y).backward()
+                optimizer.step()
+                found.append(bits(weights_of(net)))
+            assert found[0] == found[1]
+        net = make()
+        optim.AdamW(net.parameters()).matrices()
+        with pytest.raises(LayoutError, match=r"2\.weight has .* Call net\.settle"):
+            net(x)
+
+    on_each_grid(comm, check, [("megatron", 2), ("2x2x1", 1)])
+
+
+def weighted(x, gain):
+    """gain x, column by column, as a user would write it: the rule returns the gradient of the parameter too."""
+    form, local, own = x.form, x.local, gain.local
+    out = form.new()
+    out[...] = local * own
+
+    def rule(grad):
+        return grad * own, (grad * local).sum(axis=0, keepdims=True)
+
+    return x.made(out, (x, gain), rule)
+
+
+@pytest.mark.parallel([1, 4, 8])
+def test_a_rule_may_return_the_gradient_of_a_parameter(comm):
+    x, y = integers((11, 6)), integers((11, 6), seed=1)
+    gain = integers((1, 6), seed=2)
+    expected = (2 / x.size * (gain * x - y) * x).sum(axis=0, keepdims=True)
+
+    def check(grid):
+        parameter = nn.Parameter(spread(grid, gain, Layout(cols="y")))
+        for count in (1, 2):
+            nn.mse(weighted(nn.Tensor(spread(grid, x)), parameter), spread(grid, y)).backward()
+            assert np.allclose(parameter.grad.gather(), count * expected, rtol=1e-13, atol=1e-13)
 
     on_each_grid(comm, check)
 

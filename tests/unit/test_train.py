@@ -156,6 +156,17 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(runs):
     assert runs.checkpoints() == before
 
 
+def test_epochs_end_where_the_data_does_also_after_a_change_of_micro_batches(runs):
+    """Six batches an epoch: six steps, then three and three, each epoch's end validated and logged."""
+    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
+    done = runs.train(runs.config(training="epochs = 3\nmicro_batches = 2"), "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in runs.metrics() if "validation" in line] == [6, 9, 12]
+    assert runs.metrics()[-2]["step"] == 12 and "loss" in runs.metrics()[-2]
+    again = runs.train(runs.config(training="epochs = 3\nmicro_batches = 2"), "--resume", "auto")
+    assert again.returncode == 0 and "nothing left to train" in again.stderr, again.stderr
+
+
 def test_nothing_to_resume_begins_anew(runs):
     done = runs.train(runs.config(training="epochs = 1"), "--resume", "auto")
     assert done.returncode == 0 and runs.checkpoints() == ["step-00000006"], done.stderr

@@ -18,7 +18,7 @@ from .files import agreed, check_matrices, check_writable, naming, row_slices, r
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
 
 
-class Form(NamedTuple):
+class Stored(NamedTuple):
     """How the file holds a matrix: as it is, as its transpose, or as a vector."""
 
     transposed: bool
@@ -60,14 +60,14 @@ def export_safetensors(grid, path, matrices, *, transpose=(), vectors=()) -> Non
         raise
 
 
-def _forms(matrices, transpose, vectors) -> dict[str, Form]:
+def _forms(matrices, transpose, vectors) -> dict[str, Stored]:
     unknown = sorted((set(transpose) | set(vectors)) - set(matrices))
     if unknown:
         raise CheckpointError(f"transpose and vectors name what is not among the matrices: {some(map(repr, unknown))}")
     for name in vectors:
         if 1 not in matrices[name].shape:
             raise CheckpointError(f"{name!r} is {matrices[name].shape}; a vector has one row or one column")
-    return {name: Form(name in transpose, name in vectors) for name in matrices}
+    return {name: Stored(name in transpose, name in vectors) for name in matrices}
 
 
 def _header(matrices, forms) -> tuple[bytes, dict[str, int]]:
@@ -181,7 +181,7 @@ def _converts(stored: str, dtype: str) -> bool:
     return stored in TYPES.values() and (not stored.startswith("C") or dtype.startswith("complex"))
 
 
-def _read_block(tensor, matrix, form: Form) -> None:
+def _read_block(tensor, matrix, form: Stored) -> None:
     """Read this rank's block in slices of the tensor's rows."""
     r0, r1, c0, c1 = matrix.block
     local = matrix.local

@@ -1,0 +1,32 @@
+"""What tests of files share: layouts, rank counts, a disk that fills up."""
+
+import resource
+from contextlib import contextmanager
+
+import pytest
+
+from pmm3d import Layout
+
+every_size = pytest.mark.parallel([1, 2, 4, 7])
+two_ranks = pytest.mark.parallel([2])
+"""For tests that import torch, which takes each rank seconds."""
+OTHER = [Layout.B, Layout(), Layout(rows=("x", "y")), Layout(cols=("data", "z", "x"))]
+
+
+def on_rank_0(grid, act):
+    grid.comm.barrier()
+    if grid.rank == 0:
+        act()
+    grid.comm.barrier()
+
+
+@contextmanager
+def full_disk(here, limit=500_000):
+    """No file of this process can grow beyond that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
