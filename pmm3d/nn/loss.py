@@ -85,9 +85,10 @@ def _label_places(logits: Tensor, labels):
     """(columns, rows): of this rank's labels that lie in this rank's columns, as local indices."""
     labels = labels.value if isinstance(labels, Tensor) else labels
     grid, (rows, classes), block = logits.grid, logits.shape, logits.block
-    if not isinstance(labels, DistMatrix) or labels.shape != (rows, 1):
-        raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1), a DistMatrix; got a "
-                          f"{type(labels).__name__} {getattr(labels, 'shape', '')}")
+    if not isinstance(labels, DistMatrix):
+        raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
+    if labels.shape != (rows, 1):
+        raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
     if labels.layout.on(grid.shape) != Layout(logits.layout.rows).on(grid.shape):
         labels = labels.redistribute(Layout(logits.layout.rows))
     host = np.asarray(labels.library.to_numpy(labels.local)).reshape(-1)

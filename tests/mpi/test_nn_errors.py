@@ -57,7 +57,7 @@ def test_labels_that_fit_no_class(grid, fails):
     real = labels(grid, *[1.0] * 6, dtype=float)
     fails(Pmm3dError, "labels are integers; got float64", lambda: nn.cross_entropy(logits, real))
     text = r"6 rows of logits need labels of shape \(6, 1\)"
-    fails(LayoutError, text + ", a DistMatrix; got a ndarray", lambda: nn.cross_entropy(logits, np.zeros((6, 1), int)))
+    fails(LayoutError, "labels are a DistMatrix, .* got a ndarray", lambda: nn.cross_entropy(logits, np.zeros((6, 1))))
     fails(LayoutError, text, lambda: nn.cross_entropy(logits, labels(grid, 1, 2)))
     fails(LayoutError, text + r"; got \(6, 5\)", lambda: nn.cross_entropy(logits, logits))
 
