@@ -23,10 +23,10 @@ _HOME = {
     "LayoutError": "errors",
     "DTypeError": "errors",
     "MemoryLimitError": "errors",
+    "OutOfMemoryError": "errors",
     "DataError": "errors",
     "CheckpointError": "errors",
     "DisagreementError": "errors",
-    "CollectiveTimeout": "errors",
 }
 __all__ = [*_HOME, "__version__"]
 

@@ -11,6 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from . import cost, machine, verify
 from .arrays import library_named
+from .devices import take_device
 from .grid import Grid
 from .layout import GridShape, Layout
 from .matrix import DistMatrix
@@ -91,6 +92,8 @@ def run(case: Case, comm, shape="auto", *, tell=lambda text: None, trace: str | 
     """Measure a case on one grid; collective. tell(text) hears of each stage on rank 0. options go to Grid."""
     with Grid(comm, shape, product=(case.m, case.n, case.k), dtype=case.dtype, trace=bool(trace), **options) as grid:
         say = tell if grid.rank == 0 else (lambda text: None)
+        take_device(case.array, grid.local_rank)
+        grid.ledger.predict("A, B, C and work arrays", cost.memory((case.m, case.n, case.k), grid.shape, case.dtype))
         say(f"grid {grid.shape}: making A and B")
         a, b = operands(grid, case)
         result = _measure(case, grid, a, b, say)

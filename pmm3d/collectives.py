@@ -19,10 +19,12 @@ from math import prod
 import numpy as np
 
 from .arrays import NumpyLibrary, is_contiguous, itemsize, library_of, sum_in_order
-from .errors import LayoutError
+from .errors import DisagreementError, LayoutError
 from .layout import offsets, part_sizes
+from .units import ranks_in_words
 
 SMALL_BYTES = 2**16
+CALL_BYTES = 512
 
 
 def all_gather(link, library, part, out=None, counts=None):
@@ -148,7 +150,7 @@ def shift(link, library, array, by=1, out=None, agreed=False):
     """
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
     if not agreed:
-        headers = yield from _compare(link, library, array, counts=[by])
+        headers = yield from _compare(link, library, array, said=f"by {by}")
         out = _landing(link, library, out, (int(headers[source][0]), *array.shape[1:]), array)
     if source == link.rank:
         out[...] = array
@@ -157,25 +159,62 @@ def shift(link, library, array, by=1, out=None, agreed=False):
     return out
 
 
-def _compare(link, library, array, *, same_rows=False, counts=()):
-    """Generator: tell each other rows, trailing dims, dtype and counts; returns every rank's (rows, kind, *counts).
-
-    Bytes of this are not the payload's: they are not in the ledger.
-    """
+def _compare(link, library, array, *, same_rows=False, counts=(), said=""):
+    """Generator: tell each other rows, trailing dims, dtype and what is `said`, which must be the same; then the
+    counts. Returns every rank's (rows, kind, *counts)."""
     kind = f"{tuple(array.shape[1:])} {library.dtype(array)}"
-    mine = np.array([array.shape[0], zlib.crc32(kind.encode()), *counts], np.int64)
+    called = f"{link.record.key.operation} {kind} {said}"
+    mine = np.array([array.shape[0], zlib.crc32(called.encode())], np.int64)
+    headers = yield from _headers(link, mine)
+    if len(set(headers[:, 1])) > 1 or (same_rows and len(set(headers[:, 0])) > 1):
+        groups: dict[tuple, list[int]] = {}
+        for header, rank in zip(headers, link.record.members):
+            groups.setdefault((int(header[0]), header[1] == mine[1]), []).append(rank)
+        rows = "; ".join(f"{ranks_in_words(ranks)}: {rows}{'' if same else ' (of another kind, or another operation)'}"
+                         for (rows, same), ranks in groups.items())
+        raise LayoutError(
+            f"{link.record}: the ranks' arrays do not fit together. Rows of {rows}; here each row is {kind}. Trailing "
+            "dims and dtype must be the same" + (", and the rows too" if same_rows else "")
+        )
+    if not len(counts):
+        return headers
+    return np.hstack([headers, (yield from _headers(link, np.array(counts, np.int64)))])
+
+
+def _headers(link, mine):
+    """Generator: every rank's row of numbers, all as long as `mine`. Not payload: its bytes are not in the ledger."""
     before = link.record.sent, link.record.received
     everyone = yield from all_gather(link, NumpyLibrary(), mine, counts=[len(mine)] * link.size)
     link.record.sent, link.record.received = before
-    headers = everyone.reshape(link.size, len(mine))
-    if len(set(headers[:, 1])) > 1 or (same_rows and len(set(headers[:, 0])) > 1):
-        rows = ", ".join(f"{header[0]}{'' if header[1] == mine[1] else ' (of another kind)'}" for header in headers)
-        raise LayoutError(
-            f"{link.record}: the ranks' arrays do not fit together. Rows of each rank of the axis: {rows}; "
-            f"here each row is {kind}. Trailing dims and dtype must be the same"
-            + (", and the rows too" if same_rows else "")
-        )
-    return headers
+    return everyone.reshape(link.size, len(mine))
+
+
+def call_in_words(operation, library, array, options) -> str:
+    """What the members' calls of a collective must have in common."""
+    same_rows = operation in (all_reduce, reduce_scatter)
+    shape = tuple(array.shape) if same_rows else ("rows", *array.shape[1:])
+    said = {name: value for name, value in options.items() if name in ("by", "agreed", "beta")}
+    if operation in (all_gather, reduce_scatter):
+        said["counts"] = options["counts"] and list(options["counts"])
+    if operation is all_to_all:
+        said["received"] = "given" if options["received"] is not None else "left out"
+    told = ", ".join(f"{name}={value}" for name, value in said.items())
+    return f"{operation.__name__}({' x '.join(map(str, shape))} {library.dtype(array)}{told and ', ' + told})"
+
+
+def checked(link, generator, call: str, line: str):
+    """The generator, once all members are known to make the same call; else DisagreementError on each."""
+    mine = np.frombuffer(f"{call}\n{line}".encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0"), np.uint8)
+    headers = yield from _headers(link, mine)
+    calls = [row.tobytes().rstrip(b"\0").decode(errors="replace").partition("\n") for row in headers]
+    if len({called for called, _, _ in calls}) > 1:
+        groups: dict[tuple, list[int]] = {}
+        for member, rank in zip(calls, link.record.members):
+            groups.setdefault((member[0], member[2]), []).append(rank)
+        said = "; ".join(f"{ranks_in_words(ranks)}: {called} at {where}" for (called, where), ranks in groups.items())
+        record = link.record
+        raise DisagreementError(f"call #{record.number} on axis {record.key.axis} is not the same on its ranks. {said}")
+    return (yield from generator)
 
 
 def _check_counts(link, counts, rows: int, own: bool = False) -> None:

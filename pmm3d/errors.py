@@ -31,6 +31,10 @@ class MemoryLimitError(Pmm3dError, MemoryError):
     """The product cannot be done within `max_workspace` bytes."""
 
 
+class OutOfMemoryError(Pmm3dError, MemoryError):
+    """Memory could not be had. The text says what was asked for, what is held, and what the plans had predicted."""
+
+
 class DataError(Pmm3dError):
     """A file of samples, or what it holds, that cannot be used."""
 
@@ -41,7 +45,3 @@ class CheckpointError(Pmm3dError):
 
 class DisagreementError(Pmm3dError):
     """The ranks passed different arguments to one collective call. The text lists who passed what."""
-
-
-class CollectiveTimeout(Pmm3dError, TimeoutError):
-    """A collective did not end in time. The text says where each rank is and which are missing."""

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 import sys
+import threading
 import time
 import traceback
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
 from mpi4py import MPI
 
 from . import collectives, cost
+from .agreement import common_error, packed
 from .arrays import library_of
-from .errors import DisagreementError, GridError, LauncherError, LayoutError, Pmm3dError
+from .communicator import duplicates
+from .errors import GridError, LauncherError, LayoutError, Pmm3dError
+from .exhaustion import explained
+from .hang import source_line
 from .launcher import tasks_in_environment
 from .layout import AXES, GridShape, parse_shape
-from .ledger import Ledger, write_chrome_trace
+from .ledger import Ledger, Record, write_chrome_trace
 from .machine import mpi_name
-from .progress import Engine, Pending, Watch
+from .progress import Engine, Pending
 from .settings import Settings
 from .transport import Link, Transport
+from .watch import Watch, all_come, end_job
 from .workspace import Workspace
 
 LARGEST_TAG = 2**15 - 1
-ABORT_PATIENCE = 3.0
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 
 
@@ -72,14 +77,25 @@ class Axis:
         if array.ndim == 0:
             raise LayoutError(f"{operation.__name__}: an array without dims has no rows; use array.reshape(1)")
         array = library.plain(array)
-        return self.begin(operation.__name__, lambda link: operation(link, library, array, **options))
+        call = collectives.call_in_words(operation, library, array, options) if self._grid.debug else ""
+        return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call)
 
-    def begin(self, name: str, make_generator) -> Pending:
-        """Start a collective of one's own: make_generator(link) yields lists of MPI requests."""
+    def begin(self, name: str, make_generator, call: str = "") -> Pending:
+        """Start a collective of one's own: make_generator(link) yields lists of MPI requests.
+
+        call   what the members' calls must have in common, in words; the name if left out (compared with debug)
+        """
+        record = self.next_record(name)
+        link = Link(self._comm, record.number % LARGEST_TAG, record, self._grid.transport)
+        generator = make_generator(link)
+        if self._grid.debug and self.size > 1:
+            generator = collectives.checked(link, generator, call or name, source_line(sys._getframe(1)))
+        return self._grid.engine.start(generator, record)
+
+    def next_record(self, name: str) -> Record:
+        """The record of the next call on this axis."""
         self._number += 1
-        record = self._grid.ledger.begin(self.name, name, self._number, self.ranks)
-        link = Link(self._comm, self._number % LARGEST_TAG, record, self._grid.transport)
-        return self._grid.engine.start(make_generator(link), record)
+        return self._grid.ledger.begin(self.name, name, self._number, self.ranks)
 
     def __repr__(self):
         return f"<axis {self.name}: rank {self.index} of {self.size}>"
@@ -96,8 +112,11 @@ class Grid:
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
-    timeout    seconds after which a collective that does not end is reported (PMM3D_TIMEOUT, 600)
+    timeout    seconds after which a collective that does not end is reported and ends the job (PMM3D_TIMEOUT, 600;
+               0: never)
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
+    debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
+               on for all ranks if it is on for one)
     log        log each collective (PMM3D_LOG, off)
     trace      keep each collective and GEMM for `write_trace` (PMM3D_TRACE, off)
     device_transport   "auto", "direct" or "staged" (PMM3D_DEVICE_TRANSPORT)
@@ -106,45 +125,53 @@ class Grid:
     shape           a GridShape
     coords          this rank's place; None if the grid leaves it idle (then `active` is False)
     x, y, z, data   the axes; everyone: all ranks of the communicator, idle ones included
-    hosts           number of nodes that the communicator spans
+    hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
     ledger, workspace, engine
     attached        what higher layers keep with the grid
 
     "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
     Making and leaving a Grid are collective over comm. Used as a context manager it frees what it made. An exception
-    that not all ranks raise ends the whole job, with that rank's traceback.
+    that not all ranks raise ends the whole job, with that rank's traceback, and so does one with which a rank leaves
+    the program. A collective that does not end is found by a watchdog (`pmm3d.watch`), which ends the job with exit
+    code 70.
 
     Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would),
     DisagreementError if the ranks ask for different grids, LauncherError under the launcher of another MPI.
     """
 
     def __init__(self, comm=None, shape="auto", data=1, *, product=None, dtype="float64", memory=None, timeout=None,
-                 check=None, log=None, trace=None, device_transport=None):
+                 check=None, debug=None, log=None, trace=None, device_transport=None):
         settings = Settings()
         choose = lambda given, default: default if given is None else given
         parent = MPI.COMM_WORLD if comm is None else comm
         _check_launcher(parent)
-        self.comm = parent.Dup()
+        timeout = choose(timeout, settings.timeout)
+        debug = choose(debug, settings.debug)
+        self.comm, self._watch_comm, self._places, self.debug = duplicates(parent, timeout, debug)
         self.rank, self.size = self.comm.rank, self.comm.size
+        self.hosts = len({host for host, _ in self._places})
         self.ledger = Ledger(self.rank, choose(log, settings.log), choose(trace, settings.trace))
         self.workspace = Workspace()
         self.plans: dict = {}
         self.attached: dict = {}
         self.transport = Transport(choose(device_transport, settings.device_transport), self.workspace)
         self._check = choose(check, settings.check)
-        self._watch_comm = self.comm.Dup()
-        self.engine = Engine(self.ledger, Watch(self._watch_comm, choose(timeout, settings.timeout)))
+        self._made = [self._watch_comm, self.comm]
+        self._watch = Watch(self._watch_comm, timeout, self.debug, self._places)
+        self._watch.start()
+        self.comm.waiting = self._waiting
+        self.engine = Engine(self.ledger, self._watch)
         self.everyone = Axis(self, "all", self.comm, range(self.size))
-        self._made = [self.comm, self._watch_comm]
+        self._dropped = weakref.finalize(self, _dropped, self._watch, self._watch_comm)
         try:
             with self.together("Grid", shape, data, product, memory, dtype):
                 self.shape = _resolve(shape, data, self.size, product, dtype, memory)
         except Pmm3dError:
-            self.close()
+            self._free()
             raise
         self.coords = self.shape.coords(self.rank)
-        self._make_axes()
-        self.hosts = len(set(self.comm.allgather(MPI.Get_processor_name())))
+        with self._waiting("making the axes"):
+            self._make_axes()
 
     def _make_axes(self) -> None:
         active = self.comm.Split(0 if self.active else 1 + self.rank, self.rank)
@@ -164,6 +191,12 @@ class Grid:
     @property
     def active(self) -> bool:
         return self.coords is not None
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those of its host."""
+        hosts = [host for host, _ in self._places]
+        return hosts[: self.rank].count(hosts[self.rank])
 
     def axis(self, name: str) -> Axis:
         return getattr(self, name)
@@ -185,8 +218,22 @@ class Grid:
         try:
             yield
         except Exception as raised:
-            error = raised
+            error = self._explained(raised)
         self._agree(what, repr(arguments), error)
+
+    @contextmanager
+    def _waiting(self, what: str):
+        """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective."""
+        record = self.everyone.next_record(what)
+        self._watch.begun["all"] = record.number, record.name
+        self._watch.waits(record, time.perf_counter())
+        try:
+            yield
+        finally:
+            self._watch.done()
+
+    def _explained(self, error):
+        return explained(error, self.rank, self._places[self.rank][0], self.ledger, self.workspace)
 
     def _agree(self, what: str, arguments: str, error: Exception | None) -> None:
         digest = int.from_bytes(hashlib.blake2b(f"{what}{arguments}".encode(), digest_size=7).digest(), "big")
@@ -198,8 +245,8 @@ class Grid:
         self.everyone.begin(f"agreement on {what}", everyone).wait()
         if largest[2] == 0 and largest[0] == -largest[1]:
             return
-        told = self.comm.allgather((f"{what}{arguments}", error and f"{type(error).__name__}: {error}", _packed(error)))
-        raise _common_error(what, told)
+        told = self.comm.allgather((f"{what}{arguments}", error and f"{type(error).__name__}: {error}", packed(error)))
+        raise common_error(what, told)
 
     def write_trace(self, path) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset; collective, rank 0 writes."""
@@ -209,33 +256,40 @@ class Grid:
                 write_chrome_trace(path, events)
 
     def close(self) -> None:
-        """Free the communicators and the workspace; collective. Nothing may be under way."""
+        """Free the communicators and the workspace; collective. Nothing may be under way.
+
+        Raises DisagreementError, on every rank, if others still call something else.
+        """
+        try:
+            with self.together("Grid.close", always=True):
+                pass
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        self._dropped.detach()
         self.engine.close()
-        while self._made:
+        while len(self._made) > 1:
             self._made.pop().Free()
+        self._watch.stop()
+        self._made.pop().Free()
         self.workspace.clear()
 
     def __enter__(self) -> Grid:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is None or getattr(error, "everywhere", False):
+        if error is None:
             self.close()
-        elif self.size > 1 and not (isinstance(error, (Exception, SystemExit)) and self._all_raised()):
-            _end_job(self.comm, self.rank, error)
-
-    def _all_raised(self) -> bool:
-        """Whether all ranks come here, each with an exception, within a few seconds."""
-        try:
-            arrival = self._watch_comm.Ibarrier()
-            deadline = time.monotonic() + ABORT_PATIENCE
-            while not arrival.Test():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(1e-3)
-        except MPI.Exception:
-            return False
-        return True
+            return
+        if getattr(error, "everywhere", False):
+            self._free()
+            return
+        self._watch.ending = f"{kind.__name__}: {error}"
+        if self.size > 1 and not (isinstance(error, (Exception, SystemExit)) and all_come(self._watch_comm)):
+            _end_job(self._watch_comm, self._explained(error))
+        self._dropped.detach()
+        self._watch.stop()
 
     def __repr__(self):
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
@@ -288,53 +342,17 @@ def _check_launcher(comm) -> None:
         )
 
 
-def _packed(error):
-    """The error in bytes, for the other ranks; its text in a Pmm3dError if it cannot be pickled."""
-    if error is None:
-        return None
-    try:
-        packed = pickle.dumps(error)
-        pickle.loads(packed)
-        return packed
-    except Exception:
-        return pickle.dumps(Pmm3dError(f"{type(error).__name__}: {error}"))
+def _dropped(watch: Watch, comm) -> None:
+    """The grid is gone, or the program ends, without close(): an error that not all ranks end with ends the job."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    ends = not threading.main_thread().is_alive()
+    if comm.size > 1 and ends and error is not None:
+        watch.ending = f"{type(error).__name__}: {error}"
+        if not all_come(comm):
+            end_job(comm, f"pmm3d: rank {comm.rank} left the program with {watch.ending}; ending the job.", 1)
+    watch.leave("its program has ended" if ends else "it has dropped the grid")
 
 
-def _common_error(what: str, told) -> Exception:
-    """The one error that all ranks raise, from what each of them told: (arguments, text of its error, the error)."""
-    failed = {rank: text for rank, (_, text, _) in enumerate(told) if text}
-    listed = "; ".join(f"rank {rank}: {failed[rank]}" for rank in list(failed)[:4])
-    listed += f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
-    groups: dict[str, list[int]] = {}
-    for rank, (arguments, *_) in enumerate(told):
-        groups.setdefault(arguments, []).append(rank)
-    if len(groups) > 1:
-        passed = "; ".join(f"rank{'s' * (len(ranks) > 1)} {_spans(ranks)}: {text}" for text, ranks in groups.items())
-        error = DisagreementError(f"{what}: the ranks passed different arguments. {passed}"
-                                  + (f". And it failed: {listed}" if failed else ""))
-    else:
-        error = pickle.loads(told[min(failed)][2])
-        if len(failed) < len(told) or len(set(failed.values())) > 1:
-            kind = type(error) if isinstance(error, Pmm3dError) else Pmm3dError
-            error = kind(f"{what} failed on {len(failed)} of {len(told)} ranks. {listed}")
-    error.everywhere = True
-    return error
-
-
-def _spans(ranks: list[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
-
-
-def _end_job(comm, rank: int, error: BaseException) -> None:
+def _end_job(comm, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    print(f"pmm3d: rank {rank} raised; ending the job.\n{text}", file=sys.stderr, flush=True)
-    time.sleep(0.5)
-    comm.Abort(1)
+    end_job(comm, f"pmm3d: rank {comm.rank} raised; ending the job.\n{text}", 1)

@@ -14,8 +14,6 @@ Standard library only: usable where numpy and mpi4py are not.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import math
 import os
 import shlex
@@ -93,6 +91,8 @@ def installed_wheel() -> str | None:
 
 
 def _is_installed(name: str) -> bool:
+    import importlib.metadata
+
     try:
         importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -293,7 +293,9 @@ Settings of Open MPI and MPICH in the environment (OMPI_MCA_..., PRTE_MCA_..., M
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser():
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="python -m pmm3d.launcher",
         description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.",

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+PREDICTIONS = 4
+
 
 class Key(NamedTuple):
     axis: str
@@ -44,6 +46,11 @@ class Record:
     received: int = 0
     waited: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """The operation, with its phase: all_gather (gather A)."""
+        return self.key.operation + (f" ({self.key.phase})" if self.key.phase else "")
+
     def __str__(self) -> str:
         phase = f" ({self.key.phase})" if self.key.phase else ""
         return f"{self.key.operation} #{self.number} on axis {self.key.axis}{phase}"
@@ -57,6 +64,7 @@ class Ledger:
     log       whether each collective is logged to stderr when it ends
     trace     whether each collective and each GEMM is kept for `chrome_events`
     memory    name -> bytes on this rank, of what is worth knowing (arrays of networks, what recomputing saves)
+    predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
     """
 
     rank: int = 0
@@ -64,9 +72,17 @@ class Ledger:
     trace: bool = False
     entries: dict[Key, Entry] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, int] = field(default_factory=dict)
     _phase: str = ""
     _events: list[dict] = field(default_factory=list)
     _origin: float = field(default_factory=time.perf_counter)
+
+    def predict(self, what: str, nbytes: int) -> None:
+        """Keep a prediction, of the last few."""
+        self.predicted.pop(what, None)
+        self.predicted[what] = nbytes
+        while len(self.predicted) > PREDICTIONS:
+            del self.predicted[next(iter(self.predicted))]
 
     @contextmanager
     def phase(self, name: str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from numbers import Number, Real
 
+from . import cost
 from .arrays import overlap
 from .errors import DTypeError, GridError, LayoutError, Pmm3dError
 from .layout import Layout
@@ -84,7 +85,10 @@ def plan_for(a: DistMatrix, b: DistMatrix, out: DistMatrix | None, panels: int |
     if key not in grid.plans:
         if panels is None:
             panels = 1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS
-        grid.plans[key] = plan_product(*operands, a.dtype, grid.shape, panels=panels, max_workspace=max_workspace)
+        plan = plan_product(*operands, a.dtype, grid.shape, panels=panels, max_workspace=max_workspace)
+        grid.plans[key] = plan
+        product = (plan.m, plan.n, plan.k)
+        grid.ledger.predict("matmul of {} x {} x {}".format(*product), cost.memory(product, grid.shape, a.dtype))
     return grid.plans[key]
 
 

@@ -1,4 +1,4 @@
-"""The engine: drives all collectives under way, also while computing, and finds out who is missing when one hangs.
+"""The engine: drives all collectives under way, also while computing.
 
 A collective is a generator that yields lists of MPI requests, or of other collectives under way (Pending); it is
 resumed when all of a list are complete, and what it returns is the collective's result. MPI moves little while no one
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 
 from mpi4py import MPI
 
-from .errors import CollectiveTimeout
+from .errors import Pmm3dError
 from .ledger import Ledger, Record
+from .watch import Watch
 
 YIELD_SECONDS = 5e-3
 SLEEP_SECONDS = 50e-6
 HELPER_SECONDS = 4e-4
-SLOW_SECONDS = 0.25
 
 
 class Pending:
@@ -42,7 +42,7 @@ class Pending:
         return self.done
 
     def wait(self):
-        """Wait for the end and return the result. Raises CollectiveTimeout after the grid's time limit."""
+        """Wait for the end and return the result. After the grid's time limit the watchdog ends the job."""
         if not self.done:
             self._engine.wait(self)
         if self._error is not None:
@@ -56,6 +56,8 @@ class Pending:
                 self._requests = next(self._generator)
         except StopIteration as end:
             self._result, self.done = end.value, True
+        except MPI.Exception as error:
+            self._error, self.done = _explained(self.record, error), True
         except Exception as error:
             self._error, self.done = error, True
         return self.done
@@ -83,6 +85,7 @@ class Engine:
     def start(self, generator, record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
         pending = Pending(self, generator, record)
+        self._watch.begun[record.key.axis] = record.number, record.name
         with self._lock:
             if pending._progress():
                 self._ledger.end(record)
@@ -104,18 +107,18 @@ class Engine:
         begun = time.perf_counter()
         try:
             while not pending.test():
-                self._pause(pending, time.perf_counter() - begun)
+                self._pause(pending, begun)
         finally:
+            self._watch.done()
             self._ledger.waited(pending.record, begun)
 
-    def _pause(self, pending: Pending, elapsed: float) -> None:
-        """Let others run: first by yielding the core, then by sleeping, and at the time limit by raising."""
-        if elapsed < YIELD_SECONDS:
+    def _pause(self, pending: Pending, begun: float) -> None:
+        """Let others run: first by yielding the core, then by sleeping, known to the watchdog."""
+        if time.perf_counter() - begun < YIELD_SECONDS:
             os.sched_yield()
             return
+        self._watch.waits(pending.record, begun)
         time.sleep(SLEEP_SECONDS)
-        if elapsed > SLOW_SECONDS and (elapsed > self._watch.timeout or self._watch.called()):
-            raise CollectiveTimeout(self._watch.report(pending.record, elapsed))
 
     @contextmanager
     def background(self):
@@ -153,70 +156,8 @@ class Engine:
             self._helper.join()
 
 
-class Watch:
-    """Says where the ranks are when a collective does not end.
-
-    A rank whose time is up tells the others where it waits (all of them on small communicators, else the members of its
-    collective); ranks that wait themselves hear it, tell where they are, and report too. Who stays silent is in no
-    collective: computing, stopped, dead, or never came.
-    """
-
-    TAG = 1
-    LENGTH = 500
-    SMALL = 256
-
-    def __init__(self, comm, timeout: float, patience: float = 2.0):
-        self.timeout = timeout
-        self._comm = comm
-        self._patience = patience
-        self._sent: list = []
-
-    def called(self) -> bool:
-        """Whether another rank has run out of time."""
-        return self._comm.Iprobe(MPI.ANY_SOURCE, self.TAG)
-
-    def report(self, record: Record, elapsed: float) -> str:
-        """Ask the other members of the collective and put their answers in words."""
-        here = str(record)
-        others = [rank for rank in record.members if rank != self._comm.rank]
-        everyone = range(self._comm.size) if self._comm.size <= self.SMALL else record.members
-        self._tell(here, [rank for rank in everyone if rank != self._comm.rank])
-        answers: dict[int, str] = {}
-        deadline = time.monotonic() + self._patience
-        while time.monotonic() < deadline and not answers.keys() >= set(others):
-            if self.called():
-                rank, where = self._hear()
-                answers[rank] = where
-                if rank not in everyone:
-                    self._tell(here, [rank])
-            else:
-                time.sleep(SLEEP_SECONDS)
-        return self._words(here, elapsed, others, answers)
-
-    def _tell(self, where: str, ranks) -> None:
-        text = where.encode()[: self.LENGTH]
-        self._sent += [self._comm.Isend([text, MPI.BYTE], rank, self.TAG) for rank in ranks]
-        self._sent.append(text)
-
-    def _hear(self) -> tuple[int, str]:
-        status = MPI.Status()
-        text = bytearray(self.LENGTH)
-        self._comm.Recv([text, MPI.BYTE], MPI.ANY_SOURCE, self.TAG, status)
-        return status.Get_source(), text[: status.Get_count(MPI.BYTE)].decode(errors="replace")
-
-    def _words(self, here: str, elapsed: float, others: list[int], answers: dict[int, str]) -> str:
-        missing = [rank for rank in others if rank not in answers]
-        elsewhere = [f"rank {rank} waits in {where}" for rank, where in answers.items() if where != here]
-        text = f"rank {self._comm.rank} waited {elapsed:.1f} s in {here}, with {_ranks(others)}."
-        if missing:
-            text += f" Missing: {_ranks(missing)} (computing, stopped, dead, or never called it)."
-        if elsewhere:
-            text += f" Elsewhere: {'; '.join(elsewhere)}."
-        if not missing and not elsewhere:
-            text += " All its members wait in it: the messages themselves do not arrive."
-        return text + " The limit is Grid(timeout=) or PMM3D_TIMEOUT."
-
-
-def _ranks(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+def _explained(record: Record, error: MPI.Exception) -> Pmm3dError:
+    return Pmm3dError(
+        f"{record}: MPI says {error.Get_error_string()}. If its members call different operations or pass other sizes "
+        "on this axis, PMM3D_DEBUG=1 names the first call that differs; otherwise a member may have died"
+    )

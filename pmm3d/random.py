@@ -6,7 +6,6 @@ Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 20
 from __future__ import annotations
 
 import numpy as np
-from scipy.special import ndtri
 
 from .errors import Pmm3dError
 from .layout import Block
@@ -33,7 +32,11 @@ def _real(index, seed: int, stream: int, distribution: str) -> np.ndarray:
     if distribution == "integers":
         return (drawn % np.uint64(9)).astype(np.float64) - 4
     unit = ((drawn >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return ndtri(unit) if distribution == "normal" else 2 * unit - 1
+    if distribution == "uniform":
+        return 2 * unit - 1
+    from scipy.special import ndtri
+
+    return ndtri(unit)
 
 
 def fill(out: np.ndarray, block: Block, columns: int, seed: int, distribution: str) -> None:

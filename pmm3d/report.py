@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench import Result
+from .units import in_bytes
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -56,9 +57,10 @@ def _product(result: Result) -> Table:
     table.add_row("grid", f"{'x'.join(map(str, result.grid))} of {result.ranks} ranks{idle}; "
                           f"{result.steps} step(s) along k, {result.panels} panel(s) of C")
     table.add_row("blocks", ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in result.blocks.items()))
-    table.add_row("memory a rank", f"{_size(result.model_memory)} of matrices and work arrays "
-                                   f"({_size(result.workspace_bytes)} work); resident {_size(result.peak_memory)}, "
-                                   f"grew by {_size(result.resident_growth)} while measuring")
+    table.add_row("memory a rank", f"{in_bytes(result.model_memory)} of matrices and work arrays "
+                                   f"({in_bytes(result.workspace_bytes)} work); resident "
+                                   f"{in_bytes(result.peak_memory)}, grew by {in_bytes(result.resident_growth)} "
+                                   "while measuring")
     low, middle, high = min(result.seconds), median(result.seconds), max(result.seconds)
     table.add_row("time", f"median {1e3 * middle:.2f} ms of {len(result.seconds)} "
                           f"(from {1e3 * low:.2f} to {1e3 * high:.2f})")
@@ -110,7 +112,7 @@ def print_sweep(results: list[Result], console: Console) -> None:
         table.add_row(
             "x".join(map(str, result.grid)), f"{1e3 * median(result.seconds):.2f}", f"{result.gflops:.1f}",
             f"{result.ratio:.3f}", f"{1e3 * result.computed_seconds:.2f}", f"{1e3 * result.waited_seconds:.2f}",
-            _size(received), f"{received / bound:.2f}" if bound else "-", "yes" if result.verified else "NO",
+            in_bytes(received), f"{received / bound:.2f}" if bound else "-", "yes" if result.verified else "NO",
         )
     console.print(table)
 
@@ -164,11 +166,3 @@ def _bars(results: list[Result]):
     known = [sum(column) for column in zip(*(values for _, _, values in parts))]
     rest = [max(0.0, 1e3 * median(result.seconds) - sure) for result, sure in zip(results, known)]
     return [*parts, ("copies, sums, agreement", "#bbbbbb", rest)]
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return ""

@@ -29,12 +29,22 @@ def _switch(text: str) -> bool:
         raise ValueError(text) from None
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks for; read once, when a Grid is made."""
 
     timeout: float = _variable(
-        "PMM3D_TIMEOUT", 600.0, float, "a number: seconds after which a collective that does not end is reported"
+        "PMM3D_TIMEOUT", 600.0, _seconds, "a number: seconds after which a collective that hangs ends the job; 0: never"
+    )
+    debug: bool = _variable(
+        "PMM3D_DEBUG", False, _switch, "0 or 1: compare the ranks' calls before each collective; look for deadlocks"
     )
     log: bool = _variable("PMM3D_LOG", False, _switch, "0 or 1: log each collective of each rank to stderr")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")

@@ -36,7 +36,23 @@ class Stream:
 
 
 STREAM = Stream()
-cuda = SimpleNamespace(get_current_stream=lambda: STREAM, alloc_pinned_memory=bytearray)
+DEVICES = 2
+
+
+class Device:
+    """taken: the numbers of the devices that were made the current one."""
+
+    taken: list = []
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def use(self) -> None:
+        self.taken.append(self.number)
+
+
+cuda = SimpleNamespace(get_current_stream=lambda: STREAM, alloc_pinned_memory=bytearray, Device=Device,
+                       runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES))
 
 
 class Memory:

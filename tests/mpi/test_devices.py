@@ -9,6 +9,7 @@ import standin_far  # noqa: F401, so that library_named knows it
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d.devices import take_device
 from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([2, 4])
@@ -31,6 +32,14 @@ def assert_products_are_right(grid, library):
 def test_staged_through_host_memory(comm, grid_shape, library):
     with Grid(comm, grid_shape, device_transport="staged") as grid:
         assert_products_are_right(grid, library)
+
+
+def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
+    """Two devices: the ranks of a node take them in turn."""
+    with Grid(comm) as grid:
+        assert grid.local_rank == comm.rank
+        assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.Device.taken[-1]
+        assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
 
 
 def test_sent_directly(comm, grid_shape):

@@ -1,0 +1,68 @@
+"""What importing pmm3d costs a rank: seconds, and files opened, which a parallel file system must serve to every rank.
+
+    python apps/import_cost.py [--json FILE]
+
+Each line is a process of its own, the median of several: after numpy and mpi4py the public names; the same and a first
+product of two matrices on one rank. Files are those that Python opens (modules, extensions,
+folders that it lists).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from statistics import median
+
+LAUNCHERS = ("OMPI_", "PMI", "PRTE_", "SLURM_")
+COUNTED = """
+import sys, time
+import numpy, mpi4py.MPI
+opened = set()
+def hook(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir"):
+        opened.add(str(arguments[0]))
+    elif event == "import" and arguments[1]:
+        opened.add(str(arguments[1]))
+sys.addaudithook(hook)
+before = time.perf_counter()
+{body}
+print(time.perf_counter() - before, len(opened), sep=",")
+"""
+NAMES = "import pmm3d\nfor name in pmm3d.__all__: getattr(pmm3d, name)"
+PRODUCT = NAMES + """
+with pmm3d.Grid() as grid:
+    a = pmm3d.DistMatrix.random(grid, (64, 64), seed=1)
+    a @ a.redistribute(pmm3d.Layout.B)"""
+CASES = {"the public names": NAMES, "and a first product": PRODUCT}
+
+
+def measured(body: str) -> tuple[float, int]:
+    """Seconds and files of a process of one rank that runs these lines after numpy and mpi4py."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    done = subprocess.run([sys.executable, "-c", COUNTED.format(body=body)], env=alone, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    seconds, files = done.stdout.split(",")
+    return float(seconds), int(files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=7, help="processes of each kind (7)")
+    parser.add_argument("--json", help="write the figures here")
+    options = parser.parse_args()
+    found = {}
+    for name, body in CASES.items():
+        runs = [measured(body) for _ in range(options.repeat)]
+        found[name] = {"seconds": median(seconds for seconds, _ in runs), "files": max(files for _, files in runs)}
+        print(f"{name:22} {found[name]['seconds']:.3f} s, {found[name]['files']} files")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
