@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..arrays import library_named
+from ..devices import take_device
 from ..errors import Pmm3dError
 from ..grid import Grid
 from ..io import Checkpoints, DataSet
+from ..machine import available_memory
+from ..units import in_bytes
 from . import functional, optim
 from .config import Config
 from .layers import MLP
+from .memory import MLPMemory
 from .parallel import Overlap
 from .run_log import RunLog
+from .signals import Signals
 from .tensor import Tape
 from .trainer import Trainer
 
@@ -20,16 +28,18 @@ OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
 
 @contextmanager
-def trainer(config: Config, comm, **options):
-    """As a context: the trainer, on a grid over comm; options go to Grid.
+def trainer(config: Config, comm, signals: Signals | None = None, **options):
+    """As a context: the trainer, on a grid over comm, that heeds the signals noted there; options go to Grid.
 
     Raises Pmm3dError, on every rank, if data and configuration do not fit together.
     """
     with Grid(comm, config.grid.shape, config.grid.data, **options) as grid:
+        take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         with _data(config, grid) as (data, rows, held_out):
             loss = _loss(config, data)
             sizes = [data.features, *config.network.hidden, data.classes if loss == "cross_entropy" else data.outputs]
+            _predict_memory(config, grid, sizes)
             network = _network(config, grid, sizes)
             options = {"split_inputs": "y", "split_targets": None if loss == "cross_entropy" else _cols(network)}
             batches = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch, **options}
@@ -38,7 +48,7 @@ def trainer(config: Config, comm, **options):
             if held_out is not None:
                 source, rows = held_out
                 validation = source.loader(shuffle=False, rows=rows, **batches)
-            yield _trainer(config, network, loader, validation, loss)
+            yield _trainer(config, network, loader, validation, loss, signals or Signals())
 
 
 @contextmanager
@@ -79,6 +89,24 @@ def _loss(config: Config, data) -> str:
     return wanted
 
 
+def _predict_memory(config: Config, grid, sizes) -> None:
+    """Keep what training is to take on a rank, for when it cannot be had, and say so before if it looks like that."""
+    states = len(OPTIMIZERS[config.optimizer.kind].state_names) or bool(config.optimizer.momentum)
+    memory = MLPMemory(tuple(sizes), config.data.batch_size, grid.shape, config.network.activation,
+                       config.network.dtype, states, config.optimizer.shard_over_data, input_sets=4,
+                       bucket_bytes=config.overlap.bucket_bytes)
+    layers = "-".join(map(str, sizes))
+    grid.ledger.predict(f"training of {layers} with batches of {config.data.batch_size}", memory.total)
+    if not library_named(config.network.library).on_host:
+        return
+    share = available_memory() * grid.hosts // grid.size
+    share, host = min(grid.comm.allgather((share or memory.total, platform.node())))
+    if share < memory.total and grid.rank == 0:
+        print(f"pmm3d: warning: training is predicted to take {in_bytes(memory.total)} on a rank; host {host} has "
+              f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches or "
+              "network.recompute", file=sys.stderr, flush=True)
+
+
 def _network(config: Config, grid, sizes) -> MLP:
     section = config.network
     return MLP(grid, sizes, getattr(functional, section.activation), bias=section.bias, norm=section.norm,
@@ -91,7 +119,7 @@ def _cols(network: MLP) -> str | None:
     return cols[0] if cols else None
 
 
-def _trainer(config: Config, network: MLP, loader, validation, loss: str) -> Trainer:
+def _trainer(config: Config, network: MLP, loader, validation, loss: str, signals: Signals) -> Trainer:
     section, grid = config.training, network.grid
     settings = {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay,
                 "shard_over_data": config.optimizer.shard_over_data}
@@ -105,7 +133,8 @@ def _trainer(config: Config, network: MLP, loader, validation, loss: str) -> Tra
         validation=validation, evaluate_every=section.evaluate_every,
         checkpoints=Checkpoints(grid, folder / "checkpoints", keep=section.keep),
         checkpoint_every=section.checkpoint_every, micro_batches=section.micro_batches, clip=config.optimizer.clip,
-        log=RunLog(folder, grid.rank), log_every=section.log_every, settings=config.model_dump(mode="json"),
+        log=RunLog(folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
+        settings=config.model_dump(mode="json"), signals=signals,
     )
 
 

@@ -67,8 +67,9 @@ class ScheduleSection(Section):
 
 
 class TrainingSection(Section):
-    """folder: of this run (metrics.jsonl, curves.png, checkpoints/); epochs: passes over the data; evaluate_every and
-    checkpoint_every: in steps, 0 for once an epoch; keep: how many checkpoints."""
+    """folder: of this run (metrics.jsonl, run.json, curves.png, checkpoints/); epochs: passes over the data;
+    evaluate_every and checkpoint_every: in steps, 0 for once an epoch; keep: how many checkpoints; prometheus: a .prom
+    file for the latest figures, where a node exporter looks for such."""
 
     folder: Path = Path("runs/train")
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
@@ -79,6 +80,7 @@ class TrainingSection(Section):
     keep: int = Field(3, ge=1)
     log_every: int = Field(10, ge=1)
     seed: int = 0
+    prometheus: Path | None = None
 
 
 class OverlapSection(Section):

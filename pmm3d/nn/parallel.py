@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from ..arrays import itemsize
@@ -17,6 +18,7 @@ from .parts import gathered_bytes, z_counts
 
 PANELS_ACROSS_HOSTS = 8
 LEAST_PANEL_BYTES = 2**19
+IDLE_PAUSES = 8
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,21 @@ class Parallel:
         return [slice(*part_range(rows, panels, index)) for index in range(panels)]
 
 
+class Held(NamedTuple):
+    """A gathered weight that is kept; used: how many pauses there had been when it was last taken."""
+
+    weight: ref
+    nbytes: int
+    used: int
+
+
 class Weights:
     """Brings the shards of a weight together along z, one weight ahead: which one comes next is known from the time
-    before."""
+    before.
+
+    budget   bytes of gathered weights that a rank keeps, where `Overlap.keep_bytes` leaves that open; None before the
+             ranks have agreed on it
+    """
 
     def __init__(self, parallel: Parallel):
         self._parallel = parallel
@@ -95,8 +109,10 @@ class Weights:
         self._kept: WeakKeyDictionary = WeakKeyDictionary()
         self._after: WeakKeyDictionary = WeakKeyDictionary()
         self._last = None
-        self._budget: int | None = None
-        self._bytes: dict[int, int] = {}
+        self.budget: int | None = None
+        self._held: dict[int, Held] = {}
+        self._numbers: WeakKeyDictionary = WeakKeyDictionary()
+        self._named = self._pauses = 0
 
     def take(self, weight, phase: str):
         """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
@@ -107,7 +123,9 @@ class Weights:
             return weight.local
         self._learn(weight, phase)
         full = self._known(self._kept, weight)
-        if full is None:
+        if full is not None:
+            self._hold(weight)
+        else:
             pending = self._known(self._coming, weight) or self._start(weight)
             self._coming.pop(weight, None)
             full = pending.wait()
@@ -118,9 +136,14 @@ class Weights:
         return full
 
     def pause(self) -> None:
-        """What comes next is not known: the values may change before it."""
+        """What comes next is not known: the values may change before it. Weights out of use are let go."""
         self._last = None
-        self._bytes.clear()
+        self._pauses += 1
+        for number, held in list(self._held.items()):
+            if held.used < self._pauses - IDLE_PAUSES:
+                if held.weight() is not None:
+                    self._kept.pop(held.weight(), None)
+                del self._held[number]
 
     def _learn(self, weight, phase: str) -> None:
         if self._last is not None and self._last[0]() is not None:
@@ -150,17 +173,28 @@ class Weights:
             return grid.z.all_gather(weight.local, out=full, counts=counts)
 
     def _keeps(self, weight) -> bool:
-        """The same on all ranks: counts what was kept since the last pause, not what happens to be alive."""
+        """The same on all ranks: by what was kept and is in use, not by what happens to be alive."""
         overlap = self._parallel.overlap
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward
         budget = overlap.keep_bytes
         if budget is None:
-            budget = self._budget = self._agreed_budget() if self._budget is None else self._budget
-        if sum(self._bytes.values()) + gathered_bytes(weight) > budget:
+            budget = self.budget = self._agreed_budget() if self.budget is None else self.budget
+        self._held.pop(self._number(weight), None)
+        if sum(held.nbytes for held in self._held.values()) + gathered_bytes(weight) > budget:
             return False
-        self._bytes[id(weight)] = gathered_bytes(weight)
+        self._hold(weight)
         return True
+
+    def _hold(self, weight) -> None:
+        self._held[self._number(weight)] = Held(ref(weight), gathered_bytes(weight), self._pauses)
+
+    def _number(self, weight) -> int:
+        """In the order of first use, so the same on all ranks."""
+        if weight not in self._numbers:
+            self._named += 1
+            self._numbers[weight] = self._named
+        return self._numbers[weight]
 
     def _agreed_budget(self) -> int:
         grid = self._parallel.grid

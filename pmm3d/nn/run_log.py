@@ -1,4 +1,5 @@
-"""What a training run tells people and programs: the progress bar, metrics.jsonl, curves.png. Rank 0 speaks."""
+"""What a training run tells people and programs: the progress bar, metrics.jsonl, curves.png, figures for
+Prometheus. Rank 0 speaks."""
 
 from __future__ import annotations
 
@@ -19,18 +20,26 @@ class RunLog:
                     and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
                     rank 0 waited for messages. A resumed run goes on in the same file; what lies beyond is cut off.
     curves.png      loss and validation by step
+
+    prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `prometheus.Textfile`
     """
 
-    def __init__(self, folder, rank: int, *, bar: bool = True):
+    def __init__(self, folder, rank: int, *, bar: bool = True, prometheus=None):
         self.folder, self.speaks = Path(folder), rank == 0
-        self._bar = self._task = self._file = None
+        self._bar = self._task = self._file = self._exporter = None
+        self._prometheus = prometheus
         self._begun = time.perf_counter()
         self._draws = bar
 
     def open(self, step: int, total: int) -> None:
-        """Begin, or go on after a step, of so many in all. Raises OSError where the folder cannot be written."""
+        """Begin, or go on after a step, of so many in all. Raises OSError where the folder cannot be written, and
+        Pmm3dError where the file for Prometheus cannot."""
         if not self.speaks:
             return
+        if self._prometheus is not None:
+            from .prometheus import Textfile
+
+            self._exporter = Textfile(self._prometheus, self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "metrics.jsonl"
         kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
@@ -56,6 +65,7 @@ class RunLog:
         if not self.speaks:
             return
         self._write({**metrics, "seconds": round(time.perf_counter() - self._begun, 3)})
+        self._export(metrics)
         said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
                 f"waiting {metrics['waiting']:.0%}")
         if self._bar is not None:
@@ -66,7 +76,23 @@ class RunLog:
         if not self.speaks:
             return
         self._write({"step": step, "epoch": epoch, "validation": figures})
+        self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
+
+    def saved(self, step: int, path) -> None:
+        """A checkpoint is on the disk."""
+        self.say(f"step {step}: wrote {path}")
+        self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": time.time()})
+
+    def _export(self, figures: dict, validation: dict | None = None) -> None:
+        """For Prometheus; a file that cannot be written any more is given up, and the training goes on."""
+        if self._exporter is None:
+            return
+        try:
+            self._exporter.write(figures, validation)
+        except OSError as error:
+            self.say(f"pmm3d: warning: {self._prometheus} cannot be written any more: {error.strerror}")
+            self._exporter = None
 
     def say(self, text: str) -> None:
         if not self.speaks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,14 +11,16 @@ from math import isfinite
 import numpy as np
 
 from ..errors import Pmm3dError
+from ..io.lock import RunLock
 from . import loss as losses
 from .layers import Module
 from .optim import Optimizer, Schedule
+from .record import RunRecord
 from .run_log import RunLog, curve, read_metrics
+from .signals import END, Signals
 from .tensor import Tape, no_sync
+from .volume import Passes
 
-SIGNALS = {signal.SIGUSR1: 1, signal.SIGTERM: 2}
-"""A checkpoint and on; a checkpoint and the end."""
 LOSSES = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
@@ -40,10 +42,13 @@ class Trainer:
     clip          largest 2-norm of the gradient, or None
     log           a RunLog, or None;   log_every  in steps, besides the first step and the last of each epoch
     settings      what else a checkpoint is to remember; JSON-able
+    signals       the `Signals` that note what came before the run
     step, figures steps done; the last validation's figures
+    passes        what this run did so far
 
-    SIGUSR1, on any rank, has a checkpoint written after the step under way; SIGTERM has one written and ends the
-    run. `run` and `resume` are collective.
+    SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of an evaluation, under way; SIGTERM has
+    one written and ends the run. The folder of the log (or that of the checkpoints) belongs to this job while it runs:
+    another one that wants it gets a FolderInUseError. `run`, `resume` and `owning` are collective.
     """
 
     network: Module
@@ -61,15 +66,18 @@ class Trainer:
     log: RunLog | None = None
     log_every: int = 10
     settings: dict = field(default_factory=dict)
+    signals: Signals = field(default_factory=Signals)
     step: int = 0
     figures: dict = field(default_factory=dict)
+    passes: Passes = field(default_factory=Passes)
 
     def __post_init__(self):
         self.grid = self.network.grid
         self._loss = LOSSES.get(self.loss, self.loss)
         if not callable(self._loss):
             raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {self.loss!r}")
-        self._signals = 0
+        self._lock = None
+        self._record = RunRecord(self) if self.log is not None else None
         self._since = [time.perf_counter(), 0, 0.0]
         self._saved = None
 
@@ -78,16 +86,69 @@ class Trainer:
 
         Raises NonFiniteLossError and what the loader raises, on every rank.
         """
-        with self.grid.together("training"):
+        with self.owning(), np.errstate(over="ignore", invalid="ignore"):
             if self.log is not None:
-                self.log.open(self.step, self.step + self._steps_left())
-        with self._listening(), np.errstate(over="ignore", invalid="ignore"):
+                self._on_first(lambda: self.log.open(self.step, self.step + self._steps_left()))
+            self.passes = Passes()
             try:
-                finished = self._epochs()
+                with self._recorded():
+                    return self._epochs()
             finally:
                 if self.log is not None:
                     self.log.close()
-        return finished
+
+    @contextmanager
+    def owning(self):
+        """As a context: no other job may write into the folder, and signals are noted. `run` enters it by itself; what
+        goes before that in the same folder, such as `resume`, may be put into it too.
+
+        Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
+        """
+        if self._lock is not None or self._folder is None:
+            with self.signals:
+                yield
+            return
+        self._lock = RunLock(self._folder, lambda text: print(f"pmm3d: {text}", file=sys.stderr, flush=True))
+        try:
+            self._on_first(self._lock.acquire)
+            with self.signals:
+                yield
+        finally:
+            self._lock.release()
+            self._lock = None
+
+    def _on_first(self, body) -> None:
+        """Rank 0 does it; all ranks raise what it could not do in the folder."""
+        problem = None
+        if self.grid.rank == 0:
+            try:
+                body()
+            except OSError as error:
+                problem = Pmm3dError(f"the folder {self._folder} cannot be written: {error.strerror}")
+            except Pmm3dError as error:
+                problem = error
+        problem = self.grid.comm.bcast(problem)
+        with self.grid.together("training", str(self._folder)):
+            if problem is not None:
+                raise problem
+
+    @property
+    def _folder(self):
+        return self.log.folder if self.log is not None else self.checkpoints and self.checkpoints.folder
+
+    @contextmanager
+    def _recorded(self):
+        """The record of the run is begun, and says how it ended."""
+        if self._record is None:
+            yield
+            return
+        self._record.begin()
+        try:
+            yield
+        except Exception as error:
+            self._record.broke_off(error)
+            raise
+        self._record.write("finished" if self.loader.epoch >= self.epochs else "ended by SIGTERM")
 
     def _steps_left(self) -> int:
         steps = lambda batches: -(-batches // self.micro_batches)
@@ -95,6 +156,11 @@ class Trainer:
         return max(0, steps(whole - state["batch"]) + (self.epochs - state["epoch"] - 1) * steps(whole))
 
     def _epochs(self) -> bool:
+        asked = self._asked()
+        if asked:
+            self.save()
+        if asked >= END:
+            return False
         while self.loader.epoch < self.epochs:
             for size, batches in self._groups():
                 value, norm = self._step(size, batches)
@@ -102,11 +168,13 @@ class Trainer:
                 if at_end or self.step == 1 or self.step % self.log_every == 0:
                     self._tell(value, norm)
                 asked = self._asked()
-                if self._due(self.evaluate_every, at_end) and self.validation is not None:
-                    self._evaluate()
-                if asked or self._due(self.checkpoint_every, at_end):
+                if asked:
                     self.save()
-                if asked >= SIGNALS[signal.SIGTERM]:
+                if self._due(self.evaluate_every, at_end) and self.validation is not None:
+                    asked = max(asked, self._evaluate())
+                if self._due(self.checkpoint_every, at_end):
+                    self.save()
+                if asked >= END:
                     return False
         self.save()
         return True
@@ -136,6 +204,7 @@ class Trainer:
             else:
                 loss.backward()
             value, rows = value + loss.item(), rows + x.shape[0]
+            self.passes.trained[x.shape[0]] += 1
             if not isfinite(value):
                 self._explain(x, f"the loss is {value}")
         norm = self.optimizer.clip(self.clip) if self.clip else None
@@ -145,6 +214,8 @@ class Trainer:
         if self.schedule is not None:
             self.schedule.step()
         self.step += 1
+        self.passes.steps += 1
+        self.passes.evaluated_last = False
         self._since[1] += rows
         return value, norm
 
@@ -152,25 +223,45 @@ class Trainer:
         now, waited = time.perf_counter(), self.grid.ledger.total().waited
         begun, rows, before = self._since
         self._since = [now, 0, waited]
+        if self._lock is not None:
+            self._lock.beat()
         if self.log is not None:
             elapsed = max(1e-9, now - begun)
             self.log.step({"step": self.step, "epoch": self.loader.epoch, "loss": value, "lr": self.optimizer.lr,
                            "samples_per_second": rows / elapsed, "waiting": max(0.0, waited - before) / elapsed}
                           | ({} if norm is None else {"gradient_norm": norm}))
 
-    def _evaluate(self) -> None:
-        self.figures = evaluate(self.network, self.validation, self._loss)
+    def _evaluate(self) -> int:
+        """Returns the most urgent wish that came meanwhile; a checkpoint for it is on the disk."""
+        wishes = [0]
+
+        def batches():
+            for x, y in self.validation:
+                yield x, y
+                self.passes.evaluated[x.shape[0]] += 1
+                if self._lock is not None:
+                    self._lock.beat()
+                wishes.append(self._asked())
+                if wishes[-1]:
+                    self.save()
+
+        self.figures = evaluate(self.network, batches(), self._loss)
+        self.passes.evaluations += 1
+        self.passes.evaluated_last = True
         if self.log is not None:
             self.log.validation(self.step, self.loader.epoch, self.figures)
+        return max(wishes)
 
     def save(self) -> None:
         """Write a checkpoint of everything, once a step."""
         if self.checkpoints is None or self._saved == self.step:
             return
+        begun = time.perf_counter()
         path = self.checkpoints.save(self.step, self._matrices(), self._state())
         self._saved = self.step
         if self.log is not None:
-            self.log.say(f"step {self.step}: wrote {path}")
+            self.log.saved(self.step, path)
+            self._record.saved(path, time.perf_counter() - begun)
 
     def resume(self, path=None) -> bool:
         """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid."""
@@ -193,6 +284,7 @@ class Trainer:
         self.step = self._saved = state["step"]
         if self.log is not None:
             self.log.say(f"resumed {path}, step {self.step}")
+            self._record.resumed(path)
         return True
 
     def refuse_to_overwrite(self) -> None:
@@ -220,7 +312,8 @@ class Trainer:
         if self.log is not None:
             losses = [line["loss"] for line in read_metrics(self.log.folder / "metrics.jsonl") if "loss" in line]
             lines.append(f"loss {curve(losses)} from {losses[0]:.3g} to {losses[-1]:.3g}" if losses else "no loss yet")
-            lines.append(f"curves in {self.log.folder / 'curves.png'}, figures in {self.log.folder / 'metrics.jsonl'}")
+            lines.append(f"curves in {self.log.folder / 'curves.png'}, figures in {self.log.folder / 'metrics.jsonl'}; "
+                         f"a page of all: pmm3d report {self.log.folder}")
         return "\n".join(lines)
 
     def _matrices(self) -> dict:
@@ -237,30 +330,10 @@ class Trainer:
             "settings": self.settings,
         }
 
-    @contextmanager
-    def _listening(self):
-        """Signals are noted as they come, and heeded after the step. Python takes them in its main thread only."""
-        before = {}
-        try:
-            for number in SIGNALS:
-                before[number] = signal.signal(number, self._note)
-        except ValueError:
-            pass
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number, frame) -> None:
-        self._signals = max(self._signals, SIGNALS[signal.Signals(number)])
-
     def _asked(self) -> int:
-        """The most urgent signal that any rank has had since the last step. Collective."""
-        mine, self._signals = self._signals, 0
-        counts = np.array([mine == level for level in SIGNALS.values()], np.int64)
-        heard = self.grid.everyone.all_reduce(counts, agreed=True).wait()
-        return max((level for level, count in zip(SIGNALS.values(), heard) if count), default=0)
+        """The most urgent signal that any rank has had since the last time. Collective."""
+        self.passes.asked += 1
+        return self.signals.asked(self.grid)
 
     def _explain(self, x, what: str) -> None:
         """Raise NonFiniteLossError with the first place in the network where numbers went wrong."""

@@ -2,12 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 
 import h5py
 import numpy as np
 import pytest
+from mpi_runner.script_job import ScriptJobs
+
+from pmm3d.page import write_page
 
 COMMAND = """
 import os, signal, sys, threading, time
@@ -27,6 +33,35 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     threading.Thread(target=send, daemon=True).start()
 """
 
+CALLED = """
+import mpi4py.MPI
+from pmm3d.{module} import {owner}
+done, left = {owner}.{name}, [{number}]
+def wrapped(*args, **options):
+    left[0] -= 1
+    if left[0] == 0 and mpi4py.MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return done(*args, **options)
+{owner}.{name} = wrapped
+"""
+"""SIGTERM to rank 1 at the so-many-th call of a function there."""
+PROVE = """
+kill = os.kill
+def told(*args):
+    print("sent", file=sys.__stderr__)
+    kill(*args)
+os.kill = told
+"""
+WAITING = """
+from pmm3d.nn.trainer import Trainer
+tell = Trainer._tell
+def waiting(self, *args):
+    tell(self, *args)
+    while self.step == 3 and not os.path.exists({go!r}):
+        time.sleep(0.01)
+Trainer._tell = waiting
+"""
+
 
 class Runs:
     """Trainings in one folder."""
@@ -39,10 +74,10 @@ class Runs:
             file["x"], file["y"] = x, (x[:, :3].argmax(1)).astype("int64")
             file["field"] = x @ random.standard_normal((12, 4)).astype("float32")
 
-    def config(self, name="run", data="", training="", **sections) -> str:
+    def config(self, name="run", data="", training="", hidden=(16, 8), **sections) -> str:
         text = f'[data]\nfile = "{self.folder}/data.h5"\nbatch_size = 50\n{data}\n'
         text += f'[training]\nfolder = "{self.folder}/{name}"\nlog_every = 1\n{training}\n'
-        text += "[network]\nhidden = [16, 8]\n" + sections.pop("network", "") + "\n"
+        text += f"[network]\nhidden = {list(hidden)}\n" + sections.pop("network", "") + "\n"
         text += "\n".join(f"[{section}]\n{lines}" for section, lines in sections.items())
         path = self.folder / f"{name}.toml"
         path.write_text(text)
@@ -133,6 +168,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(runs):
     done = runs.train(config)
     fails(done, "NonFiniteLossError: step 3: the loss is inf. The output of layer 2 (Linear) is not finite.")
     assert [line["step"] for line in runs.metrics()] == [1, 2] and not runs.checkpoints()
+    record = json.loads((runs.folder / "run/run.json").read_text())
+    assert record["state"] == "failed" and "the loss is inf" in record["events"][-1]["text"]
 
 
 @pytest.mark.parametrize("changes, text", [
@@ -187,3 +224,177 @@ def test_kill_9_at_random_moments(runs):
     assert "2 kills" in done.stdout and "all bitwise" in done.stdout
     differences = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if "resumed on" in line]
     assert len(differences) == 3 and max(differences) < 1e-11
+
+
+@pytest.fixture
+def at_once(runs, tmp_path):
+    """Begins a training beside the test; gives a function that waits for its end."""
+    (tmp_path / "beside").mkdir()
+    jobs, threads = ScriptJobs(tmp_path / "beside"), []
+
+    def begin(config, before):
+        found = []
+        run = lambda: found.append(jobs.run(2, COMMAND.format(before=before), config, timeout=100))
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        return lambda: (threads[-1].join(), found[0])[1]
+
+    yield begin
+    jobs.end()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_second_job_refuses_and_the_first_is_as_if_alone(runs, at_once):
+    """Bitwise; the second one changes nothing, whether it would begin or go on."""
+    go, folder = runs.folder / "go", runs.folder / "first"
+    end = at_once(runs.config("first", training="epochs = 2\ncheckpoint_every = 2"), WAITING.format(go=str(go)))
+    deadline = time.monotonic() + 60
+    while not (folder / "checkpoints/step-00000002").is_dir() or len(runs.metrics("first")) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    contents = lambda: {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents()
+    for arguments in ((), ("--resume", "auto")):
+        done = runs.train(str(runs.folder / "first.toml"), *arguments)
+        fails(done, f"FolderInUseError: {folder} belongs to a job that is running: host ")
+        assert done.returncode == 2 and ", process " in done.stderr
+    assert contents() == before
+    go.write_text("")
+    assert end().returncode == 0
+    alone = runs.train(runs.config("alone", training="epochs = 2\ncheckpoint_every = 2"),
+                       before=WAITING.format(go=str(go)))
+    assert alone.returncode == 0, alone.stderr
+    expected, found = runs.weights("alone"), runs.weights("first")
+    assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
+    assert (folder / "lock").read_bytes() == b""
+
+
+def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
+    """And there is a page of what was killed, though no checkpoint was written."""
+    config = runs.config(training="epochs = 300\ncheckpoint_every = 10000")
+    killed = runs.train(config, before=SIGNAL.format(folder=str(runs.folder / "run"), after=5, name="SIGKILL"))
+    assert killed.returncode not in (0, 75) and (runs.folder / "run/lock").read_bytes()
+    page = write_page(runs.folder / "run").read_text()
+    assert "not finished" in page and "the lock names process" in page and "Nothing was moved yet" in page
+    ended = runs.train(runs.config(training="epochs = 1\ncheckpoint_every = 2"), "--resume", "auto")
+    assert ended.returncode == 0 and "ended without releasing it" in ended.stderr, ended.stderr
+    starts = json.loads((runs.folder / "run/run.json").read_text())["starts"]
+    assert [start["state"] for start in starts] == ["finished"]
+    again = runs.train(runs.config(training="epochs = 300\ncheckpoint_every = 3"), "--resume", "auto",
+                       before=SIGNAL.format(folder=str(runs.folder / "run"), after=20, name="SIGKILL"))
+    assert again.returncode not in (0, 75), again.stderr
+    assert runs.train(runs.config(training="epochs = 1"), "--resume", "auto").returncode == 0
+    starts = json.loads((runs.folder / "run/run.json").read_text())["starts"]
+    assert [start["state"] for start in starts] == ["finished", "broke off", "finished"]
+
+
+@pytest.mark.parametrize("call, steps", [
+    ({"module": "io.dataset", "owner": "DataSet", "name": "__init__", "number": 1}, [0]),
+    ({"module": "nn", "owner": "loss", "name": "accuracy", "number": 1}, [6]),
+    ({"module": "nn.trainer", "owner": "Trainer", "name": "_matrices", "number": 1}, [6, 7]),
+    ({"module": "nn.trainer", "owner": "Trainer", "name": "resume", "number": 1}, [0]),
+], ids=["opening the data", "evaluation", "saving", "resuming"])
+def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(runs, call, steps):
+    """And resumed from it, the run ends with the same bits."""
+    options = {"training": "epochs = 2\nkeep = 9", "network": "dropout = 0.1"}
+    ended = runs.train(runs.config("ended", **options), "--resume", "auto", before=CALLED.format(**call))
+    assert ended.returncode == 75, ended.stderr
+    assert runs.checkpoints("ended") == [f"step-{step:08d}" for step in steps]
+    validated = [line["step"] for line in runs.metrics("ended") if "validation" in line]
+    assert validated == [step for step in steps if step == 6]
+    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by SIGTERM"
+    resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
+    whole = runs.train(runs.config("whole", **options))
+    assert resumed.returncode == whole.returncode == 0, resumed.stderr
+    expected, found = runs.weights("whole"), runs.weights("ended")
+    assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("call", [
+    {"module": "grid", "owner": "Grid", "name": "close", "number": 1},
+    {"module": "nn.signals", "owner": "Signals", "name": "__exit__", "number": 3},
+])
+def test_sigterm_after_the_last_checkpoint_is_no_failure(runs, call):
+    """All is done: the exit code says so."""
+    done = runs.train(runs.config(training="epochs = 1"), before=CALLED.format(**call) + PROVE)
+    assert done.returncode == 0, done.stderr
+    assert "sent" in done.stderr
+
+
+def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(runs):
+    """Exit code 2, not 75: it would be requeued for ever. What was there stays, and a longer start goes on."""
+    early = CALLED.format(module="io.dataset", owner="DataSet", name="__init__", number=1)
+    config = runs.config(training="epochs = 1")
+    assert runs.train(config, "--resume", "auto", before=early).returncode == 75
+    again = runs.train(config, "--resume", "auto", before=early + "os.environ['SLURM_RESTART_COUNT'] = '1'\n")
+    assert again.returncode == 2
+    assert "(restart 1) was asked to end before its first step: the time limit leaves no time to train" in again.stderr
+    assert runs.checkpoints("run") == ["step-00000000"]
+    assert runs.train(config, "--resume", "auto").returncode == 0
+
+
+def gauges(path) -> dict[str, str]:
+    """The samples of a .prom file."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return dict(line.rsplit(" ", 1) for line in lines)
+
+
+def test_the_figures_for_prometheus(runs):
+    path = runs.folder / "pmm3d.prom"
+    options = {"training": f"epochs = 1\nprometheus = '{path}'", "optimizer": "clip = 1.0"}
+    done = runs.train(runs.config(**options), before="os.environ['SLURM_JOB_ID'] = '7'")
+    assert done.returncode == 0, done.stderr
+    labels = f'{{job="SLURM_JOB_ID 7",run="{runs.folder}/run"}}'
+    found, last = gauges(path), [line for line in runs.metrics() if "loss" in line][-1]
+    for name in ("step", "epoch", "loss", "lr", "samples_per_second", "waiting", "gradient_norm"):
+        assert float(found[f"pmm3d_{name}{labels}"]) == pytest.approx(last[name], rel=1e-9)
+    assert found[f"pmm3d_checkpoint_step{labels}"] == "6.0"
+    assert abs(float(found[f"pmm3d_checkpoint_timestamp_seconds{labels}"]) - time.time()) < 120
+    accuracy = found[f'pmm3d_validation{{figure="accuracy",{labels[1:]}']
+    assert float(accuracy) == [line for line in runs.metrics() if "validation" in line][-1]["validation"]["accuracy"]
+
+
+@pytest.mark.parametrize("path, before, text", [
+    ("nowhere/x.prom", "", "cannot be written: No such file or directory"),
+    ("x.txt", "", "node exporters read files that end in .prom only"),
+    ("x.prom", "sys.modules['prometheus_client'] = None", "pip install 'pmm3d[monitor]'"),
+])
+def test_figures_that_cannot_be_written_are_refused_at_the_start(runs, path, before, text):
+    config = runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/{path}'")
+    fails(runs.train(config, before=before), text)
+    assert {found.name for found in (runs.folder / "run").iterdir()} == {"lock"}
+
+
+def test_figures_that_cannot_be_written_later_end_no_training(runs):
+    before = """
+import prometheus_client
+write, left = prometheus_client.write_to_textfile, [3]
+def failing(*args):
+    left[0] -= 1
+    if left[0] < 0:
+        raise OSError(28, "No space left on device")
+    write(*args)
+prometheus_client.write_to_textfile = failing
+"""
+    done = runs.train(runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/x.prom'"), before=before)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("x.prom cannot be written any more: No space left on device") == 1
+    assert gauges(runs.folder / "x.prom")[f'pmm3d_step{{job="",run="{runs.folder}/run"}}'] == "2.0"
+
+
+def test_memory_that_cannot_be_had_is_told_beside_what_was_predicted(runs):
+    """Layers of 8000 that one rank has no room for: first a warning, then who, how much, and what was predicted."""
+    done = runs.train(runs.config(hidden=[8000, 8000, 8000], training="epochs = 1"), before="""
+import mpi4py.MPI, resource, pmm3d.machine
+pmm3d.machine.available_memory = lambda *file: 2**30
+if mpi4py.MPI.COMM_WORLD.rank == 1:
+    import h5py, pmm3d.nn
+    room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**28
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+""")
+    assert done.returncode != 0
+    warning = r"warning: training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
+    assert re.search(warning, done.stderr), done.stderr
+    assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
+                     r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr
