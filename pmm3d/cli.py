@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import machine
+from .doctor.command import doctor_command
 from .io.convert import convert_command
 from .launcher import task_rank
 
@@ -21,6 +25,7 @@ app = typer.Typer(
 )
 
 FIRST_RANK_SPEAKS = 1.0
+LAST_RESORT_SECONDS = 60
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
@@ -30,15 +35,31 @@ def main() -> None:
     """Sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage: the others
     are silent, and end later, since mpiexec ends all ranks when one fails."""
     machine.set_blas_environment()
-    if task_rank(os.environ) == 0:
-        app()
-    sys.stdout = sys.stderr = open(os.devnull, "w")
+    first = task_rank(os.environ) == 0
+    if not first:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         app()
     except SystemExit:
-        if sys.stderr is not sys.__stderr__:
+        if "mpi4py.MPI" in sys.modules:
+            _leave()
+        elif not first:
             time.sleep(FIRST_RANK_SPEAKS)
         raise
+
+
+def _leave() -> None:
+    """All together: MPI_Finalize would wait in silence, and for ever, for a rank that does not come. And each with its
+    own exit code: a launcher that ends all ranks when the first one has failed sends SIGTERM, which is too late."""
+    from mpi4py import MPI
+
+    from .communicator import all_leave
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    all_leave(MPI.COMM_WORLD, _time_limit())
+    faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True)
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
 
 
 @app.callback()
@@ -93,17 +114,15 @@ def bench(
     pmm3d bench --grid all --plot grids.png            which grid is the fastest here?
     """
     sys.stderr = sys.__stderr__
-    from mpi4py import MPI
-
+    comm = _world()
     from . import cost, report
     from .bench import Case, run
     from .errors import Pmm3dError
 
-    comm = MPI.COMM_WORLD
     case = Case(m, n, k, dtype, array, transpose, repeat, verify, panels, max_workspace)
     shapes = [shape[:3] for shape in cost.ranked_grids((m, n, k), comm.size, dtype)] if grid == "all" else [grid]
     try:
-        _writable(comm, json, plot, trace)
+        _on_first(comm, lambda: _writable(json, plot, trace))
         results = _run_all(run, case, comm, shapes, trace, timeout)
     except Exception as error:
         if not isinstance(error, Pmm3dError) and not getattr(error, "everywhere", False):
@@ -136,8 +155,9 @@ def train(
 ) -> None:
     """Train a fully connected network on data in HDF5, as a configuration says.
 
-    Writes metrics.jsonl, curves.png and checkpoints/ into training.folder. Batches, weights and checkpoints do not
-    depend on the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has
+    Writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder, which belongs to this job until it
+    ends: another one refuses. `pmm3d report` makes a page of them. Batches, weights and checkpoints do not depend on
+    the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has
     one written and ends the run with exit code 75: not finished, start again with --resume auto.
 
     [bold]Examples[/]
@@ -149,19 +169,18 @@ def train(
     pmm3d train x.toml --show                          every key with its default
     """
     sys.stderr = sys.__stderr__
-    from mpi4py import MPI
-
+    comm = _world()
     from .errors import Pmm3dError
     from .nn import config as configuration
+    from .nn.job import train_job
 
-    comm = MPI.COMM_WORLD
     try:
-        loaded = configuration.load(config)
+        loaded = _on_first(comm, lambda: configuration.load(config))
         if show:
             if comm.rank == 0:
                 print(loaded.model_dump_json(indent=2))
             return
-        finished = _train(loaded, comm, resume, trace)
+        finished = train_job(loaded, comm, resume, trace)
     except Exception as error:
         if not isinstance(error, Pmm3dError) and not getattr(error, "everywhere", False):
             raise
@@ -170,27 +189,34 @@ def train(
         raise typer.Exit(NOT_FINISHED)
 
 
-def _train(config, comm, resume: str, trace: Path | None) -> bool:
-    from .nn.build import trainer
-
-    with trainer(config, comm, trace=bool(trace)) as run:
-        if resume == "auto":
-            run.resume()
-        elif resume != "never":
-            run.resume(Path(resume))
-        else:
-            run.refuse_to_overwrite()
-        if comm.rank == 0:
-            print(run.describe(), file=sys.stderr, flush=True)
-        finished = run.run()
-        if comm.rank == 0:
-            print(run.summary())
-        if trace:
-            run.grid.write_trace(trace)
-    return finished
-
-
 app.command("convert")(convert_command)
+app.command("doctor")(doctor_command)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a training run, or a file of pmm3d bench --json.")],
+    output: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder if left "
+                                                     "out.")] = None,
+) -> None:
+    """Make a page of a run: curves, time of each rank, bytes beside the model, memory, the grid.
+
+    One HTML file that needs no network, readable while the run goes on too. No MPI is used.
+
+    [bold]Example[/]
+
+    pmm3d report runs/digits
+    """
+    from .errors import Pmm3dError
+    from .page import write_page
+
+    if task_rank(os.environ):
+        return
+    try:
+        print(f"wrote {write_page(run, output)}")
+    except Pmm3dError as error:
+        print(f"pmm3d: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -208,16 +234,15 @@ def export(
     of the same layers.
     """
     sys.stderr = sys.__stderr__
-    from mpi4py import MPI
-
+    comm = _world()
     from .errors import Pmm3dError
     from .nn.exchange import export_checkpoint
 
     try:
-        export_checkpoint(MPI.COMM_WORLD, checkpoint, target)
+        export_checkpoint(comm, checkpoint, target)
     except Pmm3dError as error:
-        _fail(MPI.COMM_WORLD, error)
-    if MPI.COMM_WORLD.rank == 0:
+        _fail(comm, error)
+    if comm.rank == 0:
         print(f"wrote {target}")
 
 
@@ -250,24 +275,68 @@ def _console(stream):
     return Console(file=stream, highlight=False, **size)
 
 
-def _writable(comm, *paths) -> None:
-    """Fail on every rank, before the work, if a file cannot be written on rank 0."""
+def _world():
+    """MPI's ranks."""
+    with _no_hang():
+        from mpi4py import MPI
+    return MPI.COMM_WORLD
+
+
+def _time_limit() -> float:
+    """Seconds of PMM3D_TIMEOUT; 0 if it makes no sense, of which the grid tells."""
+    from .errors import Pmm3dError
+    from .settings import Settings
+
+    try:
+        return Settings().timeout
+    except Pmm3dError:
+        return 0.0
+
+
+@contextmanager
+def _no_hang():
+    """Before there is a grid with a watchdog: a rank that is still here after PMM3D_TIMEOUT ends, with its stack."""
+    if seconds := _time_limit():
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _on_first(comm, work):
+    """What rank 0 makes of the file system, on every rank; its Pmm3dError too. One rank reads instead of thousands."""
     from .errors import Pmm3dError
 
-    problem = None
+    result = error = None
     if comm.rank == 0:
-        for path in filter(None, paths):
-            folder = path.resolve().parent
-            if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-                problem = f"cannot write {path}: {folder} is not a folder that can be written"
-    problem = comm.bcast(problem)
-    if problem:
-        raise Pmm3dError(problem)
+        try:
+            result = work()
+        except Pmm3dError as raised:
+            error = raised
+    with _no_hang():
+        result, error = comm.bcast((result, error))
+    if error is not None:
+        raise error
+    return result
+
+
+def _writable(*paths) -> None:
+    from .errors import Pmm3dError
+
+    for path in filter(None, paths):
+        folder = path.resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+            raise Pmm3dError(f"cannot write {path}: {folder} is not a folder that can be written")
 
 
 def _fail(comm, error) -> None:
-    """The same error on all ranks is said once."""
-    comm.Barrier()
+    """The same error on all ranks is said once; that of one rank alone ends the job."""
+    from .watch import all_come, end_job
+
+    said = f"pmm3d: {type(error).__name__}: {error}"
+    if not all_come(comm):
+        end_job(comm, f"{said} (on rank {comm.rank})", 2)
     if comm.rank == 0:
-        print(f"pmm3d: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(said, file=sys.stderr, flush=True)
     raise typer.Exit(2)

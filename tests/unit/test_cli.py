@@ -1,6 +1,7 @@
 """The command `pmm3d`, as a user runs it: under mpiexec, with right and wrong options."""
 
 import json
+import textwrap
 
 import pytest
 
@@ -52,6 +53,33 @@ def test_wrong_options_are_explained_once(pmm3d, arguments, text):
     assert done.returncode != 0
     assert said.count(text) == 1, said
     assert "Traceback" not in said
+
+
+def test_a_rank_that_stops_before_mpi_is_there_does_not_leave_the_others_waiting(job):
+    stopped = "import os, signal\nif os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n"
+    stopped += "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    done = job(2, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL, timeout=50, env={"PMM3D_TIMEOUT": "3"})
+    assert done.returncode != 0 and done.seconds < 40
+    assert "Timeout (0:00:03)!" in done.stderr and "in _world" in done.stderr, done.stderr
+
+
+def test_a_rank_that_stops_when_all_is_done_is_named(job):
+    """After the last grid is closed nobody would watch, and MPI_Finalize waits for ever."""
+    stopped = """
+import os, signal
+import mpi4py.MPI
+from pmm3d.grid import Grid
+free = Grid._free
+def stop(grid):
+    free(grid)
+    if mpi4py.MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+Grid._free = stop
+"""
+    done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL, timeout=50, env={"PMM3D_TIMEOUT": "3"})
+    assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
+    assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
+    assert "GFLOP/s" in done.stdout
 
 
 def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
