@@ -146,8 +146,9 @@ class Grid:
         parent = MPI.COMM_WORLD if comm is None else comm
         _check_launcher(parent)
         timeout = choose(timeout, settings.timeout)
+        limit = timeout if isinstance(timeout, (int, float)) and 0 <= timeout < float("inf") else settings.timeout
         debug = choose(debug, settings.debug)
-        self.comm, self._watch_comm, self._places, self.debug = duplicates(parent, timeout, debug)
+        self.comm, self._watch_comm, self._places, self.debug = duplicates(parent, limit, debug)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.hosts = len({host for host, _ in self._places})
         self.ledger = Ledger(self.rank, choose(log, settings.log), choose(trace, settings.trace))
@@ -157,7 +158,7 @@ class Grid:
         self.transport = Transport(choose(device_transport, settings.device_transport), self.workspace)
         self._check = choose(check, settings.check)
         self._made = [self._watch_comm, self.comm]
-        self._watch = Watch(self._watch_comm, timeout, self.debug, self._places)
+        self._watch = Watch(self._watch_comm, limit, self.debug, self._places)
         self._watch.start()
         self.comm.waiting = self._waiting
         self.engine = Engine(self.ledger, self._watch)
@@ -165,6 +166,8 @@ class Grid:
         self._dropped = weakref.finalize(self, _dropped, self._watch, self._watch_comm)
         try:
             with self.together("Grid", shape, data, product, memory, dtype):
+                if limit != timeout:
+                    raise GridError(f"timeout is a number of seconds, 0 for no limit; got {timeout!r}")
                 self.shape = _resolve(shape, data, self.size, product, dtype, memory)
         except Pmm3dError:
             self._free()

@@ -111,9 +111,8 @@ def judge(facts: list[Devices], hosts: list[str]) -> Finding:
                        tuple(problems), figures)
     blind = [rank for rank, fact in enumerate(facts) if not fact.visible]
     if blind:
-        problems.warn(f"{ranks_in_words(blind)} see no GPU, others do", "srun --gpus-per-node=N --gpu-bind=none on "
-                                                                        "every "
-                      "node; see CUDA_VISIBLE_DEVICES")
+        problems.warn(f"{ranks_in_words(blind)} see no GPU, others do",
+                      "srun --gpus-per-node=N --gpu-bind=none on every node; see CUDA_VISIBLE_DEVICES")
     for host, ranks in by_host(hosts).items():
         _judge_host(problems, host, {rank: facts[rank] for rank in ranks})
     _judge_libraries(problems, facts, hosts)

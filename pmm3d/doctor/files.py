@@ -143,9 +143,9 @@ def judge_folder(facts: list[Folder | None], hosts: list[str]) -> Finding:
         problems.fail(f"rank 0 cannot write there: {first.unwritable}", choose)
     elif blind and first.exists:
         own = " (a file system of each node's own)" if kind in UNSHARED else ""
-        problems.fail(f"{names_in_words(blind)} did not see within {SEEN_SECONDS:g} s what rank 0 wrote: the folder "
-                      "is not "
-                      f"shared between hosts{own}, or is cached for long", choose + "; NFS: mount it with actimeo=1")
+        problems.fail(f"{names_in_words(blind)} did not see within {SEEN_SECONDS:g} s what rank 0 wrote: the folder is "
+                      f"not shared between hosts{own}, or is cached for long",
+                      choose + "; NFS: mount it with actimeo=1")
     elif late > SLOW_SIGHT:
         problems.warn(f"it took {late:.1f} s until every host saw a file that rank 0 had replaced",
                       "NFS caches attributes: mount with actimeo=1, or use the parallel file system ($SCRATCH, $WORK)")
@@ -229,9 +229,8 @@ def judge_locks(facts: list[Locks], hosts: list[str]) -> Finding:
                 tried[kind] = text
     off = "export HDF5_USE_FILE_LOCKING=FALSE"
     if facts[0].hdf5:
-        problems.fail(f"HDF5 cannot use files there: {facts[0].hdf5}", f"{off}, if the text speaks of locks; or "
-                                                                       "another "
-                      "folder (--folder)")
+        problems.fail(f"HDF5 cannot use files there: {facts[0].hdf5}",
+                      f"{off}, if the text speaks of locks; or another folder (--folder)")
     without = {kind: text for kind, text in tried.items() if text not in (locks.REFUSED, locks.GRANTED)}
     if without:
         problems.warn("no locks here: " + "; ".join(f"{kind}: {text}" for kind, text in without.items()),

@@ -107,9 +107,8 @@ def _judge_binding(problems: Problems, host: str, here: dict[int, Cores]) -> Non
             cores = f"core{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)[:8]))}"
             problems.fail(f"{host}: {ranks_in_words(inside)} share {cores}, of {of_host} on that host",
                           "bind each rank to cores of its own: srun --cpu-bind=cores -c CORES_PER_RANK; Open MPI: "
-                          "mpiexec "
-                          "--bind-to core; MPICH: mpiexec -bind-to core; and ask the batch system for as many cores as "
-                          "ranks. In two jobs on one node: --bind-to none")
+                          "mpiexec --bind-to core; MPICH: mpiexec -bind-to core; and ask the batch system for as many "
+                          "cores as ranks. In two jobs on one node: --bind-to none")
             return
 
 
@@ -129,8 +128,7 @@ def _judge_load(problems: Problems, host: str, here: dict[int, Cores], usable: f
                       f"more ranks, or set {variables} to {fitting}")
     if first.quota is not None and first.quota < min(threads, len(usable)) - 0.5:
         problems.warn(f"{host}: the container or job may use {first.quota:g} cores' worth of time, for {threads} "
-                      "threads",
-                      f"raise the limit (docker run --cpus, Slurm -c), or start {int(first.quota) or 1} in all")
+                      "threads", f"raise the limit (docker run --cpus, Slurm -c), or start {int(first.quota) or 1}")
 
 
 @dataclass(frozen=True)
@@ -270,18 +268,17 @@ def judge_memory(facts: list[Memory], hosts: list[str]) -> Finding:
         whole = min(filter(None, (fact.available, fact.limit)), default=0)
         shares[host] = whole // len(ranks)
         if 0 < shares[host] < LEAST_MEMORY:
-            problems.warn(f"{host}: {in_bytes(shares[host])} of memory a rank", "fewer ranks on a node, or more "
-                          "memory from the batch system (sbatch --mem=0: all of the node's); max_workspace= in "
-                          "products")
+            problems.warn(f"{host}: {in_bytes(shares[host])} of memory a rank",
+                          "fewer ranks on a node, or more memory from the batch system (sbatch --mem=0: all of the "
+                          "node's); max_workspace= in products")
         wanted = SHM_SPARE + len(ranks) * SHM_PER_RANK
         if len(ranks) > 1 and fact.shm_free < wanted:
-            problems.warn(f"{host}: /dev/shm has {in_bytes(fact.shm_free)} free for {len(ranks)} ranks; MPI "
-                          f"keeps its shared memory there and may want {in_bytes(wanted)}",
+            problems.warn(f"{host}: /dev/shm has {in_bytes(fact.shm_free)} free for {len(ranks)} ranks; MPI keeps its "
+                          f"shared memory there and may want {in_bytes(wanted)}",
                           "docker run --shm-size=1g; remove what dead jobs left there (ls /dev/shm); Open MPI "
                           "elsewhere: OMPI_MCA_btl_sm_backing_directory=/tmp")
         if fact.rdma and 0 <= fact.locked < LEAST_MEMORY:
-            problems.warn(f"{host}: only {in_bytes(fact.locked)} of memory may be locked, which RDMA networks "
-                          "need",
+            problems.warn(f"{host}: only {in_bytes(fact.locked)} of memory may be locked, which RDMA networks need",
                           "ulimit -l unlimited, or the site's limits.conf; in slurmd's unit LimitMEMLOCK=infinity")
     low, first = min(shares.values()), facts[0]
     limited = f" (limited to {in_bytes(first.limit)} a node)" if first.limit else ""

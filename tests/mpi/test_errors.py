@@ -55,6 +55,11 @@ def test_a_memory_limit_that_no_grid_keeps(comm, fails):
     fails(GridError, "no grid of .* within 1,000 bytes", lambda: Grid(comm, product=(512, 512, 512), memory=1000))
 
 
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "10"])
+def test_a_time_limit_that_makes_no_sense(comm, fails, timeout):
+    fails(GridError, "timeout is a number of seconds, 0 for no limit; got", lambda: Grid(comm, timeout=timeout))
+
+
 def test_an_unknown_device_transport(comm, fails):
     fails(Pmm3dError, "auto, direct or staged; got 'gpu'", lambda: Grid(comm, device_transport="gpu"))
 

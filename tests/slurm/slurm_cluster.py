@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -48,6 +49,7 @@ SwitchType=switch/none
 PropagateResourceLimits=NONE
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 KillWait=10
+MinJobAge=86400
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName=node{node} NodeAddr={address} CPUs={cpus} CoresPerSocket={cpus} RealMemory=4000 State=UNKNOWN\n"
@@ -180,7 +182,8 @@ class Slurm:
             number, start = line.split()
             if start != "N/A" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):
                 # Within the same second the nodes refuse it: the credential of the start before was revoked.
-                self.do(["scontrol", "update", f"JobId={number}", "StartTime=now+3"])
+                with suppress(RuntimeError):  # it may have begun since
+                    self.do(["scontrol", "update", f"JobId={number}", "StartTime=now+3"])
 
 
 def _path() -> str:

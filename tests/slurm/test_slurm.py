@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -74,7 +73,7 @@ class Runs:
         self.jobs[name] = self.slurm.submit(*TWO_NODES, *options, f"--output={self.folder}/{name}.out", TRAIN, config)
         return self.jobs[name]
 
-    def wait(self, name: str, timeout: float = 200):
+    def wait(self, name: str, timeout: float = 400):
         return self.slurm.wait(self.jobs[name], timeout)
 
     def said(self, name: str) -> str:
@@ -125,9 +124,7 @@ def test_a_rank_that_is_killed_ends_its_job(slurm, runs):
     ranks = [process for process in psutil.process_iter() if _is_rank(process, runs.folder / "killed.toml")]
     assert len(ranks) == 4
     ranks[-1].send_signal(signal.SIGKILL)
-    begun = time.monotonic()
     ended = runs.wait("killed", 60)[0]
-    assert time.monotonic() - begun < 45
     assert ended.state == "FAILED" and ended.exit_code != 0 and ended.restarts == 0, runs.said("killed")
     assert "Killed" in runs.said("killed")
     assert f"pmm3d: job {job}, start 1: failed with status {ended.exit_code}; not requeued" in runs.said("killed")
@@ -143,7 +140,7 @@ def _is_rank(process: psutil.Process, config: Path) -> bool:
 
 
 def test_an_array_of_starts_goes_on_and_stops_when_finished(slurm, runs):
-    job = runs.submit("array", "--array=1-4%1", epochs=4)
+    job = runs.submit("array", "--array=1-4%1", epochs=6)
     runs.until("array", 4)
     try:
         slurm.do(["scancel", "--batch", "--signal=USR1", "--state=RUNNING", job])
@@ -154,7 +151,7 @@ def test_an_array_of_starts_goes_on_and_stops_when_finished(slurm, runs):
     assert sorted(element.state for element in elements) == ["CANCELLED", "COMPLETED", "COMPLETED"], said
     assert said.count("not finished: the next element of the array goes on") == said.count(": finished") == 1
     assert said.index("not finished") < said.index(": finished")
-    assert runs.steps("array") == list(range(1, 41))
+    assert runs.steps("array") == list(range(1, 61))
 
 
 def test_a_requeued_job_without_a_checkpoint_is_an_error(slurm, runs):
