@@ -93,9 +93,16 @@ class Ledger:
         finally:
             self._phase = outer
 
-    @contextmanager
     def computing(self, operation: str):
         """Time in this context is computation."""
+        return self._spent(operation, "computed", "compute")
+
+    def waiting(self, operation: str):
+        """Time in this context is waiting, for what is no collective: for a file."""
+        return self._spent(operation, "waited", "wait")
+
+    @contextmanager
+    def _spent(self, operation: str, figure: str, track: str):
         begun = time.perf_counter()
         try:
             yield
@@ -103,9 +110,9 @@ class Ledger:
             ended = time.perf_counter()
             entry = self._entry(Key("", self._phase, operation))
             entry.calls += 1
-            entry.computed += ended - begun
+            setattr(entry, figure, getattr(entry, figure) + ended - begun)
             if self.trace:
-                self._event(operation, "compute", begun, ended, {"phase": self._phase})
+                self._event(operation, track, begun, ended, {"phase": self._phase})
 
     def begin(self, axis: str, operation: str, number: int, members) -> Record:
         return Record(Key(axis, self._phase, operation), number, members, time.perf_counter())

@@ -193,7 +193,8 @@ class Loader:
             self._end = weakref.finalize(self, self._reader.stop)
         if len(self._held) == 2:
             self._reader.give_back(self._held.popleft())
-        buffers, rows = self._reader.take()
+        with self.data.grid.ledger.waiting("loader"):
+            buffers, rows = self._reader.take()
         self._held.append(buffers)
         return [buffer[:rows] for buffer in buffers]
 

@@ -105,7 +105,7 @@ class RunRecord:
             if entry.computed > old.computed:
                 computed[key.operation] = computed.get(key.operation, 0.0) + entry.computed - old.computed
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
-            if key.axis and any(figures):
+            if (key.axis or figures[-1]) and any(figures):
                 entries[tuple(key)] = figures
         model = self._model()
         moved = model.training(trainer.passes) if model is not None else {}
@@ -252,7 +252,6 @@ def _activation(network) -> str:
 
 def _passes(passes) -> dict:
     return {**asdict(passes), "trained": dict(passes.trained), "evaluated": dict(passes.evaluated)}
-
 
 
 def _short(value):

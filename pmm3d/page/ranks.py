@@ -12,7 +12,9 @@ EXTREMES = 6
 UNEVEN = 0.05
 """Share of all time that the rank which computes longest computes more than the mean, from which on it is told."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
-AXES = ("x", "y", "z", "data", "all")
+AXES = {"x": "axis x", "y": "axis y", "z": "axis z", "data": "axis data", "all": "agreement, signals",
+        "": "the loader"}
+"""What ranks wait for, by the axis that the ledger gives."""
 
 
 def tiles(record: dict) -> list[Tile]:
@@ -20,9 +22,8 @@ def tiles(record: dict) -> list[Tile]:
     table = record["ranks"]
     waiting = sum(table["waited"]) / max(1e-9, sum(table["seconds"]))
     slowest, ratio, excess = _imbalance(record)
-    worst = max(_by_axis(record).items(), key=lambda entry: sum(entry[1]), default=("", []))[0]
-    most = "most for all ranks to agree" if worst == "all" else f"most on axis {worst}"
-    found = [Tile("waiting", share(waiting), f"of the ranks' time, {most}" if worst else "of the ranks' time"),
+    worst = [AXES[axis] for axis, _ in sorted(_by_axis(record).items(), key=lambda entry: -sum(entry[1]))][:1]
+    found = [Tile("waiting", share(waiting), ", most for ".join(["of the ranks' time", *worst])),
              Tile("imbalance", f"{ratio:.2f}", f"computing: rank {slowest}, the longest, over the mean",
                   "bad" if excess > UNEVEN else "good")]
     if record["modelled"]:
@@ -66,7 +67,7 @@ def _kinds(record: dict) -> dict[str, tuple[str, list[float]]]:
         found[f"computing: {name}"] = f"compute{min(index, 4)}", values
     for axis, values in _by_axis(record).items():
         if any(values):
-            found["waiting: agreement, signals" if axis == "all" else f"waiting: axis {axis}"] = f"wait-{axis}", values
+            found[f"waiting: {AXES[axis]}"] = f"wait-{axis or 'loader'}", values
     known = [sum(column) for column in zip(*(values for _, values in found.values()))] or [0.0] * len(table["seconds"])
     found["rest: Python, copies, sums, files"] = "rest", [max(0.0, whole - sure) for whole, sure in
                                                           zip(table["seconds"], known)]
@@ -136,7 +137,7 @@ def volumes(record: dict) -> Section:
 def _volume(entry: dict, steps: int, modelled: bool) -> tuple:
     received = entry["received"]
     most, whole = max(received), sum(received)
-    told = (entry["axis"], entry["phase"] or _unnamed(entry), entry["operation"], number(max(entry["calls"])),
+    told = (entry["axis"], _phase(entry), entry["operation"], number(max(entry["calls"])),
             in_bytes(most), in_bytes(most / steps), in_bytes(whole))
     if not modelled:
         return *told, "–", "–", ""
@@ -153,8 +154,10 @@ def _equal(entry: dict) -> bool:
     return (entry["sent"], entry["received"]) == (entry.get("model_sent", none), entry.get("model_received", none))
 
 
-def _unnamed(entry: dict) -> str:
-    return "signals" if entry["axis"] == "all" else "validation"
+def _phase(entry: dict) -> str:
+    """The phase, or what is done outside of phases."""
+    unnamed = {"all": "signals", "": "input"}.get(entry["axis"], "validation")
+    return entry["phase"] or ("agreement" if "agreement" in entry["operation"] else unnamed)
 
 
 def waits(record: dict) -> Section:
@@ -162,8 +165,7 @@ def waits(record: dict) -> Section:
     whole = sum(record["ranks"]["seconds"])
     waited = [entry for entry in record["moved"] if sum(entry["waited"]) > 1e-4 * whole]
     most = max((sum(entry["waited"]) for entry in waited), default=1.0)
-    rows = [(entry["axis"], entry["phase"] or ("agreement" if "agreement" in entry["operation"] else _unnamed(entry)),
-             entry["operation"], *_spread(entry["waited"], seconds),
+    rows = [(entry["axis"] or "–", _phase(entry), entry["operation"], *_spread(entry["waited"], seconds),
              Cell(share(sum(entry["waited"]) / whole), bar=sum(entry["waited"]) / most))
             for entry in sorted(waited, key=lambda entry: -sum(entry["waited"]))]
     head = ("axis", "phase", "operation", ">least", ">median", ">most", ">on rank", ">of all time")

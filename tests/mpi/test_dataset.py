@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import tracemalloc
 from itertools import product
 
@@ -13,7 +14,7 @@ import pytest
 from samples import grids_of, integers, to_numpy
 
 from pmm3d import DataError, DTypeError, Grid, LayoutError
-from pmm3d.io import DataSet
+from pmm3d.io import DataSet, dataset
 from pmm3d.layout import EMPTY, GridShape, batch_layout
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
@@ -384,3 +385,13 @@ def test_ranks_at_different_batches_hear_of_it(some_grid, path):
         loader.batch = int(some_grid.rank == 0)
         with pytest.raises(Exception, match="Loader.*passed different arguments"):
             next(iter(loader))
+
+
+def test_waiting_for_a_slow_file_is_counted(grid, path, monkeypatch):
+    read = dataset._Part.read
+    monkeypatch.setattr(dataset._Part, "read", lambda *arguments: time.sleep(0.02) or read(*arguments))
+    with DataSet(grid, path) as data, data.loader(5) as loader:
+        grid.ledger.reset()
+        assert len(epoch_of(loader)) == 8
+    told = grid.ledger.total(axis="", operation="loader")
+    assert told.calls == 8 and 0.02 < told.waited == grid.ledger.total(axis="").waited

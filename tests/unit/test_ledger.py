@@ -62,7 +62,10 @@ def test_waiting_and_computing_are_seconds():
     ledger.waited(record, record.begun)
     with ledger.phase("multiply"), ledger.computing("gemm"):
         pass
+    with ledger.waiting("loader"):
+        pass
     assert ledger.total(axis="x").waited == record.waited > 0
+    assert ledger.total(operation="loader").waited > 0 == ledger.total(operation="loader").computed
     assert ledger.total(phase="multiply").computed > 0 and ledger.total(phase="multiply").calls == 1
 
 

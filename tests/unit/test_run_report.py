@@ -136,7 +136,7 @@ def test_the_page_works_in_a_browser_without_a_network(trained, tmp_path):
     assert 'class="tip" hidden' in document
     said = words(document)
     for wanted in ("finished epoch 2 of 2", "as modelled", "1x2x2 (data 2): 8 ranks on 1 host", "12-16-8-3",
-                   "reduce dW", "batch_size = 50", "Time of each rank", "rank 7", "resumed"):
+                   "reduce dW", "batch_size = 50", "Time of each rank", "rank 7", "resumed", "waiting: the loader"):
         assert wanted in said, wanted
     assert document.count("<polyline") >= 7
 
