@@ -212,7 +212,7 @@ def test_what_becomes_of_a_training_job(status, refuses, array, code, called, te
 def test_the_signal_before_the_limit_goes_to_the_ranks(status, called, stand_ins, tmp_path):
     """143: the ranks were not yet ready to heed SIGTERM. 0: they had come to the end."""
     rank = f'read -r _ _ _ parent _ </proc/$PPID/stat; kill -USR1 "$parent"; sleep 0.5; exit {status}'
-    path = stand_ins(srun=SRUN, pmm3d=rank, scontrol=LOG, scancel=LOG, python3="echo site")
+    path = stand_ins(srun=SRUN, pmm3d=rank, scontrol=LOG, scancel=LOG, squeue="echo 7.0", python3="echo site")
     settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": tmp_path, "PMM3D_JOBS": JOBS, "PATH": path, "VIRTUAL_ENV": ""}
     done = bash(JOBS / "train.sbatch", "a.toml", cwd=tmp_path, **settings)
     log = (tmp_path / "log").read_text().splitlines()
@@ -220,6 +220,19 @@ def test_the_signal_before_the_limit_goes_to_the_ranks(status, called, stand_ins
     assert done.returncode == (0 if called or called is None else status)
     assert "the time limit is near: asking for a checkpoint" in done.stderr
     assert not list(tmp_path.glob(".pmm3d-unfinished-*"))
+
+
+@pytest.mark.parametrize("srun, log", [
+    ("sleep 0.5; : > $SLURM_SUBMIT_DIR/began; sleep 3; exit 75", ["scancel --signal=TERM 7.0"]), ("exit 1", []),
+], ids=["the ranks begin later", "they never begin"])
+def test_a_signal_before_the_ranks_have_begun_waits_for_them(srun, log, stand_ins, tmp_path):
+    signal = 'read -r _ _ _ parent _ </proc/$$/stat; kill -USR1 "$parent"'
+    path = stand_ins(srun=f"{signal}; {srun}", scancel=LOG, python3="echo site", pmm3d="",
+                     squeue='[ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0')
+    settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": tmp_path, "PMM3D_JOBS": JOBS, "PATH": path, "VIRTUAL_ENV": ""}
+    done = bash(JOBS / "train.sbatch", "a.toml", cwd=tmp_path, **settings)
+    assert "asking for a checkpoint" in done.stderr and "failed with status" in done.stderr
+    assert ((tmp_path / "log").read_text().splitlines() if log else list(tmp_path.glob("log"))) == log
 
 
 def test_train_without_a_configuration_says_so():
