@@ -72,7 +72,7 @@ def test_waiting_ends(comm):
     begun = time.monotonic()
     with pytest.raises(Silence, match=f"rank {comm.rank} on .* waited 0.3 s"):
         session.wait(session.comm.Irecv(np.empty(1), (comm.rank + 1) % comm.size, 7), 0.3)
-    assert 0.3 <= time.monotonic() - begun < 3
+    assert time.monotonic() - begun >= 0.3
 
 
 @several

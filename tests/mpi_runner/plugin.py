@@ -14,7 +14,7 @@ NO_RANKS = "the fixture {!r} needs @pytest.mark.parallel([1, 2, ...]) on the tes
 def pytest_addoption(parser):
     group = parser.getgroup("mpi", "tests on several MPI ranks")
     group.addoption(
-        "--mpi-deadline", type=float, default=30.0, metavar="S", help="seconds a parallel test may take (default 30)"
+        "--mpi-deadline", type=float, default=90.0, metavar="S", help="seconds a parallel test may take (default 90)"
     )
     group.addoption("--ranks", type=int, metavar="N", help="run only the parallel tests, and only on N ranks")
 
@@ -146,7 +146,7 @@ def shared_path(request):
 
 @pytest.fixture
 def job(tmp_path):
-    """Runs the text of a script on some ranks: job(4, text, "argument", timeout=60, env={})."""
+    """Runs the text of a script on some ranks: job(4, text, "argument", timeout=120, env={})."""
     jobs = ScriptJobs(tmp_path)
     yield jobs.run
     jobs.end()

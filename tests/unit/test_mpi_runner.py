@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -158,10 +157,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    start = time.monotonic()
-    outcomes = run_pytest(tmp_path_factory.mktemp("bad"), "--mpi-deadline=2", test_bad=BAD)
-    outcomes.seconds = time.monotonic() - start
-    return outcomes
+    return run_pytest(tmp_path_factory.mktemp("bad"), "--mpi-deadline=2", test_bad=BAD)
 
 
 def test_a_test_runs_once_per_rank_count(good):
@@ -243,7 +239,6 @@ def test_dead_rank_fails_its_test_only(bad):
 def test_the_rest_runs_after_hang_and_crash(bad):
     assert bad.of["test_next_after_hang[n3]"] == "passed"
     assert bad.of["test_next_after_crash[n3]"] == "passed"
-    assert bad.seconds < 50
 
 
 def test_a_job_that_breaks_after_its_last_test_is_noticed(bad):
