@@ -14,7 +14,7 @@ GAUGES = {
     "loss": "Loss of the last step logged",
     "lr": "Learning rate",
     "samples_per_second": "Rows trained per second since the line before",
-    "waiting": "Share of the time since the line before that rank 0 waited for messages, 0 to 1",
+    "waiting": "Share of the time since the line before that rank 0 waited for messages or the loader, 0 to 1",
     "gradient_norm": "2-norm of the gradient before it was clipped",
     "checkpoint_step": "Step of the last checkpoint written by this start",
     "checkpoint_timestamp_seconds": "When the last checkpoint was written, Unix time",
