@@ -18,7 +18,8 @@ class RunLog:
 
     metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
                     and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
-                    rank 0 waited for messages. A resumed run goes on in the same file; what lies beyond is cut off.
+                    rank 0 waited for messages or the loader. A resumed run goes on in the same file; what lies
+                    beyond is cut off.
     curves.png      loss and validation by step
 
     prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `prometheus.Textfile`
