@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 from mpi4py import MPI
 
+from .hang import Place, place_here
 from .ledger import Ledger
 from .watch import POLL_SECONDS, Watch
 
@@ -42,22 +43,24 @@ class WatchedComm(MPI.Intracomm):
 
 
 def duplicates(parent, timeout: float, debug: bool):
-    """(WatchedComm, a communicator for the watchdog, [(host, pid) of each rank], whether any asked for debug).
+    """(WatchedComm, a communicator for the watchdog, the Place of each rank, whether any asked for debug).
 
     Collective. Ranks that never come are named once the time is up.
     """
     watch = Watch(parent, timeout, False, None)
     comm = _made(parent, watch, 1)
     other = _made(comm, watch, 2)
-    mine = np.zeros(HOST_BYTES + 16, np.uint8)
-    host = MPI.Get_processor_name().encode()[:HOST_BYTES]
+    mine = np.zeros(HOST_BYTES + 24, np.uint8)
+    here = place_here(MPI.Get_processor_name())
+    host = here.host.encode()[:HOST_BYTES]
     mine[: len(host)] = np.frombuffer(host, np.uint8)
-    mine[HOST_BYTES:].view(np.int64)[:] = os.getpid(), debug
+    mine[HOST_BYTES:].view(np.int64)[:] = here.pid, here.pids, debug
     told = np.empty((comm.size, len(mine)), np.uint8)
     _finished(comm.Iallgather(mine, told), watch, MAKING, parent.size, 3)
     numbers = np.ascontiguousarray(told[:, HOST_BYTES:]).view(np.int64)
     names = [row[:HOST_BYTES].tobytes().rstrip(b"\0").decode(errors="replace") for row in told]
-    return WatchedComm(comm), other, list(zip(names, numbers[:, 0].tolist())), bool(numbers[:, 1].any())
+    places = [Place(name, pid, pids) for name, (pid, pids, _) in zip(names, numbers.tolist())]
+    return WatchedComm(comm), other, places, bool(numbers[:, 2].any())
 
 
 def _made(parent, watch: Watch, number: int):

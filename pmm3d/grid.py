@@ -150,7 +150,7 @@ class Grid:
         debug = choose(debug, settings.debug)
         self.comm, self._watch_comm, self._places, self.debug = duplicates(parent, limit, debug)
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.hosts = len({host for host, _ in self._places})
+        self.hosts = len({place.host for place in self._places})
         self.ledger = Ledger(self.rank, choose(log, settings.log), choose(trace, settings.trace))
         self.workspace = Workspace()
         self.plans: dict = {}
@@ -198,7 +198,7 @@ class Grid:
     @property
     def local_rank(self) -> int:
         """This process's number among those of its host."""
-        hosts = [host for host, _ in self._places]
+        hosts = [place.host for place in self._places]
         return hosts[: self.rank].count(hosts[self.rank])
 
     def axis(self, name: str) -> Axis:
@@ -236,7 +236,7 @@ class Grid:
             self._watch.done()
 
     def _explained(self, error):
-        return explained(error, self.rank, self._places[self.rank][0], self.ledger, self.workspace)
+        return explained(error, self.rank, self._places[self.rank].host, self.ledger, self.workspace)
 
     def _agree(self, what: str, arguments: str, error: Exception | None) -> None:
         digest = int.from_bytes(hashlib.blake2b(f"{what}{arguments}".encode(), digest_size=7).digest(), "big")

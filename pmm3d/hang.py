@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from .units import ranks_in_words
 
@@ -14,11 +16,24 @@ NOT_THE_USERS = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", 
 NOT_CALLERS = ("progress.py", "watch.py", "hang.py", "grid.py", "communicator.py")
 STACK_FRAMES = 8
 NAMED_RANKS = 20
-STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": "dead",
-          "X": "dead", "D": "waiting for a disk or a file system"}
+DEAD = "dead: its process is gone"
+STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
+          "D": "waiting for a disk or a file system"}
 SILENT = "it does not answer: its node is gone, or it computes without letting Python's threads run"
 UNBORN = "it has not come: it is stopped, has ended, or does something else; all ranks of the communicator must come"
-DEAD = "dead: its process is gone"
+
+
+class Place(NamedTuple):
+    """Where a rank runs. pid: 0 if it is not known; pids: which of the host's sets of process numbers that is one of
+    (containers may have their own)."""
+
+    host: str = ""
+    pid: int = 0
+    pids: int = 0
+
+    def sees(self, other: Place) -> bool:
+        """Whether the other one's process has the same number here."""
+        return (self.host, self.pids) == (other.host, other.pids)
 
 
 @dataclass(frozen=True)
@@ -61,20 +76,28 @@ def absent(wait: Waiting, answers: dict[int, Whereabouts]) -> list[int]:
     return [rank for rank in wait.members if rank not in answers or not has_begun(rank)]
 
 
+def lost(answers: dict[int, Whereabouts], gone) -> set[int]:
+    """Ranks that will never come: they have left the program, or a neighbour sees that they are dead."""
+    dead = {rank for answer in answers.values() for rank, state in answer.odd.items() if state == DEAD}
+    return {*gone, *dead} - answers.keys()
+
+
 def deadlocked(answers: dict[int, Whereabouts], gone) -> dict[int, Waiting]:
-    """The waits that can never end: each lacks a member that has left, or that itself waits for ever."""
+    """The waits that can never end: each lacks a member that is lost, or that itself waits for ever."""
+    never = lost(answers, gone)
     stuck = {rank: answer.waiting for rank, answer in answers.items() if answer.waiting is not None}
     while True:
         kept = {rank: wait for rank, wait in stuck.items()
-                if any(other in stuck or other in gone for other in absent(wait, answers))}
+                if any(other in stuck or other in never for other in absent(wait, answers))}
         if len(kept) == len(stuck):
             return kept
         stuck = kept
 
 
-def report(answers: dict[int, Whereabouts], gone: dict[int, str], hosts: list[tuple[str, int]], limit: str) -> str:
-    """Who waits where, who never came and where they are, in words. hosts: (name, pid) of each rank."""
-    place = lambda rank: f"rank {rank}" + (f" (host {hosts[rank][0]}, pid {hosts[rank][1]})" if hosts[rank][1] else "")
+def report(answers: dict[int, Whereabouts], gone: dict[int, str], places: list[Place], limit: str) -> str:
+    """Who waits where, who never came and where they are, in words."""
+    named = lambda rank, at: f"rank {rank}" + (f" (host {at.host}, pid {at.pid})" if at.pid else "")
+    place = lambda rank: named(rank, places[rank])
     waits: dict[tuple, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         if answer.waiting is not None:
@@ -92,7 +115,7 @@ def report(answers: dict[int, Whereabouts], gone: dict[int, str], hosts: list[tu
         elif rank in answers:
             lines.append(f"{place(rank)} never came: {_unmet(rank, answers)}; it is at\n{answers[rank].stack.rstrip()}")
         else:
-            lines.append(f"{place(rank)} never came: {odd.get(rank, SILENT if hosts[rank][1] else UNBORN)}")
+            lines.append(f"{place(rank)} never came: {odd.get(rank, SILENT if places[rank].pid else UNBORN)}")
     late = [rank for rank, answer in answers.items() if answer.waiting is None and rank not in _missing(answers)]
     lines += [f"{place(rank)} has begun it, and does not finish: it is at\n{answers[rank].stack.rstrip()}"
               for rank in late[:NAMED_RANKS]]
@@ -116,8 +139,8 @@ def _unmet(rank: int, answers: dict[int, Whereabouts]) -> str:
 
 
 def _verdict(answers: dict[int, Whereabouts], gone) -> str:
-    stuck = deadlocked(answers, gone)
-    if stuck and not any(rank in gone for wait in stuck.values() for rank in absent(wait, answers)):
+    stuck, never = deadlocked(answers, gone), lost(answers, gone)
+    if stuck and not any(rank in never for wait in stuck.values() for rank in absent(wait, answers)):
         return ("This is a deadlock: these ranks wait for each other in different collectives. All members of an axis "
                 "must call the same ones in the same order; PMM3D_DEBUG=1 stops at the first that differs.")
     if not any(absent(answer.waiting, answers) for answer in answers.values() if answer.waiting):
@@ -151,6 +174,14 @@ def stack_of(thread: int) -> str:
         return "    (its main thread has ended)"
     shown = traceback.extract_stack(frame)[-STACK_FRAMES:]
     return "".join("    " + line for text in traceback.format_list(shown) for line in text.splitlines(True))
+
+
+def place_here(host: str) -> Place:
+    """Of this process."""
+    try:
+        return Place(host, os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return Place(host, os.getpid())
 
 
 def process_state(pid: int) -> str | None:

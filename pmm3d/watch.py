@@ -56,18 +56,18 @@ class Watch:
 
     comm      a communicator of its own
     timeout   seconds; 0: no watchdog (always so on one rank)
-    places    (host, pid) of each rank; None while they are not known, when there is no thread and no look before the
-              time limit: the communicator is the user's
+    places    of the ranks; None while they are not known, when there is no thread and no look before the time limit:
+              the communicator is the user's
     threaded  answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
     """
 
     TAG = 1
 
-    def __init__(self, comm, timeout: float, debug: bool, places: list[tuple[str, int]] | None):
+    def __init__(self, comm, timeout: float, debug: bool, places: list[hang.Place] | None):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, tuple[int, str]] = {}
         self.ending = ""
-        self._comm, self._places = comm, places or [("", 0)] * comm.size
+        self._comm, self._places = comm, places or [hang.Place()] * comm.size
         look = DEBUG_LOOK_SECONDS if debug else LOOK_SECONDS
         self._early = min(self.timeout, look if places else self.timeout)
         self._leaders = _leaders(self._places, comm.rank)
@@ -188,8 +188,9 @@ class Watch:
 
     def _whereabouts(self, now: float) -> hang.Whereabouts:
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
-        odd = {rank: state for rank, (host, pid) in enumerate(self._places)
-               if pid and host == self._places[self._comm.rank][0] and (state := hang.process_state(pid))}
+        here = self._places[self._comm.rank]
+        odd = {rank: state for rank, place in enumerate(self._places)
+               if place.pid and here.sees(place) and (state := hang.process_state(place.pid))}
         common = {"rank": self._comm.rank, "begun": dict(self.begun), "ending": self.ending, "odd": odd}
         if not waits:
             return hang.Whereabouts(stack=hang.stack_of(threading.main_thread().ident), **common)
@@ -201,14 +202,14 @@ class Watch:
     def _end(self, look: Look) -> None:
         limit = (f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
                  "are ended before it.")
-        if not self.threaded and self._places[0][1]:
+        if not self.threaded and self._places[0].pid:
             limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
         end_job(self._comm, hang.report(look.answers, self._gone, self._places, limit), HUNG)
 
 
-def _leaders(places: list[tuple[str, int]], own: int) -> list[int]:
+def _leaders(places: list[hang.Place], own: int) -> list[int]:
     """Whom to complain to: the first ranks of some hosts, the first ranks, and at last oneself."""
-    hosts = [host for host, _ in places]
+    hosts = [place.host for place in places]
     firsts = [hosts.index(host) for host in list(dict.fromkeys(hosts))[:LEADERS]]
     return list(dict.fromkeys([*firsts, *range(min(LEADERS, len(places)))])) + [own]
 

