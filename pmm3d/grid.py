@@ -10,6 +10,7 @@ import time
 import traceback
 import weakref
 from contextlib import contextmanager
+from numbers import Real
 
 import numpy as np
 from mpi4py import MPI
@@ -146,7 +147,7 @@ class Grid:
         parent = MPI.COMM_WORLD if comm is None else comm
         _check_launcher(parent)
         timeout = choose(timeout, settings.timeout)
-        limit = timeout if isinstance(timeout, (int, float)) and 0 <= timeout < float("inf") else settings.timeout
+        limit = timeout if isinstance(timeout, Real) and 0 <= timeout < float("inf") else settings.timeout
         debug = choose(debug, settings.debug)
         self.comm, self._watch_comm, self._places, self.debug = duplicates(parent, limit, debug)
         self.rank, self.size = self.comm.rank, self.comm.size

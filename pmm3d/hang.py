@@ -35,6 +35,9 @@ class Place(NamedTuple):
         """Whether the other one's process has the same number here."""
         return (self.host, self.pids) == (other.host, other.pids)
 
+    def named(self, rank: int) -> str:
+        return f"rank {rank}" + (f" (host {self.host}, pid {self.pid})" if self.pid else "")
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -96,8 +99,7 @@ def deadlocked(answers: dict[int, Whereabouts], gone) -> dict[int, Waiting]:
 
 def report(answers: dict[int, Whereabouts], gone: dict[int, str], places: list[Place], limit: str) -> str:
     """Who waits where, who never came and where they are, in words."""
-    named = lambda rank, at: f"rank {rank}" + (f" (host {at.host}, pid {at.pid})" if at.pid else "")
-    place = lambda rank: named(rank, places[rank])
+    place = lambda rank: places[rank].named(rank)
     waits: dict[tuple, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         if answer.waiting is not None:
