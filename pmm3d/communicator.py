@@ -54,12 +54,12 @@ def duplicates(parent, timeout: float, debug: bool):
     here = place_here(MPI.Get_processor_name())
     host = here.host.encode()[:HOST_BYTES]
     mine[: len(host)] = np.frombuffer(host, np.uint8)
-    mine[HOST_BYTES:].view(np.int64)[:] = here.pid, here.pids, debug
+    mine[HOST_BYTES:].view(np.int64)[:] = here.pid, here.namespace, debug
     told = np.empty((comm.size, len(mine)), np.uint8)
     _finished(comm.Iallgather(mine, told), watch, MAKING, parent.size, 3)
     numbers = np.ascontiguousarray(told[:, HOST_BYTES:]).view(np.int64)
     names = [row[:HOST_BYTES].tobytes().rstrip(b"\0").decode(errors="replace") for row in told]
-    places = [Place(name, pid, pids) for name, (pid, pids, _) in zip(names, numbers.tolist())]
+    places = [Place(name, pid, namespace) for name, (pid, namespace, _) in zip(names, numbers.tolist())]
     return WatchedComm(comm), other, places, bool(numbers[:, 2].any())
 
 

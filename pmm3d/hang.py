@@ -24,16 +24,16 @@ UNBORN = "it has not come: it is stopped, has ended, or does something else; all
 
 
 class Place(NamedTuple):
-    """Where a rank runs. pid: 0 if it is not known; pids: which of the host's sets of process numbers that is one of
+    """Where a rank runs. pid: 0 if it is not known; namespace: the number of the PID namespace that it counts in
     (containers may have their own)."""
 
     host: str = ""
     pid: int = 0
-    pids: int = 0
+    namespace: int = 0
 
     def sees(self, other: Place) -> bool:
         """Whether the other one's process has the same number here."""
-        return (self.host, self.pids) == (other.host, other.pids)
+        return (self.host, self.namespace) == (other.host, other.namespace)
 
     def named(self, rank: int) -> str:
         return f"rank {rank}" + (f" (host {self.host}, pid {self.pid})" if self.pid else "")

@@ -66,16 +66,25 @@ def cgroups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> lis
     return [path for path in (here, *here.parents) if path.is_relative_to(root) and path.is_dir()]
 
 
-def cpu_quota(groups: list[Path] | None = None) -> float | None:
-    """Cores' worth of time that the tightest control group allows."""
+def _tightest(file: str, read, groups: list[Path] | None = None) -> float | None:
+    """The least of the limits that the control groups set in a file of that name; None if it is "max" everywhere."""
     limits = []
     for group in cgroups() if groups is None else groups:
         try:
-            quota, period = (group / "cpu.max").read_text().split()
-            limits += [int(quota) / int(period)] if quota != "max" else []
+            limits.append(read((group / file).read_text()))
         except (OSError, ValueError):
             continue
     return min(limits, default=None)
+
+
+def cpu_quota(groups: list[Path] | None = None) -> float | None:
+    """Cores' worth of time that the tightest control group allows."""
+
+    def cores(text: str) -> float:
+        quota, period = text.split()
+        return int(quota) / int(period)
+
+    return _tightest("cpu.max", cores, groups)
 
 
 def judge_cores(facts: list[Cores], hosts: list[str]) -> Finding:
@@ -251,13 +260,7 @@ def has_rdma(folder: str = "/sys/class/infiniband") -> bool:
 
 def memory_limit(groups: list[Path] | None = None) -> int | None:
     """Bytes that the tightest control group allows."""
-    limits = []
-    for group in cgroups() if groups is None else groups:
-        try:
-            limits.append(int((group / "memory.max").read_text()))
-        except (OSError, ValueError):
-            continue
-    return min(limits, default=None)
+    return _tightest("memory.max", int, groups)
 
 
 def judge_memory(facts: list[Memory], hosts: list[str]) -> Finding:
