@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pmm3d import launcher
+from pmm3d.tools import launcher
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))

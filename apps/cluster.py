@@ -32,8 +32,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from pmm3d import launcher
 from pmm3d.errors import LauncherError
+from pmm3d.tools import launcher
 
 STATE = Path("/run/pmm3d-cluster")
 SWITCH_ADDRESS = "10.77.0.254"

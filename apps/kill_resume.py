@@ -23,7 +23,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from pmm3d.launcher import descendants, end_job
+from pmm3d.tools.launcher import descendants, end_job
 
 CONFIG = """
 [grid]

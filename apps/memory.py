@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import GridShape, batch_layout
-from pmm3d.machine import peak_memory, resident_memory
+from pmm3d.model.machine import peak_memory, resident_memory
 from pmm3d.nn import optim
 from pmm3d.nn.memory import MLPMemory
 

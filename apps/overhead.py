@@ -11,7 +11,9 @@ from statistics import median
 
 from mpi4py import MPI
 
-from pmm3d import DistMatrix, Grid, Layout, blas, matmul, progress
+from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d.arrays import blas
+from pmm3d.comm import engine as progress
 
 SIZE, REPEAT = 64, 200
 

@@ -27,7 +27,9 @@ from statistics import median
 import torch_rivals
 from torch_rivals import LEARNING_RATE, RIVALS, RivalError, batch_of, check_losses, weights
 
-from pmm3d import launcher, machine
+from pmm3d.comm.hosts import mpi_name
+from pmm3d.model import machine
+from pmm3d.tools import launcher
 
 RANKS = 2
 GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
@@ -39,9 +41,10 @@ def ours(options: argparse.Namespace) -> None:
     """On every rank: the same network and steps with pmm3d. Rank 0 prints {"seconds", "final_loss", ...}."""
     from mpi4py import MPI
 
-    from pmm3d import DistMatrix, Grid, bench, nn
+    from pmm3d import DistMatrix, Grid, nn
     from pmm3d.layout import batch_layout
     from pmm3d.nn import optim
+    from pmm3d.tools.bench import measure as bench
 
     comm = MPI.COMM_WORLD
     with Grid(comm, options.ours, data=data_of(options.ours, comm.size)) as grid:
@@ -69,7 +72,7 @@ def ours(options: argparse.Namespace) -> None:
         found["core_gflops"] = max(core)
         if grid.rank == 0:
             blas = machine.loaded_blas()
-            print(json.dumps(found | {"kernel": blas.kernel, "mpi": machine.mpi_name(), "grid": str(grid.shape)}))
+            print(json.dumps(found | {"kernel": blas.kernel, "mpi": mpi_name(), "grid": str(grid.shape)}))
 
 
 def data_of(shape: str, ranks: int) -> int:
@@ -87,7 +90,7 @@ def blas_environment(kernel: str) -> dict[str, str]:
 def kernels() -> list[str]:
     """The settings of OpenBLAS to try: the best for this CPU, and its own choice if that is another."""
     better = machine.better_kernel(machine.cpu())
-    ask = "import scipy.linalg.blas; from pmm3d import machine; print(machine.loaded_blas().kernel)"
+    ask = "import scipy.linalg.blas; from pmm3d.model import machine; print(machine.loaded_blas().kernel)"
     chosen = subprocess.check_output([sys.executable, "-c", ask], env=blas_environment("default"), text=True).strip()
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 

@@ -5,37 +5,44 @@ before numpy loads it.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names, for type checkers
+    from .comm import Axis, Grid, Pending
+    from .errors import (
+        CheckpointError,
+        DataError,
+        DisagreementError,
+        DTypeError,
+        GridError,
+        LauncherError,
+        LayoutError,
+        MemoryLimitError,
+        MissingPackageError,
+        OutOfMemoryError,
+        Pmm3dError,
+    )
+    from .layout import Box, GridShape, Layout
+    from .product import DistMatrix, matmul
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Grid": "grid",
-    "Axis": "grid",
-    "GridShape": "layout",
-    "Layout": "layout",
-    "Block": "layout",
-    "DistMatrix": "matrix",
-    "matmul": "multiply",
-    "Pending": "progress",
-    "Pmm3dError": "errors",
-    "GridError": "errors",
-    "LauncherError": "errors",
-    "LayoutError": "errors",
-    "DTypeError": "errors",
-    "MemoryLimitError": "errors",
-    "OutOfMemoryError": "errors",
-    "DataError": "errors",
-    "CheckpointError": "errors",
-    "DisagreementError": "errors",
-}
-__all__ = [*_HOME, "__version__"]
+_ROOMS = {
+    "comm": ("Axis", "Grid", "Pending"),
+    "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
+               "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
+    "layout": ("Box", "GridShape", "Layout"),
+    "product": ("DistMatrix", "matmul"),
+}  # fmt: skip
+__all__ = ["__version__", *(name for names in _ROOMS.values() for name in names)]
 
 
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'pmm3d' has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(import_module(f".{room}", __name__), name)
+    raise AttributeError(f"module 'pmm3d' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

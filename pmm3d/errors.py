@@ -1,5 +1,10 @@
 """The errors of pmm3d. Each is raised on every rank of the grid, with the same text, unless it says otherwise."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Pmm3dError(Exception):
     """Base of all errors of the library.
@@ -45,3 +50,19 @@ class CheckpointError(Pmm3dError):
 
 class DisagreementError(Pmm3dError):
     """The ranks passed different arguments to one collective call. The text lists who passed what."""
+
+
+class MissingPackageError(Pmm3dError, ImportError):
+    """A package that an extra of pmm3d installs is not there. On the rank that needs it."""
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """As a context around imports: a package that is missing is a MissingPackageError that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "pmm3d":
+            raise
+        remedy = f'pip install "pmm3d[{extra}]"'
+        raise MissingPackageError(f"{what}: the package {error.name} is missing. {remedy}") from None

@@ -2,7 +2,7 @@
 
 import json
 
-from pmm3d.doctor.finding import Verdict
+from pmm3d.tools.doctor.finding import Verdict
 
 ONE, FOUR, TWO_HOSTS = ["n1"], ["n1"] * 4, ["n1", "n1", "n2", "n2"]
 OK, NOTE, WARNING, FAILURE = Verdict

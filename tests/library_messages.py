@@ -72,7 +72,7 @@ def _said(tree: ast.Module, is_report: bool):
     for function in reversed(functions):  # inner ones first, where a name means what it was given there
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and node.args and _speaks(node):
-                texts = map(quoted, _given(node.args[0], function))
+                texts = map(quoted, _given(node.args[_position(node)], function))
             elif isinstance(node, ast.expr) and id(node) not in within and (
                 _flat(node).startswith(OURS) or is_report and len(_flat(node).split()) >= WORDS
             ):
@@ -82,11 +82,20 @@ def _said(tree: ast.Module, is_report: bool):
             yield from ((node.lineno, text) for text in texts if re.search(r"[a-z]{3}", text.replace("pmm3d", "")))
 
 
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _position(call: ast.Call) -> int:
+    """Of the text among the arguments."""
+    return 2 if _name(call) == "agree" else 0
+
+
 def _speaks(call: ast.Call) -> bool:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    name = _name(call)
     if name in SPEAKERS:
         return len(call.args) == 1  # with two it is a finding of `pmm3d doctor`, which brings its remedy along
-    return name in ERRORS or name.endswith("Error") and not hasattr(builtins, name)
+    return name in (*ERRORS, "agree") or name.endswith("Error") and not hasattr(builtins, name)
 
 
 def _given(text: ast.AST, function: ast.AST):

@@ -70,8 +70,8 @@ def batch_of(case: Case, step: int, rows: int | None = None):
 def spread(grid, whole, layout=INPUT, library="numpy", dtype=None) -> DistMatrix:
     """A DistMatrix of a whole numpy array, of integers too."""
     if whole.dtype.kind != "f":
-        block = layout.block(whole.shape, grid.shape, grid.coords)
-        return DistMatrix(grid, whole[block.r0 : block.r1, block.c0 : block.c1].copy(), whole.shape, layout)
+        box = layout.box(whole.shape, grid.shape, grid.coords)
+        return DistMatrix(grid, whole[box.r0 : box.r1, box.c0 : box.c1].copy(), whole.shape, layout)
     return DistMatrix.from_function(grid, whole.shape, lambda i, j: whole[i, j], dtype=dtype or whole.dtype.name,
                                     layout=layout, library=library)
 
@@ -134,8 +134,8 @@ def inner(x, weights: np.ndarray):
 
 def assert_replicas_agree(grid, values) -> None:
     """Ranks that hold the same block of a matrix hold the same bits. values: name -> DistMatrix."""
-    mine = {name: (value.block, value.local.tobytes()) for name, value in values.items()}
+    mine = {name: (value.box, value.local.tobytes()) for name, value in values.items()}
     for name in mine:
         copies = {}
-        for block, held in grid.comm.allgather(mine[name]):
-            assert copies.setdefault(block, held) == held, name
+        for box, held in grid.comm.allgather(mine[name]):
+            assert copies.setdefault(box, held) == held, name

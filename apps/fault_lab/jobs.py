@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pmm3d.launcher import descendants, end_job
+from pmm3d.tools.launcher import descendants, end_job
 
 PATIENCE = 90.0
 """Seconds after which a job counts as a silent hang."""

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from pmm3d.launcher import installed_wheel
+from pmm3d.tools.launcher import installed_wheel
 
 from . import storage
 from .judgement import Expected, Outcome

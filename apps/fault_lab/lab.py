@@ -14,7 +14,7 @@ import mpi4py
 import numpy as np
 from kill_resume import contents
 
-from pmm3d.launcher import end_job
+from pmm3d.tools.launcher import end_job
 
 from .jobs import Ending, Job
 from .judgement import Expected, Outcome, judged

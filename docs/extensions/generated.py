@@ -43,7 +43,7 @@ class Commands(SphinxDirective):
     """A section for each command of `pmm3d`: its help, and its arguments and options in a table."""
 
     def run(self):
-        from pmm3d.cli import app
+        from pmm3d.tools.cli import app
 
         return [self._section(name, command) for name, command in typer.main.get_command(app).commands.items()]
 
@@ -62,7 +62,7 @@ class EnvironmentVariables(SphinxDirective):
     """A table of the environment variables that a Grid reads."""
 
     def run(self):
-        from pmm3d.settings import Settings
+        from pmm3d.model.environment import Settings
 
         fields = [field.metadata for field in dataclasses.fields(Settings)]
         rows = [(field["variable"], field["meaning"], _plain(field["default"], ("0", "1"))) for field in fields]
@@ -73,7 +73,7 @@ class Configuration(SphinxDirective):
     """A table for each section of the configuration of `pmm3d train`."""
 
     def run(self):
-        from pmm3d.nn.config import Config
+        from pmm3d.nn.training.config import Config
 
         made = []
         for name, field in Config.model_fields.items():

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import NumpyLibrary, check_matrix_dtype, library_named
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from .hdf5 import Columns, SourceFile, row_number, width
 
 ROWS_AT_ONCE = 2**16
@@ -282,15 +282,15 @@ class _Part:
         self._start, self._stop = plan["rows"]
         self._largest = min(plan["batch_size"], self._stop - self._start)
         self._order, self._shuffled = None, None
-        x = x_layout.block((self._largest, data.features), self._grid.shape, self._grid.coords)
-        y = y_layout.block((self._largest, data.outputs), self._grid.shape, self._grid.coords)
+        x = x_layout.box((self._largest, data.features), self._grid.shape, self._grid.coords)
+        y = y_layout.box((self._largest, data.outputs), self._grid.shape, self._grid.coords)
         self._shapes = x.shape, y.shape
         numbers = "float32" if data.dtype == "bfloat16" else data.dtype
         self._dtypes = numbers, "int64" if data.labelled else numbers
         self._sources = [
-            Columns(dataset, (self._start, self._stop), (block.c0, block.c1), block.r1 - block.r0, dtype,
+            Columns(dataset, (self._start, self._stop), (box.c0, box.c1), box.r1 - box.r0, dtype,
                      data.cache_bytes)
-            for dataset, block, dtype in zip((data.inputs, data.targets), (x, y), self._dtypes)
+            for dataset, box, dtype in zip((data.inputs, data.targets), (x, y), self._dtypes)
         ]
 
     def __len__(self) -> int:
@@ -337,13 +337,13 @@ class _Part:
     def _rows(self, epoch: int, batch: int):
         """This rank's rows of a batch, ascending: an array, or a slice where they are consecutive."""
         first, size = batch * self._plan["batch_size"], self.size(batch)
-        block = self._layout.block((size, self._data.features), self._grid.shape, self._grid.coords)
+        box = self._layout.box((size, self._data.features), self._grid.shape, self._grid.coords)
         if not self._plan["shuffle"]:
-            return slice(self._start + first + block.r0, self._start + first + block.r1)
+            return slice(self._start + first + box.r0, self._start + first + box.r1)
         self._shuffle(epoch)
         rows = self._order[first : first + size]
         rows.sort()
-        rows = rows[block.r0 : block.r1]
+        rows = rows[box.r0 : box.r1]
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
         return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import CheckpointError, Pmm3dError
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 
 SLICE = 2**23
 """Bytes that are copied, hashed and written at a time."""
@@ -51,7 +51,7 @@ def row_slices(shape, itemsize: int):
 def rows_of(matrix: DistMatrix):
     """(first row within the local block, C-contiguous rows in the stored type), slice after slice."""
     itemsize = stored_dtype(matrix.dtype).itemsize
-    for start, stop in row_slices(matrix.block.shape, itemsize):
+    for start, stop in row_slices(matrix.box.shape, itemsize):
         yield start, np.ascontiguousarray(to_stored(matrix.library, matrix.local[start:stop]))
 
 

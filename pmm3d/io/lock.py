@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import Pmm3dError
+from ..model.environment import job_id
 
 NAME = "lock"
 BEAT = 30.0
@@ -22,16 +23,10 @@ SETTLING = 0.5
 """Seconds after which a job looks whether another one wrote into the lock file after it; there only."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 HELD = (errno.EACCES, errno.EAGAIN)
-JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 
 
 class FolderInUseError(Pmm3dError):
     """Another job writes into the folder. The text says which one, since when, and what to do."""
-
-
-def job_id(environment=os.environ) -> str | None:
-    """The name of this job at the batch system, as in "SLURM_JOB_ID 4711"; None outside of one."""
-    return next((f"{name} {environment[name]}" for name in JOB_IDS if environment.get(name)), None)
 
 
 class RunLock:

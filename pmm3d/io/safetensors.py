@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import itemsize
 from ..errors import CheckpointError
-from ..layout import AXES, Layout
+from ..layout import AXES, Layout, itemsize
 from .files import agreed, check_matrices, check_writable, naming, row_slices, rows_of, some, sync
 
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
@@ -111,7 +110,7 @@ def _write_all(grid, path: Path, matrices, forms, starts) -> None:
 def _write_rows(descriptor: int, matrix, start: int) -> None:
     width = matrix.shape[1] * itemsize(matrix.dtype)
     for row, rows in rows_of(matrix):
-        at, rest = start + (matrix.block.r0 + row) * width, memoryview(rows.reshape(-1).view("uint8"))
+        at, rest = start + (matrix.box.r0 + row) * width, memoryview(rows.reshape(-1).view("uint8"))
         while rest:
             written = os.pwrite(descriptor, rest, at)
             at, rest = at + written, rest[written:]
@@ -183,13 +182,13 @@ def _converts(stored: str, dtype: str) -> bool:
 
 def _read_block(tensor, matrix, form: Stored) -> None:
     """Read this rank's block in slices of the tensor's rows."""
-    r0, r1, c0, c1 = matrix.block
+    r0, r1, c0, c1 = matrix.box
     local = matrix.local
-    if not matrix.block.size:
+    if not matrix.box.size:
         return
     if form.vector:
         low, high = (c0, c1) if matrix.shape[0] == 1 else (r0, r1)
-        local[...] = _converted(tensor[low:high], matrix).reshape(matrix.block.shape)
+        local[...] = _converted(tensor[low:high], matrix).reshape(matrix.box.shape)
         return
     if form.transposed:
         r0, r1, c0, c1, local = c0, c1, r0, r1, local.T

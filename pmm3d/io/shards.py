@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from ..errors import CheckpointError
-from ..layout import EMPTY, Block
+from ..layout import EMPTY, Box
 from .files import (
     SLICE,
     Chunk,
@@ -53,12 +53,12 @@ class Shard(NamedTuple):
 
     file: str
     name: str
-    block: Block
+    box: Box
 
     @property
-    def origin(self) -> Block:
+    def origin(self) -> Box:
         """The block of which the file's data set is the whole."""
-        return EMPTY if self.file == TOGETHER else self.block
+        return EMPTY if self.file == TOGETHER else self.box
 
 
 class _Output(io.FileIO):
@@ -115,7 +115,7 @@ def check_names(names) -> None:
 def owned(matrices) -> dict:
     """The matrices of which this rank writes its block: not empty, and the first of the replicas."""
     return {name: matrix for name, matrix in matrices.items()
-            if matrix.block.size and matrix.layout.is_first(matrix.grid.coords)}
+            if matrix.box.size and matrix.layout.is_first(matrix.grid.coords)}
 
 
 def write_shards(folder: Path, rank: int, matrices) -> list[Shard]:
@@ -124,8 +124,8 @@ def write_shards(folder: Path, rank: int, matrices) -> list[Shard]:
     if mine:
         with _written(folder / file_name) as (file, check):
             for name, matrix in mine.items():
-                _write_rows(_create(file, name, matrix.block.shape, matrix.dtype), matrix, EMPTY, check)
-    return [Shard(file_name, name, matrix.block) for name, matrix in mine.items()]
+                _write_rows(_create(file, name, matrix.box.shape, matrix.dtype), matrix, EMPTY, check)
+    return [Shard(file_name, name, matrix.box) for name, matrix in mine.items()]
 
 
 def write_together(folder: Path, comm, matrices) -> list[Shard]:
@@ -136,9 +136,9 @@ def write_together(folder: Path, comm, matrices) -> list[Shard]:
             datasets = {name: _create(file, name, matrices[name].shape, matrices[name].dtype)
                         for name in sorted(matrices)}
             for name, matrix in mine.items():
-                _write_rows(datasets[name], matrix, matrix.block, lambda: None)
+                _write_rows(datasets[name], matrix, matrix.box, lambda: None)
         sync(path)
-    return [Shard(TOGETHER, name, matrix.block) for name, matrix in mine.items()]
+    return [Shard(TOGETHER, name, matrix.box) for name, matrix in mine.items()]
 
 
 def _create(file, name: str, shape, dtype: str):
@@ -148,7 +148,7 @@ def _create(file, name: str, shape, dtype: str):
     return dataset
 
 
-def _write_rows(dataset, matrix, place: Block, check) -> None:
+def _write_rows(dataset, matrix, place: Box, check) -> None:
     for start, rows in rows_of(matrix):
         dataset[place.r0 + start : place.r0 + start + len(rows), place.c0 : place.c0 + rows.shape[1]] = rows
         check()
@@ -159,9 +159,9 @@ def manifest_of(step: int, matrices, shards, files) -> dict:
     entries = {name: {"shape": list(matrix.shape), "dtype": matrix.dtype, "shards": []}
                for name, matrix in matrices.items()}
     for shard in shards:
-        entries[shard.name]["shards"].append([shard.file, *shard.block])
+        entries[shard.name]["shards"].append([shard.file, *shard.box])
     for name, matrix in matrices.items():
-        held = sum(Block(*place).size for _, *place in entries[name]["shards"])
+        held = sum(Box(*place).size for _, *place in entries[name]["shards"])
         if held != matrix.shape[0] * matrix.shape[1]:
             raise CheckpointError(f"{name!r} is {matrix.shape}; its blocks have {held} elements")
     return {"step": step, "files": files, "matrices": entries}
@@ -169,7 +169,7 @@ def manifest_of(step: int, matrices, shards, files) -> dict:
 
 def shards_of(manifest: dict) -> list[Shard]:
     """All shards, file by file."""
-    found = [Shard(file, name, Block(*place))
+    found = [Shard(file, name, Box(*place))
              for name, entry in manifest["matrices"].items() for file, *place in entry["shards"]]
     return sorted(found, key=lambda shard: shard.file)
 
@@ -193,9 +193,9 @@ def _show_whole(file, name: str, entry: dict) -> None:
         return
     virtual = h5py.VirtualLayout(shape, dtype)
     for source, *place in entry["shards"]:
-        block = Block(*place)
-        there = h5py.VirtualSource(source, name, shape if source == TOGETHER else block.shape, dtype)
-        virtual[block.within(EMPTY)] = there[block.within(EMPTY)] if source == TOGETHER else there
+        box = Box(*place)
+        there = h5py.VirtualSource(source, name, shape if source == TOGETHER else box.shape, dtype)
+        virtual[box.within(EMPTY)] = there[box.within(EMPTY)] if source == TOGETHER else there
     missing = BFLOAT16_NAN if entry["dtype"] == "bfloat16" else np.nan
     dataset = file.create_virtual_dataset(name, virtual, fillvalue=dtype.type(missing))
     if entry["dtype"] == "bfloat16":
@@ -223,7 +223,7 @@ def chunks_of(files: dict) -> list[Chunk]:
 
 def fill(folder: Path, shards, matrices) -> None:
     """Fill this rank's blocks of the matrices from all shards that meet them, each file opened once."""
-    wanted = [shard for shard in shards if (shard.block & matrices[shard.name].block).size]
+    wanted = [shard for shard in shards if (shard.box & matrices[shard.name].box).size]
     for name, group in groupby(wanted, key=lambda shard: shard.file):
         with _opened(folder / name) as file:
             for shard in group:
@@ -231,21 +231,21 @@ def fill(folder: Path, shards, matrices) -> None:
 
 
 def _fill_piece(dataset, shard: Shard, matrix) -> None:
-    piece, block, library = shard.block & matrix.block, matrix.block, matrix.library
+    piece, box, library = shard.box & matrix.box, matrix.box, matrix.library
     host = to_stored(library, matrix.local) if library.on_host else None
     if host is not None and host.flags.c_contiguous:
-        dataset.read_direct(host, piece.within(shard.origin), piece.within(block))
+        dataset.read_direct(host, piece.within(shard.origin), piece.within(box))
         return
     buffer = np.empty(max(SLICE, piece.shape[1] * dataset.dtype.itemsize), np.uint8)
     for part, rows in _rows_in(dataset, shard, piece, buffer):
         if host is not None:
-            host[part.within(block)] = rows
+            host[part.within(box)] = rows
         else:
-            matrix.local[part.within(block)] = from_stored(library, rows, matrix.dtype)
+            matrix.local[part.within(box)] = from_stored(library, rows, matrix.dtype)
             library.synchronize()
 
 
-def _rows_in(dataset, shard: Shard, piece: Block, buffer: np.ndarray):
+def _rows_in(dataset, shard: Shard, piece: Box, buffer: np.ndarray):
     """(block, its elements) of slices of rows of a piece of a shard, each read into the same buffer."""
     for start, stop in row_slices(piece.shape, dataset.dtype.itemsize):
         part = piece._replace(r0=piece.r0 + start, r1=piece.r0 + stop)

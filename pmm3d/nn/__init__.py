@@ -1,31 +1,39 @@
-"""Fully connected networks in four dimensions: tensors on a grid, layers, losses; optimizers in `pmm3d.nn.optim`."""
+"""Networks in four dimensions: tensors on a grid and their tape, operations, layers, losses, optimizers, training."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-_HOME = {
-    "Tensor": "tensor", "Parameter": "parameter", "no_grad": "tensor", "no_sync": "tensor", "Tape": "tensor",
-    "add": "tensor", "scale": "tensor", "relayout": "tensor", "in_chunks": "tensor",
-    "linear": "dense",
-    "relu": "functional", "gelu": "functional", "tanh": "functional", "silu": "functional", "sigmoid": "functional",
-    "dropout": "functional", "layer_norm": "functional",
-    "Module": "layers", "Linear": "layers", "LayerNorm": "layers", "Dropout": "layers", "Sequential": "layers",
-    "MLP": "layers", "Residual": "layers", "Recompute": "layers",
-    "mse": "loss", "mae": "loss", "cross_entropy": "loss", "accuracy": "loss", "r2": "loss",
-    "Overlap": "parallel",
+if TYPE_CHECKING:  # the same names, for type checkers
+    from .dense import linear
+    from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
+    from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
+    from .loss import accuracy, cross_entropy, mae, mse, r2
+    from .parallel import Overlap
+    from .parameter import Parameter
+    from .tensor import Tape, Tensor, add, in_chunks, no_grad, no_sync, relayout, scale
+
+_MODULES = {
+    "tensor": ("Tape", "Tensor", "add", "in_chunks", "no_grad", "no_sync", "relayout", "scale"),
+    "parameter": ("Parameter",),
+    "dense": ("linear",),
+    "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
+    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Module", "Recompute", "Residual", "Sequential"),
+    "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
+    "parallel": ("Overlap",),
+    "optim": (), "training": (), "exchange": (), "memory": (), "volume": (),
 }  # fmt: skip
-_MODULES = ("exchange", "functional", "layers", "loss", "memory", "optim", "parallel", "parameter", "tensor", "trainer")
-__all__ = [*_HOME]
+__all__ = [name for names in _MODULES.values() for name in names]
 
 
-def __getattr__(name: str):
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    if name not in _HOME:
-        raise AttributeError(f"module 'pmm3d.nn' has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = found = getattr(import_module(f".{module}", __name__), name)
+            return found
+        if name == module:
+            return import_module(f".{module}", __name__)
+    raise AttributeError(f"module 'pmm3d.nn' has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted((*__all__, *_MODULES))

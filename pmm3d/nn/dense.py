@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from .. import collectives
 from ..arrays import library_of
+from ..comm.collectives import gather_parts, sum_arrays
 from ..errors import LayoutError
 from ..layout import Layout, batch_layout
+from ..model.volumes import all_reduce_work
 from .parameter import Parameter
 from .tensor import Form, Tensor, relayout
 
@@ -67,7 +68,7 @@ def reduced_product(form: Form, a, b, c, beta, axis, phase: str) -> list:
         return []
     coming, panels = [], parallel.row_panels(*c.shape, form.dtype)
     size = (panels[0].stop - panels[0].start) * c.shape[1]
-    parallel.gradients.note("rows", len(panels) * collectives.all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    parallel.gradients.note("rows", len(panels) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
     for rows in panels:
         gemm(form, a[rows], b, c[rows], beta)
         with form.grid.ledger.phase(phase):
@@ -103,15 +104,16 @@ def column_sums(form: Form, array, out, beta=0) -> None:
 def reduce(axis, array):
     """Start the sum of an array over an axis, in place."""
     library = library_of(array)
-    return axis.begin("all_reduce", lambda link: collectives.all_reduce(link, library, array, array, agreed=True))
+    return axis.begin("all_reduce", lambda link: sum_arrays(link, library, array, array))
 
 
 def gather(axis, array):
     """The arrays that all ranks of an axis bring, of one shape, stacked: (G, *shape)."""
     library, shape = library_of(array), tuple(array.shape)
     counts = [shape[0]] * axis.size
-    told = axis.begin("all_gather", lambda link: collectives.all_gather(link, library, array, counts=counts)).wait()
-    return told.reshape((axis.size, *shape))
+    stacked = library.empty((sum(counts), *shape[1:]), library.dtype(array))
+    axis.begin("all_gather", lambda link: gather_parts(link, library, array, stacked, counts)).wait()
+    return stacked.reshape((axis.size, *shape))
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..grid import Grid
+from ..comm import Grid
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..layout import Layout
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from .layers import Module
 
 

@@ -21,10 +21,9 @@ from math import pi, sqrt
 import array_api_compat
 import numpy as np
 
-from .. import random
-from ..arrays import NumpyLibrary
+from ..arrays import NumpyLibrary, random
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Block, Layout, part_sizes
+from ..layout import Box, Layout, part_sizes
 from .dense import column_sums, computing, gather, linear, reduce
 from .parameter import Parameter
 from .tensor import CHUNK, Form, Tensor, add, in_chunks, relayout, scale
@@ -113,7 +112,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     if p == 0:
         return x
     form = x.form
-    kept = form.library.from_numpy(_kept(x.block, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
+    kept = form.library.from_numpy(_kept(x.box, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
 
     def masked(array):
         out = form.new()
@@ -124,14 +123,14 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     return x.made(masked(x.local), (x,), lambda grad: (masked(grad),))
 
 
-def _kept(block: Block, columns: int, p: float, seed: int, stream: int, workspace) -> np.ndarray:
+def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace) -> np.ndarray:
     """1 for the elements of a block that stay, 0 for the others; uint8."""
-    kept = workspace.array(block.shape, "uint8", NumpyLibrary())
+    kept = workspace.array(box.shape, "uint8", NumpyLibrary())
     limit = np.uint64(int(p * 2**64))
-    cols = np.arange(block.c0, block.c1, dtype=np.uint64)
+    cols = np.arange(box.c0, box.c1, dtype=np.uint64)
     step = max(1, CHUNK // max(1, len(cols)))
-    for start in range(0, block.shape[0], step):
-        rows = np.arange(block.r0 + start, min(block.r1, block.r0 + start + step), dtype=np.uint64)
+    for start in range(0, box.shape[0], step):
+        rows = np.arange(box.r0 + start, min(box.r1, box.r0 + start + step), dtype=np.uint64)
         kept[start : start + step] = random.bits(rows[:, None] * np.uint64(columns) + cols, seed, stream) >= limit
     return kept
 

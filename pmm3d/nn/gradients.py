@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from .. import collectives
-from ..arrays import itemsize
+from ..comm.collectives import reduce_parts, sum_arrays
 from ..errors import Pmm3dError
-from ..layout import offsets
+from ..layout import itemsize, offsets
+from ..model.volumes import all_reduce_work
 from .parts import split_counts, stored_bytes, z_counts
 
 IN_FLIGHT = 2
@@ -172,39 +173,38 @@ class Partials:
 
     def __init__(self, grid):
         self._grid, self._turn = grid, 0
-        self._slots: list = [[None, None, None] for _ in range(IN_FLIGHT)]
+        self._slots: list[list[Any]] = [[None, None] for _ in range(IN_FLIGHT)]
 
     def take(self, weight, shape):
         """An array with arbitrary contents; `busy` says until when it is needed."""
         self._turn = (self._turn + 1) % IN_FLIGHT
-        slot = self._slots[self._turn]
-        array, ticket, pending = slot
+        ticket, pending = self._slots[self._turn]
         if pending is not None:
             pending.wait()
-        nbytes = _nbytes(weight, shape[0] * shape[1])
-        if ticket is None or ticket[0] != weight.library or array.shape[0] < nbytes:
+        nbytes, memory = _nbytes(weight, shape[0] * shape[1]), weight.library.memory
+        if ticket is None or ticket.pool.memory != memory or ticket.flat.shape[0] < nbytes:
             if ticket is not None:
                 self._grid.workspace.give(ticket)
-            array, ticket = self._grid.workspace.take((nbytes,), "uint8", weight.library)
-        slot[:] = array, ticket, None
-        return weight.library.view(array, shape, weight.dtype)
+            _, ticket = self._grid.workspace.take((nbytes,), "uint8", weight.library)
+        self._slots[self._turn] = [ticket, None]
+        return weight.library.view(ticket.flat, shape, weight.dtype)
 
     def busy(self, pending) -> None:
         """The array that was taken last is needed until this collective is done."""
-        self._slots[self._turn][2] = pending
+        self._slots[self._turn][1] = pending
 
 
 def summed(link, library, members):
     """Generator: all-reduce of the members' gradients in place, in one message a peer."""
     flats = [member.gradient.reshape(-1) for member in members]
     if len(flats) == 1:
-        yield from collectives.all_reduce(link, library, flats[0], flats[0], agreed=True)
+        yield from sum_arrays(link, library, flats[0], flats[0])
         return
     starts = offsets([flat.shape[0] for flat in flats])
     with link.workspace.borrow((starts[-1],), members[0].dtype, library) as packed:
         for flat, start, stop in zip(flats, starts, starts[1:]):
             packed[start:stop] = flat
-        yield from collectives.all_reduce(link, library, packed, packed, agreed=True)
+        yield from sum_arrays(link, library, packed, packed)
         for flat, start, stop in zip(flats, starts, starts[1:]):
             flat[...] = packed[start:stop]
 
@@ -222,7 +222,7 @@ def scattered(link, library, members):
             for rank, place in enumerate(offsets(counts)[:-1]):
                 _pack(packed[place:], flats, starts, rank)
         own = work(counts[link.rank])
-        yield from collectives.reduce_scatter(link, library, packed, own, counts)
+        yield from reduce_parts(link, library, packed[:, None], own[:, None], counts)
         _unpack(own, flats, starts, link.rank)
 
 
@@ -230,7 +230,7 @@ def _summed_work(axis, members) -> list[int]:
     """Bytes of the work arrays of `summed`."""
     size = sum(member.gradient.reshape(-1).shape[0] for member in members)
     packed = [_nbytes(members[0], size)] if len(members) > 1 else []
-    return packed + collectives.all_reduce_work(size, members[0].dtype, axis.size, axis.index)
+    return packed + all_reduce_work(size, members[0].dtype, axis.size, axis.index)
 
 
 def _scattered_work(axis, members) -> list[int]:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from .. import random
+from ..arrays import random
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout, batch_layout
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from . import functional
 from .parameter import Parameter
 from .tensor import Tape, Tensor, as_tensor, no_grad, propagate
@@ -297,7 +297,7 @@ class Recompute(Module):
         with tape.set(recording=True, phase="recompute"):
             out = self.module(x)
         self.module.set_random_state(now)
-        node, output = out.node, workspace.size_of(out.form.local_shape, out.dtype, out.library)
+        node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del out
         propagate([(node, grad)])

@@ -9,10 +9,10 @@ from __future__ import annotations
 import array_api_compat
 import numpy as np
 
-from ..collectives import all_reduce
+from ..comm.collectives import sum_arrays
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from .dense import computing, gather
 from .tensor import Form, Tensor, in_chunks, relayout
 
@@ -84,7 +84,7 @@ def cross_entropy(logits: Tensor, labels) -> Tensor:
 def _label_places(logits: Tensor, labels):
     """(columns, rows): of this rank's labels that lie in this rank's columns, as local indices."""
     labels = labels.value if isinstance(labels, Tensor) else labels
-    grid, (rows, classes), block = logits.grid, logits.shape, logits.block
+    grid, (rows, classes), box = logits.grid, logits.shape, logits.box
     if not isinstance(labels, DistMatrix):
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
     if labels.shape != (rows, 1):
@@ -98,11 +98,11 @@ def _label_places(logits: Tensor, labels):
         wrong = np.flatnonzero((host < 0) | (host >= classes))
         if len(wrong):
             raise Pmm3dError(
-                f"cross_entropy: row {block.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the network "
+                f"cross_entropy: row {box.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the network "
                 f"has {classes} outputs, so labels are 0 to {classes - 1}"
             )
-    here = np.flatnonzero((host >= block.c0) & (host < block.c1))
-    places = host[here] - block.c0
+    here = np.flatnonzero((host >= box.c0) & (host < box.c1))
+    places = host[here] - box.c0
     if logits.library.name == "numpy":
         return places, here
     return tuple(logits.library.from_numpy(array, "int64") for array in (places, here))
@@ -157,7 +157,7 @@ def _summed_after(axis, library, array, before):
     def generator(link):
         if before is not None:
             yield [before]
-        yield from all_reduce(link, library, array, array, agreed=True)
+        yield from sum_arrays(link, library, array, array)
 
     return axis.begin("all_reduce", generator)
 

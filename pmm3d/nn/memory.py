@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arrays import itemsize
-from ..layout import GridShape, Layout, batch_layout
+from ..layout import FIRST, GridShape, Layout, batch_layout, itemsize
 from .layers import OTHER
 from .parallel import Overlap
-from .parts import FIRST
 
 KEPT = {"relu": 1, "tanh": 1, "sigmoid": 1, "gelu": 2, "silu": 2}
 """Activations that a hidden layer keeps: its output, and its input where the derivative is taken of that."""
@@ -51,14 +49,14 @@ class MLPMemory:
     def _activations(self) -> list[int]:
         found, cols = [], "y"
         for size in self.sizes:
-            found.append(batch_layout(cols).block((self.batch, size), self.grid, FIRST).size * itemsize(self.dtype))
+            found.append(batch_layout(cols).box((self.batch, size), self.grid, FIRST).size * itemsize(self.dtype))
             cols = OTHER[cols]
         return found
 
     def _weights(self) -> list[int]:
         found, cols = [], "y"
         for shape in zip(self.sizes, self.sizes[1:]):
-            found.append(Layout(cols, OTHER[cols]).block(shape, self.grid, FIRST).size * itemsize(self.dtype))
+            found.append(Layout(cols, OTHER[cols]).box(shape, self.grid, FIRST).size * itemsize(self.dtype))
             cols = OTHER[cols]
         return found
 

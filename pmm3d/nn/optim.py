@@ -7,10 +7,10 @@ from math import cos, pi, sqrt
 import array_api_compat
 
 from ..arrays import NumpyLibrary
-from ..collectives import all_gather
+from ..comm.collectives import gather_parts
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from .dense import computing
 from .parameter import Parameter
 from .parts import split_counts
@@ -90,14 +90,14 @@ class Optimizer:
         counts, flat, (start, stop) = split_counts(parameter), parameter.local.reshape(-1), self._own(parameter)
         library = parameter.library
         return self.grid.data.begin(
-            "all_gather", lambda link: all_gather(link, library, flat[start:stop], flat, counts)
+            "all_gather", lambda link: gather_parts(link, library, flat[start:stop], flat, counts)
         )
 
     def _states(self, parameter: Parameter) -> list:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
         if parameter not in self._state:
-            block = self._layout(parameter).block(parameter.shape, self.grid.shape, self.grid.coords)
-            arrays = [parameter.library.empty(block.shape, parameter.dtype) for _ in self.state_names]
+            box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
+            arrays = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
             for array in arrays:
                 array[...] = 0
             self._state[parameter] = arrays

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from ..arrays import itemsize
-from ..layout import part_range
-from ..machine import available_memory
+from ..layout import itemsize, part_range
+from ..model.machine import available_memory
 from .gradients import Gradients
 from .parts import gathered_bytes, z_counts
 

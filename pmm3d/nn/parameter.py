@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import LayoutError
 from ..layout import Layout, offsets
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from .parts import split_counts
 from .tensor import Form, Tensor, in_chunks
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from ..arrays import itemsize
-from ..layout import GridShape, Layout, part_sizes
-
-FIRST = GridShape(0, 0, 0, 0)
-"""The rank that has the largest block of everything: what it decides by sizes, all ranks decide."""
+from ..layout import FIRST, Layout, itemsize, part_sizes
 
 
 def gathered(weight) -> Layout:
@@ -17,7 +13,7 @@ def gathered(weight) -> Layout:
 def z_counts(weight) -> list[int]:
     """Rows of a weight's gathered block that each rank along z holds."""
     grid = weight.grid
-    return part_sizes(gathered(weight).block(weight.shape, grid.shape, grid.coords).shape[0], grid.z.size)
+    return part_sizes(gathered(weight).box(weight.shape, grid.shape, grid.coords).shape[0], grid.z.size)
 
 
 def split_counts(parameter) -> list[int]:
@@ -30,8 +26,8 @@ def split_counts(parameter) -> list[int]:
 
 
 def gathered_bytes(weight) -> int:
-    return gathered(weight).block(weight.shape, weight.grid.shape, FIRST).size * itemsize(weight.dtype)
+    return gathered(weight).box(weight.shape, weight.grid.shape, FIRST).size * itemsize(weight.dtype)
 
 
 def stored_bytes(parameter) -> int:
-    return parameter.layout.block(parameter.shape, parameter.grid.shape, FIRST).size * itemsize(parameter.dtype)
+    return parameter.layout.box(parameter.shape, parameter.grid.shape, FIRST).size * itemsize(parameter.dtype)

@@ -10,10 +10,10 @@ from weakref import ref
 import numpy as np
 
 from ..arrays import NumpyLibrary
+from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
-from ..grid import Grid
 from ..layout import Layout
-from ..matrix import DistMatrix
+from ..product import DistMatrix
 from .parallel import Parallel
 
 CHUNK = 2**15
@@ -117,7 +117,7 @@ class Tensor:
     dtype = property(lambda self: self.form.dtype)
     library = property(lambda self: self.form.library)
     tape = property(lambda self: self.form.tape)
-    block = property(lambda self: self.value.block)
+    box = property(lambda self: self.value.box)
     local = property(lambda self: self.value.local)
     requires_grad = property(lambda self: self.node is not None)
 
@@ -304,6 +304,6 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
 
 def _moved(value: DistMatrix, layout: Layout):
     if value.layout.rows == layout.rows and not value.layout.cols:
-        block = layout.block(value.shape, value.grid.shape, value.grid.coords)
-        return value.library.plain(value.local[block.within(value.block)])
+        box = layout.box(value.shape, value.grid.shape, value.grid.coords)
+        return value.library.plain(value.local[box.within(value.box)])
     return value.redistribute(layout).local

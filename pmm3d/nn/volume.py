@@ -9,13 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..arrays import itemsize
-from ..collectives import all_reduce_counts
-from ..layout import GridShape, Layout, batch_layout, part_sizes
-from ..ledger import Entry, Key
+from ..comm.ledger import Entry, Key
+from ..layout import FIRST, Coords, GridShape, Layout, batch_layout, itemsize, part_sizes
+from ..model.volumes import all_reduce_counts
 from .layers import MLP, OTHER, LayerNorm, Linear, Recompute
 from .parallel import LEAST_PANEL_BYTES, PANELS_ACROSS_HOSTS, Overlap
-from .parts import FIRST
 from .tensor import Tape
 
 Volume = dict[Key, Entry]
@@ -70,7 +68,7 @@ class MLPVolume:
 
     sizes: tuple[int, ...]
     grid: GridShape
-    coords: GridShape = FIRST
+    coords: Coords = FIRST
     norm: bool = False
     bias: bool = True
     recompute: bool = False
@@ -163,13 +161,13 @@ class MLPVolume:
         """The all-reduces over an axis of a block whose columns another one splits, in its panels of rows."""
         if getattr(self.grid, axis) == 1:
             return {}
-        m, n = batch_layout(split).block((rows, columns), self.grid, self.coords).shape
+        m, n = batch_layout(split).box((rows, columns), self.grid, self.coords).shape
         panels = self.overlap.panels or (1 if self.hosts == 1 else PANELS_ACROSS_HOSTS)
         panels = max(1, min(panels, m * n * itemsize(self.dtype) // LEAST_PANEL_BYTES))
         return total(*(self._all_reduce(axis, phase, part * n) for part in part_sizes(m, panels)))
 
     def _rows(self, rows: int) -> int:
-        return batch_layout(None).block((rows, 1), self.grid, self.coords).size
+        return batch_layout(None).box((rows, 1), self.grid, self.coords).size
 
     def _part(self, size: int, axis: str) -> int:
         return part_sizes(size, getattr(self.grid, axis))[getattr(self.coords, axis)]
@@ -196,7 +194,7 @@ class MLPVolume:
     def _block(self, layer) -> tuple[list[int], int]:
         """(rows of each shard, columns) of a layer's gathered weight."""
         inputs, outputs, axis, other = layer
-        rows, cols = Layout(axis, other).block((inputs, outputs), self.grid, self.coords).shape
+        rows, cols = Layout(axis, other).box((inputs, outputs), self.grid, self.coords).shape
         return part_sizes(rows, self.grid.z), cols
 
     def _scattered(self, layer) -> Volume:
@@ -227,18 +225,18 @@ class MLPVolume:
             return [not self.overlap.reshard_after_forward] * len(self.layers)
         kept, taken = [], 0
         for inputs, outputs, axis, other in self.layers:
-            size = Layout(axis, other).block((inputs, outputs), self.grid, FIRST).size * itemsize(self.dtype)
+            size = Layout(axis, other).box((inputs, outputs), self.grid, FIRST).size * itemsize(self.dtype)
             kept.append(taken + size <= self.keep_bytes)
             taken += size * kept[-1]
         return kept
 
-    def _parameters(self, split: bool = False, coords: GridShape | None = None) -> list[tuple]:
+    def _parameters(self, split: bool = False, coords: Coords | None = None) -> list[tuple]:
         """("matrix" or "vector", elements here, their shape), in the order in which a backward pass uses them; with
         split, ("matrix", rows, columns) as the data axis splits them: vectors as columns of one."""
         here, found = coords or self.coords, []
         for index, (inputs, outputs, axis, other) in reversed(list(enumerate(self.layers))):
-            wide = Layout((), other).block((1, outputs), self.grid, here).size
-            rows, cols = Layout((axis, "z"), other).block((inputs, outputs), self.grid, here).shape
+            wide = Layout((), other).box((1, outputs), self.grid, here).size
+            rows, cols = Layout((axis, "z"), other).box((inputs, outputs), self.grid, here).shape
             vectors = 2 * (self.norm and index < len(self.layers) - 1)
             shapes = [(wide, 1)] * vectors + [(rows, cols)] + [(wide, 1)] * self.bias
             kinds = ["vector"] * vectors + ["matrix"] + ["vector"] * self.bias

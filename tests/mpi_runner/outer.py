@@ -12,7 +12,7 @@ from _pytest.reports import TestReport
 from mpi_runner import merge, post_mortem
 from mpi_runner.post_mortem import failure
 from mpi_runner.world import World
-from pmm3d import launcher
+from pmm3d.tools import launcher
 
 
 def rank_count(item) -> int:

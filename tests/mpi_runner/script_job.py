@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpi_runner.leftovers import remove_leftovers
-from pmm3d import launcher
+from pmm3d.tools import launcher
 
 # Put before each script: what a rank prints arrives as whole lines, not mixed with those of other ranks.
 WHOLE_LINES = """import sys

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpi_runner.leftovers import remove_leftovers
 from mpi_runner.merge import name_ranks
-from pmm3d import launcher
+from pmm3d.tools import launcher
 
 STARTUP = 180.0  # seconds until every rank has imported and collected the tests
 AFTER_FAILURE = 5.0  # seconds left to the other ranks once one has failed or is gone

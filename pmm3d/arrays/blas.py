@@ -1,0 +1,111 @@
+"""GEMM on host memory through the BLAS that SciPy carries: any leading dimension, alpha and beta, no copies, no GIL.
+
+scipy.linalg.cython_blas publishes the BLAS of the installation as function pointers; ctypes calls them. NumPy's matmul
+has no beta, and scipy.linalg.blas copies what is not contiguous, so neither can accumulate into a part of a matrix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""(address, shape, strides in elements)."""
+
+_ROUTINES = {
+    "float32": ("sgemm", ctypes.c_float, 1),
+    "float64": ("dgemm", ctypes.c_double, 1),
+    "complex64": ("cgemm", ctypes.c_float, 2),
+    "complex128": ("zgemm", ctypes.c_double, 2),
+}
+DTYPES = frozenset(_ROUTINES)
+LARGEST = 2**31 - 1
+
+
+@cache
+def _cython_blas() -> ModuleType:
+    """The module scipy.linalg.cython_blas.
+
+    Loaded alone, behind scipy's back: importing scipy.linalg would have each rank open 180 files more. It depends on
+    none of them, and a later import of scipy.linalg gets a module of its own over the same routines.
+    """
+    import scipy
+
+    name = "scipy.linalg.cython_blas"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = PathFinder.find_spec(name, [str(Path(scipy.__file__).parent / "linalg")])
+    if spec is None or spec.loader is None:
+        return importlib.import_module(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def _routine(name: str) -> Callable[..., None]:
+    get_name = ctypes.pythonapi.PyCapsule_GetName
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    capsule = _cython_blas().__pyx_capi__[name]
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)(get_pointer(capsule, get_name(capsule)))
+
+
+def _leading(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bytes, int]:
+    """How a matrix with these strides (in elements) reads as a column-major one: N or T, and its leading dimension."""
+    (rows, cols), (row_stride, col_stride) = shape, strides
+    if (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1):
+        return b"N", max(1, rows, col_stride if cols > 1 else 1)
+    if (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1):
+        return b"T", max(1, cols, row_stride if rows > 1 else 1)
+    raise ValueError(f"BLAS needs one dim of stride 1; strides {strides} of a {rows} x {cols} matrix have none")
+
+
+def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex) -> None:
+    """C = alpha A B + beta C; beta = 0 does not read C.
+
+    Raises ValueError for matrices that have no dim of stride 1. Dims and leading dimensions are at most 2^31 - 1 (LP64
+    BLAS). The GIL is free during the call.
+    """
+    c_address, (m, n), c_strides = c
+    if m == 0 or n == 0:
+        return
+    if _leading((m, n), c_strides)[0] == b"T":
+        a, b = _transposed(b), _transposed(a)
+        c_address, (m, n), c_strides = _transposed(c)
+    a_address, a_shape, a_strides = a
+    b_address, b_shape, b_strides = b
+    (a_trans, lda), (b_trans, ldb) = _leading(a_shape, a_strides), _leading(b_shape, b_strides)
+    ldc = _leading((m, n), c_strides)[1]
+    k = a_shape[1]
+    if max(m, n, k, lda, ldb, ldc) > LARGEST:
+        raise ValueError(f"local GEMM {m} x {n} x {k} (leading dimensions {lda}, {ldb}, {ldc}) exceeds 2^31 - 1")
+    name, real, parts = _ROUTINES[dtype]
+    _routine(name)(
+        a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha), a_address, _integer(lda),
+        b_address, _integer(ldb), _scalar(real, parts, beta), c_address, _integer(ldc),
+    )
+
+
+def _transposed(matrix: Matrix) -> Matrix:
+    address, shape, strides = matrix
+    return address, shape[::-1], strides[::-1]
+
+
+def _integer(value: int) -> Any:
+    return ctypes.byref(ctypes.c_int(value))
+
+
+def _scalar(real: Any, parts: int, value: complex) -> Any:
+    if parts == 1:
+        return ctypes.byref(real(value))
+    value = complex(value)
+    return ctypes.byref((real * 2)(value.real, value.imag))

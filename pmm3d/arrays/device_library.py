@@ -1,0 +1,90 @@
+"""cupy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .library import Array, NumpyLibrary, dtype_name
+from .low_precision import WorkArrays, rounded_gemm, scale
+
+
+@dataclass(frozen=True)
+class DeviceLibrary(NumpyLibrary):
+    """cupy, or any module with cupy's names whose arrays expose the CUDA array interface."""
+
+    module: str = "cupy"
+    name: ClassVar[str] = "cupy"
+
+    @property
+    def on_host(self) -> bool:
+        return False
+
+    @property
+    def xp(self) -> ModuleType:
+        return import_module(self.module)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return self.xp.empty(tuple(shape), dtype=dtype)
+
+    def dtype(self, array: Array) -> str:
+        return dtype_name(array.dtype)
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        return tuple(stride // array.itemsize for stride in array.strides)
+
+    def address(self, array: Array) -> int:
+        return array.__cuda_array_interface__["data"][0]
+
+    def writable(self, array: Array) -> bool:
+        return not array.__cuda_array_interface__["data"][1]
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
+
+    def copy(self, array: Array) -> Array:
+        return self.xp.array(array, order="C")
+
+    def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
+        return self.xp.asarray(np.ascontiguousarray(array, dtype))
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return self.xp.asnumpy(array)
+
+    def pinned(self) -> NumpyLibrary:
+        return PinnedHost(self)
+
+    def to_host(self, array: Array, host: np.ndarray) -> None:
+        self.xp.asnumpy(array.reshape(-1).view("uint8"), out=host)
+
+    def from_host(self, array: Array, host: np.ndarray) -> None:
+        array.reshape(-1).view("uint8").set(host)
+
+    def pinned_bytes(self, nbytes: int) -> np.ndarray:
+        return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
+        if self.dtype(a) != self.dtype(c):
+            rounded_gemm(self, a, b, c, alpha, beta, work)
+        elif alpha == 1 and beta == 0:
+            self.xp.matmul(a, b, out=c)
+        else:
+            with work.borrow(c.shape, self.dtype(c), self) as product:
+                self.xp.matmul(a, b, out=product)
+                self.xp.multiply(product, alpha, out=product)
+                scale(self, c, beta)
+                self.xp.add(c, product, out=c)
+
+
+@dataclass(frozen=True)
+class PinnedHost(NumpyLibrary):
+    """Host memory as numpy arrays, pinned by the library of a device."""
+
+    of: Any = None
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return self.of.pinned_bytes(shape[0])

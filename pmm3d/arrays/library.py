@@ -1,0 +1,201 @@
+"""One face for the arrays of several libraries, and numpy's. Arithmetic goes through each library's own names; what
+differs is here: allocation, addresses, synchronisation, the GEMM with accumulation."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from math import prod
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import DTypeError, Pmm3dError
+from ..layout import MATRIX_DTYPES, itemsize
+from . import blas
+from .low_precision import WorkArrays, widened_gemm
+
+Array = Any
+"""A numpy.ndarray, torch.Tensor or cupy.ndarray: no type says so for all of them."""
+HUGE_PAGE = 2**21
+NUMPY_ADVISES = 2**22
+"""Bytes from which numpy asks the kernel for huge pages."""
+
+
+@dataclass(frozen=True)
+class NumpyLibrary:
+    """numpy arrays. The other libraries override what differs."""
+
+    name: ClassVar[str] = "numpy"
+
+    @property
+    def on_host(self) -> bool:
+        return True
+
+    @property
+    def xp(self) -> ModuleType:
+        """The module with the library's names."""
+        return np
+
+    @property
+    def memory(self) -> NumpyLibrary:
+        """The library whose flat uint8 arrays `view` takes: work arrays of all libraries in host memory are numpy's."""
+        return self
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Arbitrary contents. Large arrays start on a huge page, for fewer TLB misses."""
+        nbytes = prod(shape) * itemsize(dtype)
+        if nbytes < HUGE_PAGE:
+            return np.empty(shape, dtype)
+        pages = np.empty(max(nbytes + HUGE_PAGE, NUMPY_ADVISES), np.uint8)
+        start = -self.address(pages) % HUGE_PAGE
+        return self.view(pages[start:], shape, dtype)
+
+    def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps
+        alive."""
+        return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
+
+    def dtype(self, array: Array) -> str:
+        return dtype_name(array.dtype)
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        """In elements."""
+        size = array.itemsize
+        return tuple(stride // size for stride in array.strides)
+
+    def address(self, array: Array) -> int:
+        return array.__array_interface__["data"][0]
+
+    def writable(self, array: Array) -> bool:
+        return array.flags.writeable
+
+    def is_contiguous(self, array: Array) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(array.shape), reversed(self.strides(array))):
+            if size > 1 and stride != expected:
+                return 0 in array.shape
+            expected *= size
+        return True
+
+    def share_memory(self, one: Array, other: Array) -> bool:
+        """Whether the memory of two contiguous (or transposed contiguous) arrays meets."""
+        starts = [self.address(array) if 0 not in array.shape else 0 for array in (one, other)]
+        ends = [start + prod(array.shape) * itemsize(self.dtype(array)) for start, array in zip(starts, (one, other))]
+        return max(starts) < min(ends)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it; nothing to do on the host."""
+
+    def astype(self, array: Array, dtype: str) -> Array:
+        return array.astype(dtype)
+
+    def copy(self, array: Array) -> Array:
+        """A C-contiguous copy."""
+        made = self.empty(array.shape, self.dtype(array))
+        made[...] = array
+        return made
+
+    def plain(self, array: Array) -> Array:
+        """The array, or a copy of it, such that its bytes in C order are its values."""
+        return array if self.is_contiguous(array) and self._as_stored(array) else self.copy(array)
+
+    def _as_stored(self, array: Array) -> bool:
+        return array.dtype.isnative
+
+    def conjugate(self, array: Array) -> Array:
+        return self.xp.conj(array)
+
+    def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
+        return np.require(array, dtype, ["C", "W"])
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return array
+
+    def pinned(self) -> NumpyLibrary:
+        """The library whose empty(shape, "uint8") gives host memory that the device copies to and from fastest."""
+        return NumpyLibrary()
+
+    def to_host(self, array: Array, host: np.ndarray) -> None:
+        """Copy an array's bytes into flat uint8 host memory."""
+        host[...] = array.reshape(-1).view("uint8")
+
+    def from_host(self, array: Array, host: np.ndarray) -> None:
+        """Fill an array from the bytes in flat uint8 host memory."""
+        array.reshape(-1).view("uint8")[...] = host
+
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
+        """C = alpha A B + beta C, with work arrays from the Workspace `work`.
+
+        float16 is widened to float32, multiplied, and rounded once.
+        """
+        if self.dtype(a) == "float16":
+            widened_gemm(self, a, b, c, alpha, beta, work)
+        else:
+            blas.gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta)
+
+    def _matrix(self, array: Array) -> blas.Matrix:
+        return self.address(array), tuple(array.shape), self.strides(array)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """ "float32" of a numpy or torch dtype; numpy takes microseconds to work its own out."""
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
+
+
+def library_of(array: Array) -> NumpyLibrary:
+    """The library that an array belongs to.
+
+        >>> library_of(np.zeros(3)).name
+        'numpy'
+    """
+    if isinstance(array, (np.ndarray, np.generic)):
+        return NumpyLibrary()
+    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
+        from .torch_library import TorchLibrary
+
+        return TorchLibrary(str(array.device))
+    if hasattr(array, "__cuda_array_interface__"):
+        from .device_library import DeviceLibrary
+
+        return DeviceLibrary(type(array).__module__.partition(".")[0])
+    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
+
+
+def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
+    """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
+
+    Raises Pmm3dError if there is none of that name or it is not installed.
+    """
+    if not isinstance(name, str):
+        return name
+    kind, _, device = name.partition(":")
+    if kind == "numpy":
+        return NumpyLibrary()
+    if kind not in ("torch", "cupy") and kind not in sys.modules:
+        raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
+    try:
+        import_module(kind)
+    except ImportError as error:
+        raise Pmm3dError(f'{kind} arrays need {kind}: pip install "pmm3d[{kind}]" ({error})') from None
+    if kind == "torch":
+        from .torch_library import TorchLibrary
+
+        return TorchLibrary(device or "cpu")
+    from .device_library import DeviceLibrary
+
+    return DeviceLibrary(kind)
+
+
+def check_matrix_dtype(dtype: str, library: NumpyLibrary) -> str:
+    """The dtype, if matrices of that library can have it; else DTypeError."""
+    usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
+    if dtype not in usable:
+        raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. Convert first")
+    return dtype

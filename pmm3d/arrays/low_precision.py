@@ -1,0 +1,43 @@
+"""Products and sums of float16 and bfloat16, whose rounding errors add up: they go through float32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class WorkArrays(Protocol):
+    """What lends work arrays: a Workspace."""
+
+    def borrow(self, shape: tuple[int, ...], dtype: str, library: Any) -> AbstractContextManager[Any]: ...
+
+
+def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    """float16 operands through float32 copies; C is float16 or a float32 accumulator."""
+    with work.borrow(a.shape, "float32", library) as wide_a, work.borrow(b.shape, "float32", library) as wide_b:
+        wide_a[...] = a
+        wide_b[...] = b
+        if library.dtype(c) == "float32":
+            library.gemm(wide_a, wide_b, c, alpha, beta, work)
+            return
+        with work.borrow(c.shape, "float32", library) as wide_c:
+            if beta != 0:
+                wide_c[...] = c
+            library.gemm(wide_a, wide_b, wide_c, alpha, beta, work)
+            c[...] = wide_c
+
+
+def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    """A low-precision product, rounded once, added to a float32 accumulator C."""
+    with work.borrow(c.shape, library.dtype(a), library) as product:
+        library.gemm(a, b, product, 1, 0, work)
+        scale(library, c, beta)
+        c += alpha * library.astype(product, "float32")
+
+
+def scale(library: Any, c: Any, beta: complex) -> None:
+    """C = beta C; what C held does not matter if beta is 0."""
+    if beta == 0:
+        c[...] = 0
+    elif beta != 1:
+        library.xp.multiply(c, beta, out=c)

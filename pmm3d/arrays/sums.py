@@ -1,0 +1,43 @@
+"""Sums of arrays in a given order, so that they are bitwise the same wherever they are formed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..layout import LOW_PRECISION
+from .library import Array, NumpyLibrary
+from .low_precision import scale
+
+CACHED_ELEMENTS = 2**15
+"""Elements of the slices that sums work through on the host: they stay in the cache of a core."""
+
+
+def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
+    """out = beta out + parts[0] + parts[1] + ..., in that order; low precision is added up in float32.
+
+    All arrays are 2D and of one shape; `out` may be strided.
+    """
+    rows, cols = out.shape
+    step = max(1, CACHED_ELEMENTS // max(1, cols)) if library.on_host else max(1, rows)
+    add = _add_widened if library.dtype(out) in LOW_PRECISION else _add
+    for start in range(0, rows, step):
+        chunk = slice(start, start + step)
+        add(library, [part[chunk] for part in parts], out[chunk], beta)
+
+
+def _add_widened(library: NumpyLibrary, parts: list[Array], out: Array, beta: complex) -> None:
+    total = sum((library.astype(part, "float32") for part in parts[1:]), library.astype(parts[0], "float32"))
+    out[...] = total if beta == 0 else beta * library.astype(out, "float32") + total
+
+
+def _add(library: NumpyLibrary, parts: list[Array], out: Array, beta: complex) -> None:
+    add = library.xp.add
+    if beta != 0:
+        scale(library, out, beta)
+        parts = [out, *parts]
+    if len(parts) == 1:
+        out[...] = parts[0]
+        return
+    add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        add(out, part, out=out)

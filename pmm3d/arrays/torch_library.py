@@ -1,0 +1,113 @@
+"""torch tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..layout import itemsize
+from .library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
+from .low_precision import WorkArrays, rounded_gemm
+
+
+@dataclass(frozen=True)
+class TorchLibrary(NumpyLibrary):
+    """torch tensors. Those in host memory use the same BLAS as numpy; bfloat16 and devices use torch.addmm."""
+
+    device: str = "cpu"
+    name: ClassVar[str] = "torch"
+
+    @property
+    def on_host(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def xp(self) -> ModuleType:
+        return import_module("torch")
+
+    @property
+    def memory(self) -> NumpyLibrary:
+        return NumpyLibrary() if self.on_host else self
+
+    def _torch_dtype(self, dtype: str) -> Any:
+        return getattr(self.xp, dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        nbytes = prod(shape) * itemsize(dtype)
+        if self.on_host and nbytes >= HUGE_PAGE:
+            return self.view(NumpyLibrary().empty((nbytes,), "uint8"), shape, dtype)
+        return self.xp.empty(tuple(shape), dtype=self._torch_dtype(dtype), device=self.device)
+
+    def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        if 0 in shape:
+            return self.empty(shape, dtype)  # torch views no empty array as another type
+        flat = self.xp.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
+        return flat[: prod(shape) * itemsize(dtype)].view(self._torch_dtype(dtype)).view(tuple(shape))
+
+    def dtype(self, array: Array) -> str:
+        return dtype_name(array.dtype)
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        return array.stride()
+
+    def address(self, array: Array) -> int:
+        return array.data_ptr()
+
+    def writable(self, array: Array) -> bool:
+        return not array.requires_grad
+
+    def synchronize(self) -> None:
+        if not self.on_host:
+            self.xp.cuda.current_stream(self.device).synchronize()
+
+    def astype(self, array: Array, dtype: str) -> Array:
+        return array.to(self._torch_dtype(dtype))
+
+    def copy(self, array: Array) -> Array:
+        made = self.empty(tuple(array.shape), self.dtype(array))
+        made[...] = array.detach()
+        return made
+
+    def plain(self, array: Array) -> Array:
+        return super().plain(array.detach() if array.requires_grad else array)
+
+    def _as_stored(self, array: Array) -> bool:
+        return not (array.is_conj() or array.is_neg())
+
+    def conjugate(self, array: Array) -> Array:
+        return self.xp.conj_physical(array)
+
+    def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
+        host = self.xp.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+        return host.to(device=self.device, dtype=self._torch_dtype(dtype))
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        host = array.detach().cpu()
+        return (host.float() if self.dtype(array) == "bfloat16" else host).numpy()
+
+    def pinned(self) -> NumpyLibrary:
+        from .device_library import PinnedHost
+
+        return PinnedHost(self)
+
+    def to_host(self, array: Array, host: np.ndarray) -> None:
+        self.xp.from_numpy(host).copy_(array.reshape(-1).view(self.xp.uint8))
+
+    def from_host(self, array: Array, host: np.ndarray) -> None:
+        array.view(-1).view(self.xp.uint8).copy_(self.xp.from_numpy(host))
+
+    def pinned_bytes(self, nbytes: int) -> np.ndarray:
+        return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
+
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
+        if self.on_host and self.dtype(a) != "bfloat16":
+            super().gemm(a, b, c, alpha, beta, work)
+        elif self.dtype(a) == self.dtype(c):
+            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+        else:
+            rounded_gemm(self, a, b, c, alpha, beta, work)

@@ -1,0 +1,162 @@
+"""Work arrays that are used again and again: first touch of fresh memory costs more than the copy into it."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..layout import itemsize
+from .library import Array, NumpyLibrary
+
+SMALL_BYTES = 2**12
+"""Below this `array` does not count: an allocation costs no more than the pool does."""
+
+
+class Pool(NamedTuple):
+    """What buffers may serve each other: those of one kind of memory, messages' apart from arrays that come back by
+    themselves. How many of the former are under way depends on the speed of the network; if they took the latter's
+    buffers, so would what must be allocated."""
+
+    memory: NumpyLibrary
+    returns_by_itself: bool
+
+
+class Ticket(NamedTuple):
+    """A buffer that was taken, and where it belongs."""
+
+    pool: Pool
+    flat: Array
+
+
+class Workspace:
+    """Pools of buffers; a steady state allocates nothing.
+
+    A request takes the smallest free buffer that holds it and is not far too large. If there is none, one is
+    allocated, and the largest of the smaller free ones is dropped: it takes its place. Buffers come back by `give`, at
+    the end of `borrow`, or, those of `array`, once nobody refers to them any more.
+
+    allocated   bytes held, in use or not
+    lent        bytes of the arrays of `array` that are in use now;   most_lent: the most there were at once
+
+        >>> work = Workspace()
+        >>> with work.borrow((1024, 1024), "float64", NumpyLibrary()) as array:
+        ...     array.shape, work.allocated
+        ((1024, 1024), 8388608)
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Pool, list[Array]] = {}
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[Ticket, int]] = deque()
+        self._rehearsed: set[tuple[int, ...]] = set()
+        self.allocated = self.lent = self.most_lent = 0
+
+    def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
+        """An array with arbitrary contents whose memory comes back by itself.
+
+        Device memory comes from the library's own pool.
+        """
+        nbytes = self.counted(shape, dtype, library)
+        if nbytes == 0:
+            return library.empty(shape, dtype)
+        ticket = self._buffer(nbytes, Pool(library.memory, True))
+        with self._lock:
+            self.lent += nbytes
+            self.most_lent = max(self.most_lent, self.lent)
+        return library.view(np.asarray(_Loan(ticket, nbytes, self._returned)), shape, dtype)
+
+    def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
+        """Bytes that `array` counts for such an array; 0 for small ones and device memory, which others keep."""
+        nbytes = prod(shape) * itemsize(dtype)
+        return nbytes if nbytes >= SMALL_BYTES and library.on_host else 0
+
+    def in_use(self) -> int:
+        """Bytes of the arrays of `array` that somebody refers to."""
+        with self._lock:
+            self._collect()
+        return self.lent
+
+    def take(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> tuple[Array, Ticket]:
+        """An array with arbitrary contents, and what `give` wants back."""
+        ticket = self._buffer(prod(shape) * itemsize(dtype), Pool(library.memory, False))
+        return library.view(ticket.flat, shape, dtype), ticket
+
+    def give(self, ticket: Ticket) -> None:
+        with self._lock:
+            insort(self._free[ticket.pool], ticket.flat, key=_size)
+
+    @contextmanager
+    def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Iterator[Array]:
+        """As a context: the array, given back at its end."""
+        array, ticket = self.take(shape, dtype, library)
+        try:
+            yield array
+        finally:
+            self.give(ticket)
+
+    def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
+        """Take work arrays of these sizes (bytes) at once and give them back, if they were not rehearsed before: from
+        then on it does not depend on the speed of messages whether memory must be found."""
+        wanted = tuple(sorted(sizes, reverse=True))
+        if wanted not in self._rehearsed:
+            self._rehearsed.add(wanted)
+            for ticket in [self._buffer(size, Pool(library.memory, False)) for size in wanted]:
+                self.give(ticket)
+
+    def clear(self) -> None:
+        """Forget the buffers that are not in use."""
+        with self._lock:
+            self._collect()
+            for free in self._free.values():
+                self.allocated -= sum(map(_size, free))
+                free.clear()
+
+    def _buffer(self, nbytes: int, pool: Pool) -> Ticket:
+        with self._lock:
+            self._collect()
+            free = self._free.setdefault(pool, [])
+            index = bisect_left(free, nbytes, key=_size)
+            if index < len(free) and _size(free[index]) <= _largest_for(nbytes):
+                return Ticket(pool, free.pop(index))
+            if index:
+                self.allocated -= _size(free.pop(index - 1))
+        flat = pool.memory.empty((nbytes,), "uint8")
+        with self._lock:
+            self.allocated += nbytes
+        return Ticket(pool, flat)
+
+    def _collect(self) -> None:
+        """Take in what has come back since: by a queue, since that happens in any thread and at any moment."""
+        while self._returned:
+            ticket, nbytes = self._returned.popleft()
+            self.lent -= nbytes
+            insort(self._free[ticket.pool], ticket.flat, key=_size)
+
+
+class _Loan:
+    """Memory that is given back when the last array over it is gone."""
+
+    __slots__ = ("__array_interface__", "_nbytes", "_returned", "_ticket")
+
+    def __init__(self, ticket: Ticket, nbytes: int, returned: deque[tuple[Ticket, int]]) -> None:
+        self._ticket, self._nbytes, self._returned = ticket, nbytes, returned
+        self.__array_interface__: dict[str, Any] = ticket.flat.__array_interface__
+
+    def __del__(self) -> None:
+        self._returned.append((self._ticket, self._nbytes))
+
+
+def _size(flat: Array) -> int:
+    return flat.shape[0]
+
+
+def _largest_for(nbytes: int) -> int:
+    """Bytes of the largest buffer that may serve a request: the rest of it lies idle meanwhile."""
+    return max(2 * nbytes, 2**16)

@@ -1,0 +1,27 @@
+"""Where warnings and notes of the library go: to the loggers pmm3d.comm, pmm3d.io, pmm3d.nn, ..., one for each room."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Prints to what sys.stderr is at that moment; commands silence it on all ranks but the first."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def show_notes(name: str = "pmm3d") -> None:
+    """Print what a logger notes, unless the program has said itself where that goes."""
+    logger = logging.getLogger(name)
+    if not logger.hasHandlers():
+        logging.getLogger("pmm3d").addHandler(StderrHandler())
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,34 @@
+"""Memory that could not be had: what was asked for, what is held, what the plans had predicted."""
+
+from __future__ import annotations
+
+from ..arrays import Workspace
+from ..errors import MemoryLimitError, OutOfMemoryError
+from ..model.machine import available_memory, resident_memory
+from .ledger import Ledger
+from .words import in_bytes
+
+TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory")
+
+
+def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger, workspace: Workspace) -> BaseException:
+    """An OutOfMemoryError in place of numpy's, cupy's or torch's; any other error as it is."""
+    if not _is_out_of_memory(error):
+        return error
+    held = f"This process holds {in_bytes(resident_memory())}, {in_bytes(workspace.allocated)} of it in work arrays"
+    free = f"the node has {in_bytes(available_memory())} left"
+    predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
+    found = OutOfMemoryError(
+        f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; {free}. "
+        f"Predicted for a rank: {predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
+        "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit and the batch system "
+        "(--mem) may set limits too"
+    )
+    found.__cause__ = error
+    return found
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return not isinstance(error, (MemoryLimitError, OutOfMemoryError))
+    return isinstance(error, RuntimeError) and any(mark in f"{type(error).__name__}: {error}" for mark in TORCHS_WORDS)

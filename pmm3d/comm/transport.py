@@ -1,0 +1,124 @@
+"""How bytes leave a rank: host memory as it is, device memory directly or through pinned host memory, in messages
+below the 2 GiB that MPI counts and some networks take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arrays import Array, NumpyLibrary, Workspace
+from ..arrays.workspace import Ticket
+from ..errors import Pmm3dError
+from ..layout import itemsize
+from .ledger import Record
+
+Result = TypeVar("Result")
+Steps = Generator[list[Any], None, Result]
+"""A collective: yields lists of MPI requests, or of others under way (Pending); is resumed once they are complete."""
+LARGEST_MESSAGE = 2**30
+logger = logging.getLogger("pmm3d.comm")
+
+
+def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]:
+    """(offset, length) of the messages that carry nbytes; none for no bytes.
+
+        >>> chunks(10, largest=4)
+        [(0, 4), (4, 4), (8, 2)]
+    """
+    return [(offset, min(largest, nbytes - offset)) for offset in range(0, nbytes, largest)]
+
+
+class Transport:
+    """What one rank knows about getting arrays to MPI. Belongs to a Grid.
+
+    mode   for device memory: "direct" passes device pointers to MPI; "staged" goes through pinned host memory; "auto"
+           sends some in a child process first, since MPI without support crashes rather than refuses
+    """
+
+    def __init__(self, mode: str, workspace: Workspace):
+        if mode not in ("auto", "direct", "staged"):
+            raise Pmm3dError(f"device_transport is auto, direct or staged; got {mode!r}")
+        self._mode = mode
+        self.workspace = workspace
+
+    def staged(self, library: NumpyLibrary) -> bool:
+        """Whether arrays of this library go through host memory."""
+        if library.on_host:
+            return False
+        if self._mode == "auto":
+            from .device_trial import takes_device_pointers
+
+            self._mode = "direct" if takes_device_pointers(library) else "staged"
+            if self._mode == "staged":
+                logger.warning("this MPI does not take device pointers (tried in a child process): device memory goes "
+                               "through pinned host memory")
+        return self._mode == "staged"
+
+
+class Link:
+    """The messages of one collective: a communicator, a tag, and the ledger's record that counts the bytes.
+
+    Ranks are those of the communicator, `rank` is this one. Arrays must be contiguous.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport):
+        self.rank, self.size = comm.rank, comm.size
+        self.comm, self.record, self.transport = comm, record, transport
+        self._tag = tag
+
+    @property
+    def workspace(self) -> Workspace:
+        return self.transport.workspace
+
+    def peers(self) -> list[int]:
+        """The other ranks, the next one first, so that not all send to the same one at once."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                 receives: Sequence[tuple[int, Array]]) -> Steps[None]:
+        """Generator: post all messages, yield their requests; afterwards the received arrays are filled.
+
+        sends, receives   (peer, array of `library`); both sides know the sizes, empty arrays send nothing
+        """
+        if not library.on_host:
+            library.synchronize()
+        staging: list[Any] | None = [] if self.transport.staged(library) else None
+        requests: list[MPI.Request] = []
+        for peer, array in receives:
+            address, nbytes = self._region(library, array, staging, False)
+            self.record.received += nbytes
+            requests += self._post(self.comm.Irecv, peer, address, nbytes)
+        for peer, array in sends:
+            address, nbytes = self._region(library, array, staging, True)
+            self.record.sent += nbytes
+            requests += self._post(self.comm.Isend, peer, address, nbytes)
+        yield requests
+        for array, host, ticket, outgoing in staging or ():
+            if not outgoing:
+                library.from_host(array, host)
+            self.workspace.give(ticket)
+
+    def _region(self, library: NumpyLibrary, array: Array, staging: list[tuple[Array, np.ndarray, Ticket, bool]] | None,
+                outgoing: bool) -> tuple[int, int]:
+        """(address, bytes) that MPI sees: the array itself, or, with staging, a host buffer noted there."""
+        nbytes = prod(array.shape) * itemsize(library.dtype(array))
+        if nbytes == 0:
+            return 0, 0
+        if staging is None:
+            return library.address(array), nbytes
+        host, ticket = self.workspace.take((nbytes,), "uint8", library.pinned())
+        if outgoing:
+            library.to_host(array, host)
+        staging.append((array, host, ticket, outgoing))
+        return host.__array_interface__["data"][0], nbytes
+
+    def _post(self, call: Callable[..., MPI.Request], peer: int, address: int, nbytes: int) -> list[MPI.Request]:
+        return [
+            call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
+            for offset, length in chunks(nbytes)
+        ]

@@ -1,0 +1,232 @@
+"""The watchdog: finds out why a collective does not end, says it once for the job, and ends the job.
+
+A rank that has waited for long complains to a leader, which asks all ranks where they are. They answer from a thread
+of their own, also while they compute; a rank that does not answer is stopped, dead, or holds Python's interpreter lock.
+The leader is the first rank of a host that answers. It ends the job when a wait has passed the time limit, or before
+that when two inquiries show the same ranks waiting for each other.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi4py import MPI
+
+from . import hang
+from .hang import Process, RankStatus
+from .ledger import Record
+
+POLL_SECONDS = 0.25
+INQUIRY_SECONDS = 20.0
+"""A wait of so long has its reason looked into: longer than any message takes, far below the time limit."""
+DEBUG_INQUIRY_SECONDS = 1.0
+ACKNOWLEDGE_SECONDS = 3.0
+"""A leader that does not ask back within these is stopped or dead: the next one is told."""
+PATIENCE_SECONDS = 3.0
+"""What ranks have to answer in, besides a millisecond for each of them."""
+LAST_RESORT_SECONDS = 15
+LEADERS = 4
+"""Ranks that may lead, of as many hosts: that all of them are dead is unlikely."""
+HUNG = 70
+"""Exit code of a job that the watchdog ended: EX_SOFTWARE of sysexits.h."""
+
+
+@dataclass
+class Complaint:
+    """Of this rank, to a leader. answered: somebody has asked where we are since."""
+
+    made: float
+    late: bool
+    leader: int = 0
+    answered: bool = False
+
+
+@dataclass
+class Inquiry:
+    """A leader's question to all ranks. late: a rank's time limit has passed."""
+
+    number: int
+    begun: float
+    late: bool
+    answers: dict[int, RankStatus] = field(default_factory=dict)
+
+
+class Watch:
+    """The watchdog of one grid.
+
+    comm       a communicator of its own
+    timeout    seconds; 0: no watchdog (always so on one rank)
+    processes  of the ranks; None while they are not known, when there is no thread and no inquiry before the time
+               limit: the communicator is the user's
+    threaded   answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
+    """
+
+    TAG = 1
+
+    def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: list[Process] | None):
+        self.timeout = timeout if comm.size > 1 else 0.0
+        self.begun: dict[str, tuple[int, str]] = {}
+        self.ending = ""
+        self._comm, self._processes = comm, processes or [Process()] * comm.size
+        soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
+        self._early = min(self.timeout, soon if processes else self.timeout)
+        self._leaders = _leaders(self._processes, comm.rank)
+        self._waits: dict[int, tuple[Record, float]] = {}
+        self._gone: dict[int, str] = {}
+        self._complaint: Complaint | None = None
+        self._inquiry: Inquiry | None = None
+        self._inquiries, self._next_inquiry = 0, 0.0
+        self._suspects: dict[int, tuple[str, int]] | None = None
+        self._sent: list[MPI.Request] = []
+        self._polled = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.threaded = processes is not None and self.timeout > 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def start(self) -> None:
+        """Answer from now on."""
+        if self.threaded:
+            self._thread = threading.Thread(target=self._run, name="pmm3d watch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+
+    def leave(self, why: str) -> None:
+        """Tell the leaders that this rank has left the program without closing the grid."""
+        self.stop()
+        for leader in self._leaders[:-1]:
+            self._send(leader, "gone", why)
+
+    def waits(self, record: Record, begun: float) -> None:
+        """This thread waits in a collective since a moment (perf_counter). Cheap: called in the waiting loop."""
+        self._waits[threading.get_ident()] = record, begun
+        if self.timeout and not self.threaded and time.perf_counter() - self._polled > POLL_SECONDS:
+            self.poll()
+
+    def done(self) -> None:
+        """This thread waits no more."""
+        self._waits.pop(threading.get_ident(), None)
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            self.poll()
+
+    def poll(self) -> None:
+        """Hear, answer, complain, and lead if this rank has been asked to."""
+        self._polled = now = time.perf_counter()
+        while (message := self._comm.improbe(tag=self.TAG)) is not None:
+            kind, sender, content = message.recv()
+            self._handle(kind, sender, content, now)
+        self._complain(now)
+        if self._inquiry is not None:
+            self._conclude(self._inquiry, now)
+        elif self._suspects and now > self._next_inquiry:
+            self._inquire(False, now)
+        self._sent = [request for request in self._sent if not request.Test()]
+
+    def _handle(self, kind: str, sender: int, content: Any, now: float) -> None:
+        if kind == "complaint":
+            if self._inquiry is None:
+                self._inquire(content, now)
+            else:
+                self._inquiry.late |= content
+        elif kind == "question":
+            if self._complaint is not None:
+                self._complaint.answered = True
+            self._send(sender, "answer", (content, self._status(now)))
+        elif kind == "answer" and self._inquiry is not None and content[0] == self._inquiry.number:
+            self._inquiry.answers[sender] = content[1]
+        elif kind == "gone":
+            self._gone[sender] = content
+
+    def _send(self, rank: int, kind: str, content: Any) -> None:
+        self._sent.append(self._comm.isend((kind, self._comm.rank, content), rank, self.TAG))
+
+    def _complain(self, now: float) -> None:
+        """To the first leader; to the next one if nobody asks in return."""
+        longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
+        if not self.timeout or longest < self._early:
+            self._complaint = None
+            return
+        late, last = longest >= self.timeout, self._complaint
+        if last is None:
+            self._complaint = Complaint(now, late)
+        elif last.answered and (now - last.made > INQUIRY_SECONDS or late > last.late):
+            self._complaint = Complaint(now, late, last.leader)
+        elif not last.answered and now - last.made > ACKNOWLEDGE_SECONDS:
+            self._complaint = Complaint(now, late, min(last.leader + 1, len(self._leaders) - 1))
+        else:
+            return
+        leader = self._leaders[self._complaint.leader]
+        if leader == self._comm.rank:
+            self._complaint.answered = True
+            self._handle("complaint", leader, late, now)
+        else:
+            self._send(leader, "complaint", late)
+
+    def _inquire(self, late: bool, now: float) -> None:
+        self._inquiries += 1
+        self._inquiry = Inquiry(self._inquiries, now, late, {self._comm.rank: self._status(now)})
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._send(rank, "question", self._inquiries)
+
+    def _conclude(self, inquiry: Inquiry, now: float) -> None:
+        """Once all have answered, or had time to: end the job, ask again, or let it be."""
+        patience = PATIENCE_SECONDS + self._comm.size / 1000
+        if len(inquiry.answers) < self._comm.size and now - inquiry.begun < patience:
+            return
+        self._inquiry = None
+        if any(answer.ending for answer in inquiry.answers.values()):
+            return
+        stuck = hang.deadlocked(inquiry.answers, self._gone)
+        suspects = {rank: (wait.axis, wait.number) for rank, wait in stuck.items()}
+        if inquiry.late or (suspects and suspects == self._suspects):
+            self._end(inquiry)
+        self._suspects, self._next_inquiry = suspects, now + DEBUG_INQUIRY_SECONDS
+
+    def _status(self, now: float) -> RankStatus:
+        waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
+        here = self._processes[self._comm.rank]
+        states = {rank: state for rank, process in enumerate(self._processes)
+                  if process.pid and here.shares_numbers_with(process) and (state := hang.process_state(process.pid))}
+        common: dict[str, Any] = {"rank": self._comm.rank, "begun": dict(self.begun), "ending": self.ending,
+                                  "states": states}
+        if not waits:
+            return RankStatus(stack=hang.stack_of(threading.main_thread().ident), **common)
+        thread, record, begun = min(waits, key=lambda wait: wait[2])
+        line = hang.source_line(sys._current_frames().get(thread))
+        waiting = hang.Waiting(record.key.axis, record.name, record.number, record.members, now - begun, line)
+        return RankStatus(waiting=waiting, **common)
+
+    def _end(self, inquiry: Inquiry) -> None:
+        limit = (f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
+                 "are ended before it.")
+        if not self.threaded and self._processes[0].pid:
+            limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
+        abort_job(self._comm, hang.diagnosis(inquiry.answers, self._gone, self._processes, limit), HUNG)
+
+
+def _leaders(processes: list[Process], own: int) -> list[int]:
+    """Whom to complain to: the first ranks of some hosts, the first ranks, and at last oneself."""
+    hosts = [process.host for process in processes]
+    firsts = [hosts.index(host) for host in list(dict.fromkeys(hosts))[:LEADERS]]
+    return list(dict.fromkeys([*firsts, *range(min(LEADERS, len(processes)))])) + [own]
+
+
+def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
+    """Say why on stderr, and end all ranks; this one even if MPI_Abort does not return, which keeps the GIL."""
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+    time.sleep(0.5)
+    faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
+    comm.Abort(code)

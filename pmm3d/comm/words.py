@@ -1,0 +1,49 @@
+"""Figures and ranks in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NAMED = 20
+"""Spans of ranks that are listed; a line with more is not read."""
+
+
+def in_bytes(nbytes: float) -> str:
+    """Three digits and a unit.
+
+        >>> in_bytes(1.5 * 2**30), in_bytes(2**19), in_bytes(12)
+        ('1.5 GiB', '512 KiB', '12 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:,.0f} {unit}" if abs(nbytes) >= 100 else f"{nbytes:.3g} {unit}"
+
+
+def spans(numbers: Iterable[int]) -> list[list[int]]:
+    """Consecutive numbers as [first, last].
+
+        >>> spans([0, 1, 2, 7])
+        [[0, 2], [7, 7]]
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Ranks as people name them.
+
+        >>> ranks_in_words([0, 1, 2, 7]), ranks_in_words([3])
+        ('ranks 0-2, 7', 'rank 3')
+    """
+    listed = list(ranks)
+    found = spans(listed)
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in found[:NAMED]]
+    more = " and more" if len(found) > NAMED else ""
+    return f"rank{'s' * (len(listed) != 1)} {', '.join(words)}{more}"

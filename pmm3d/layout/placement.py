@@ -1,0 +1,113 @@
+"""Who holds what of a matrix, and which pieces travel when it goes from one placement to another: layouts on one grid
+or on two, or whole copies on some ranks. Each reader takes each piece from one holder: itself, or the one that matches
+its own coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ..errors import LayoutError
+from .cuts import overlapping, part_range
+from .layout import EMPTY, Box, Layout
+from .shape import AXES, FIRST, GridShape
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A matrix of some shape in a layout on a grid. Raises LayoutError for what is no shape or no Layout."""
+
+    shape: tuple[int, int]
+    layout: Layout
+    grid: GridShape
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout):
+            raise LayoutError(f"a layout is a pmm3d.Layout; got {self.layout!r}")
+        if len(self.shape) != 2 or any(extent < 0 for extent in self.shape):
+            raise LayoutError(f"a matrix has two dims of at least 0; got the shape {tuple(self.shape)}")
+
+    def box(self, rank: int) -> Box:
+        """What the rank holds."""
+        return self.layout.box(self.shape, self.grid, self.grid.coords(rank))
+
+    def holder(self, rank: int, reader: int) -> int:
+        """Of the ranks that hold what `rank` holds, the one that serves `reader`: itself where it is one."""
+        here, there = self.grid.position(rank), self.grid.position(reader % self.grid.size)
+        return self.grid.rank(there._replace(**{axis: getattr(here, axis) for axis in self.layout.splitting}))
+
+    def parts(self, box: Box) -> list[tuple[int, Box]]:
+        """(a rank that holds it, its box within the given one), each element of the given box once."""
+        rows = cuts(self.shape[0], self.layout.rows, self.grid)
+        cols = cuts(self.shape[1], self.layout.cols, self.grid)
+        found = []
+        for row in overlapping([start for start, _ in rows], box.r0, box.r1):
+            for col in overlapping([start for start, _ in cols], box.c0, box.c1):
+                rank = self.grid.rank(FIRST._replace(**rows[row][1], **cols[col][1]))
+                piece = self.box(rank) & box
+                if piece.size:
+                    found.append((rank, piece))
+        return found
+
+    def replicas(self, rank: int) -> list[int]:
+        """All ranks that hold what `rank` holds."""
+        here = self.grid.position(rank)
+        free = [axis for axis in AXES if axis not in self.layout.splitting]
+        others = product(*(range(getattr(self.grid, axis)) for axis in free))
+        return [self.grid.rank(here._replace(**dict(zip(free, indices)))) for indices in others]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole matrix on each of the given ranks."""
+
+    shape: tuple[int, int]
+    ranks: tuple[int, ...]
+
+    def box(self, rank: int) -> Box:
+        return Box(0, self.shape[0], 0, self.shape[1]) if rank in self.ranks else EMPTY
+
+    def holder(self, rank: int, reader: int) -> int:
+        return reader if reader in self.ranks else self.ranks[reader % len(self.ranks)]
+
+    def parts(self, box: Box) -> list[tuple[int, Box]]:
+        return [(self.ranks[0], box)]
+
+    def replicas(self, rank: int) -> Sequence[int]:
+        return self.ranks
+
+
+def cuts(size: int, axes: tuple[str, ...], grid: GridShape) -> list[tuple[int, dict[str, int]]]:
+    """Start of each part of a dim and the coordinates that own it, in order."""
+    parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {})]
+    for axis in axes:
+        count = getattr(grid, axis)
+        parts = [
+            (start + low, start + high, {**owner, axis: index})
+            for start, stop, owner in parts
+            for index in range(count)
+            for low, high in [part_range(stop - start, count, index)]
+        ]
+    return [(start, owner) for start, _, owner in parts]
+
+
+def incoming(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:
+    """(source rank, box) of each piece of what `rank` holds in the target."""
+    wanted = target.box(rank)
+    if not wanted.size:
+        return []
+    return [(source.holder(owner, rank), piece) for owner, piece in source.parts(wanted)]
+
+
+def outgoing(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:
+    """(target rank, box) of each piece that `rank` sends: the mirror of `incoming`."""
+    held = source.box(rank)
+    if not held.size:
+        return []
+    return [
+        (reader, piece)
+        for owner, piece in target.parts(held)
+        for reader in target.replicas(owner)
+        if source.holder(rank, reader) == rank
+    ]

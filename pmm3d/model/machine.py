@@ -1,0 +1,114 @@
+"""What this process runs on: CPU, the BLAS and its kernel, cores, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
+WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """vendor ("AuthenticAMD"), name, and the instruction sets that /proc/cpuinfo lists."""
+
+    vendor: str
+    name: str
+    flags: frozenset[str]
+
+    @property
+    def has_avx512(self) -> bool:
+        return self.flags >= AVX512
+
+
+def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
+    """The first processor of the machine; empty fields where the system does not tell."""
+    fields = {}
+    try:
+        for line in Path(cpuinfo).read_text().splitlines():
+            key, _, value = line.partition(":")
+            if not line.strip():
+                break
+            fields[key.strip()] = value.strip()
+    except OSError:
+        pass
+    return Cpu(fields.get("vendor_id", ""), fields.get("model name", platform.processor()),
+               frozenset(fields.get("flags", "").split()))
+
+
+def better_kernel(processor: Cpu) -> str | None:
+    """The OPENBLAS_CORETYPE for a CPU that OpenBLAS takes for a lesser one: AMD with AVX-512, taken for AVX2."""
+    return "SkylakeX" if processor.vendor == "AuthenticAMD" and processor.has_avx512 else None
+
+
+def set_blas_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Choose OpenBLAS's kernel unless the user did. Before numpy is loaded; OpenBLAS reads it once."""
+    kernel = better_kernel(cpu())
+    if kernel:
+        environment.setdefault("OPENBLAS_CORETYPE", kernel)
+
+
+@dataclass(frozen=True)
+class Blas:
+    """A BLAS that is loaded, as threadpoolctl sees it."""
+
+    name: str
+    version: str
+    kernel: str
+    threads: int
+
+    def advice(self, processor: Cpu) -> str | None:
+        """What to do if it uses a lesser kernel than the CPU could run."""
+        kernel = better_kernel(processor)
+        if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
+            return None
+        return (f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
+                "Python starts (the pmm3d command does)")
+
+
+def loaded_blas() -> Blas:
+    """The BLAS of SciPy, which does the products on the host."""
+    from threadpoolctl import threadpool_info
+
+    found = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    scipy_first = sorted(found, key=lambda library: "scipy_openblas-" not in library["filepath"])
+    if not scipy_first:
+        return Blas("unknown", "", "", 0)
+    library = scipy_first[0]
+    return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
+                library["num_threads"])
+
+
+def cores() -> frozenset[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def peak_memory() -> int:
+    """Bytes of the largest resident size of this process so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_memory(meminfo: str = "/proc/meminfo") -> int:
+    """Bytes that this node could still give to programs; 0 where the system does not say."""
+    try:
+        with open(meminfo) as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def resident_memory() -> int:
+    """Bytes resident now; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

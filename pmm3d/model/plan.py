@@ -1,0 +1,364 @@
+"""The plan of one 3D product: who gathers what along which axis, in how many panels, with how many bytes.
+
+Roles. One axis splits the rows of C (m), one the columns of C (n), one what is contracted (k): z, x, y by default,
+and any other assignment where the operands' layouts say so (the two adjoints of a product, C = A^T B, need no data
+moved because of it). With axes (m, k, n) = (z, y, x):
+
+    A  rows z, cols y    sharded further over x (rows or cols), or whole    gathered over x
+    B  rows y, cols x    sharded further over z (rows or cols), or whole    gathered over z
+    C  rows z, cols x    sharded further over y (rows or cols): reduce-scatter; or whole: all-reduce
+
+Panels and strips. The contracted range of a block is cut into panels, so that the next panel is gathered under a
+panel's GEMM and only two are held at a time. A panel takes a slice of every owner's part, not one contiguous range, so
+that all owners send equally in every panel. With the last panel the columns of C are cut into strips, whose reductions
+run under the GEMM of the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, permutations, product
+
+from ..errors import LayoutError, MemoryLimitError
+from ..layout import FIRST, LOW_PRECISION, Coords, GridShape, Layout, itemsize, offsets, part_range, part_sizes
+from .volumes import all_reduce_counts, all_reduce_moved
+
+TILE = 64
+"""Columns of C that strips are multiples of, so that the kernels of the BLAS have whole tiles in all but the last."""
+Roles = tuple[str, str, str]
+Slices = list[tuple[int, int]]
+
+ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y", "x")))
+"""(axis of m, axis of k, axis of n), the default first."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a plan knows of a matrix. order: "C", or "F" for a transposed view."""
+
+    shape: tuple[int, int]
+    layout: Layout
+    order: str = "C"
+
+    @property
+    def T(self) -> Operand:
+        return Operand(self.shape[::-1], self.layout.T, "F" if self.order == "C" else "C")
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """One product C = A B on a grid.
+
+    m, n, k, dtype
+    grid           GridShape
+    roles          the axes of (m, k, n)
+    a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); that of C is 0 or -1
+    panels         along k
+    strips         of the columns of C, with the last panel
+
+        >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
+        >>> plan.a_layout == Layout.A, plan.workspace, plan.bytes_received(FIRST)
+        (True, 28672, {'x': 4096, 'z': 4096, 'y': 4096})
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    grid: GridShape
+    roles: Roles = ROLES[0]
+    a: int = 0
+    b: int = 0
+    c: int = 0
+    panels: int = 1
+    strips: int = 1
+
+    @cached_property
+    def a_layout(self) -> Layout:
+        m, k, n = self.roles
+        return _native(m, k, n, self.a)
+
+    @cached_property
+    def b_layout(self) -> Layout:
+        m, k, n = self.roles
+        return _native(k, n, m, self.b)
+
+    @cached_property
+    def c_layout(self) -> Layout:
+        m, k, n = self.roles
+        return _native(m, n, k, self.c)
+
+    def on_rank(self, coords: Coords) -> RankPlan:
+        """The part of the rank at these coordinates."""
+        return RankPlan(self, coords)
+
+    @cached_property
+    def fullest(self) -> list[RankPlan]:
+        """The ranks among which the fullest one is: the corners of the grid, since parts differ by one element."""
+        edges = [sorted({0, size - 1}) for size in self.grid[:3]]
+        return [self.on_rank(Coords(*corner)) for corner in product(*edges)]
+
+    @cached_property
+    def workspace(self) -> int:
+        """Bytes of work arrays on the fullest rank: what `max_workspace` limits."""
+        return max(rank.workspace for rank in self.fullest)
+
+    @cached_property
+    def memory(self) -> int:
+        """Bytes on the fullest rank: its shards of A, B and C, and the work arrays."""
+        return max(rank.workspace + rank.shards for rank in self.fullest)
+
+    def bytes_received(self, coords: Coords) -> dict[str, int]:
+        """By axis, exact."""
+        return self.on_rank(coords).bytes_received
+
+    def bytes_sent(self, coords: Coords) -> dict[str, int]:
+        """By axis, exact."""
+        return self.on_rank(coords).bytes_sent
+
+
+@dataclass(frozen=True)
+class OperandPart:
+    """A rank's block of A or B, and how it is sharded.
+
+    depth, other   contracted extent of the block, and the other one
+    along_k        whether the contracted dim is sharded, or the other one
+    size, index    of the axis over which it is sharded
+    gathered       whether the block is brought together along that axis; else the shard is the block
+    """
+
+    depth: int
+    other: int
+    along_k: bool
+    size: int
+    index: int
+    gathered: bool
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """Lengths of the parts into which the owners cut the contracted range."""
+        return part_sizes(self.depth, self.size if self.along_k else 1)
+
+    @property
+    def shard(self) -> int:
+        """Elements that the rank stores."""
+        if not self.gathered:
+            return self.depth * self.other
+        if self.along_k:
+            return _extent(self.depth, self.size, self.index) * self.other
+        return self.depth * _extent(self.other, self.size, self.index)
+
+
+class RankPlan:
+    """A ProductPlan as one rank sees it: sizes of its blocks, of its panels and of everyone's parts of them.
+
+    rows, cols, depth      of its blocks: that of C is rows x cols, that of A rows x depth
+    a, b                   OperandPart
+    """
+
+    def __init__(self, plan: ProductPlan, coords: Coords):
+        self.plan = plan
+        m_size, self.k_size, n_size = (getattr(plan.grid, axis) for axis in plan.roles)
+        m_index, self.k_index, n_index = (getattr(coords, axis) for axis in plan.roles)
+        self.rows = _extent(plan.m, m_size, m_index)
+        self.depth = _extent(plan.k, self.k_size, self.k_index)
+        self.cols = _extent(plan.n, n_size, n_index)
+        self.a = OperandPart(self.depth, self.rows, plan.a == 1, n_size, n_index, plan.a != -1 and n_size > 1)
+        self.b = OperandPart(self.depth, self.cols, plan.b == 0, m_size, m_index, plan.b != -1 and m_size > 1)
+        self.reduces = self.k_size > 1
+
+    @cached_property
+    def intervals(self) -> Slices:
+        """The contracted range of the block cut wherever the owner of A or of B changes; empty ones left out."""
+        edges = sorted(set(offsets(self.a.owners)) | set(offsets(self.b.owners)))
+        return list(pairwise(edges))
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a panel's indices lie apart in a block, so that even one that is not gathered must be packed."""
+        return self.plan.panels > 1 and len(self.intervals) > 1
+
+    def slices(self, panel: int, low: int = 0, high: int | None = None) -> Slices:
+        """The contracted indices of a panel, in order, of those within low:high; neighbouring slices are merged."""
+        found: Slices = []
+        for start, stop in self.intervals:
+            if start >= low and stop <= (self.depth if high is None else high):
+                first, last = part_range(stop - start, self.plan.panels, panel)
+                if found and found[-1][1] == start + first:
+                    found[-1] = found[-1][0], start + last
+                elif last > first:
+                    found.append((start + first, start + last))
+        return found
+
+    def panel_depth(self, panel: int) -> int:
+        return _total(self.slices(panel))
+
+    def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
+        """What is brought together for a panel of A or B: how much of the sharded dim comes from each rank along the
+        axis, and the contracted indices, counted in its shard, that this rank brings."""
+        edges = offsets(part.owners)
+        by_owner = [self.slices(panel, low, high) for low, high in pairwise(edges)]
+        counts = [_total(slices) for slices in by_owner] if part.along_k else part_sizes(part.other, part.size)
+        mine = part.index if part.along_k else 0
+        return counts, [(start - edges[mine], stop - edges[mine]) for start, stop in by_owner[mine]]
+
+    @cached_property
+    def a_cuts(self) -> list[tuple[list[int], Slices]]:
+        """`cut` of A for each panel."""
+        return [self.cut(self.a, panel) for panel in range(self.plan.panels)]
+
+    @cached_property
+    def b_cuts(self) -> list[tuple[list[int], Slices]]:
+        """`cut` of B for each panel."""
+        return [self.cut(self.b, panel) for panel in range(self.plan.panels)]
+
+    @cached_property
+    def c_counts(self) -> list[int]:
+        """Rows of C that each rank along the k axis keeps."""
+        return part_sizes(self.rows, self.k_size)
+
+    @cached_property
+    def strips(self) -> Slices:
+        """Columns of each strip of C: whole tiles, but for the last; one strip of all where nothing is reduced."""
+        if not self.reduces:
+            return [(0, self.cols)]
+        tiles = -(-self.cols // TILE)
+        cuts = [part_range(tiles, self.plan.strips, index) for index in range(self.plan.strips)]
+        return [(min(self.cols, first * TILE), min(self.cols, last * TILE)) for first, last in cuts]
+
+    @property
+    def shards(self) -> int:
+        """Bytes of the shards of A, B and C."""
+        own_c = self.c_counts[self.k_index] if self.plan.c == 0 else self.rows
+        return itemsize(self.plan.dtype) * (self.a.shard + self.b.shard + own_c * self.cols)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of work arrays: panels of A and B (two where there are several), partial sums of C and the others'
+        parts of them that arrive (two strips'), float32 copies for float16."""
+        plan, depth = self.plan, self.panel_depth(0)
+        copied = [part.other for part in (self.a, self.b) if part.gathered or self.scattered]
+        elements = min(2, plan.panels) * depth * sum(copied)
+        if self.reduces:
+            elements += self.rows * self.cols + self._reduction_work * min(2, plan.strips)
+        widened = depth * (self.rows + self.cols) + self.rows * self.cols
+        return itemsize(plan.dtype) * elements + 4 * widened * (plan.dtype in LOW_PRECISION)
+
+    @property
+    def _reduction_work(self) -> int:
+        """Elements of work arrays while a strip of C is reduced: what arrives, and this rank's part of the sum."""
+        width = self.strips[0][1]
+        if self.plan.c == 0:
+            return (self.k_size - 1) * self.c_counts[0] * width
+        return self.k_size * all_reduce_counts(self.rows * width, self.plan.dtype, self.k_size)[0]
+
+    @property
+    def bytes_received(self) -> dict[str, int]:
+        """By axis: the others' parts of A and B, and the others' sums of the own part of C."""
+        a, b = ((part.depth * part.other - part.shard) * part.gathered for part in (self.a, self.b))
+        return self._by_axis(a, b, self._reduction()[0])
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """By axis: the own parts of A and B to each other rank, and of the own sums of C what others keep."""
+        a, b = ((part.size - 1) * part.shard * part.gathered for part in (self.a, self.b))
+        return self._by_axis(a, b, self._reduction()[1])
+
+    def _by_axis(self, a: int, b: int, c: int) -> dict[str, int]:
+        (m_axis, k_axis, n_axis), size = self.plan.roles, itemsize(self.plan.dtype)
+        return {n_axis: size * a, m_axis: size * b, k_axis: size * c}
+
+    def _reduction(self) -> tuple[int, int]:
+        """Elements of C that this rank (receives, sends)."""
+        if not self.reduces:
+            return 0, 0
+        if self.plan.c == 0:
+            own = self.c_counts[self.k_index] * self.cols
+            return (self.k_size - 1) * own, self.rows * self.cols - own
+        sizes = [self.rows * (high - low) for low, high in self.strips]
+        moved = sum(all_reduce_moved(size, self.plan.dtype, self.k_size, self.k_index) for size in sizes)
+        return moved, moved
+
+
+def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
+                 max_workspace: int | None = None) -> ProductPlan:
+    """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
+
+    c               None if the product may choose the layout of C
+    panels          along k if something is gathered, and strips of the columns of C if it is reduced
+    max_workspace   bytes of work arrays per rank; kept by more panels
+
+    Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
+    """
+    (m, k), (k_of_b, n) = a.shape, b.shape
+    if k != k_of_b:
+        raise LayoutError(f"A is {m} x {k} and B is {k_of_b} x {n}: the columns of A must be as many as the rows of B")
+    if c is not None and c.shape != (m, n):
+        raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
+    if not isinstance(panels, int) or panels < 1:
+        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
+    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
+    first = plan.on_rank(FIRST)
+    gathers = first.a.gathered or first.b.gathered
+    plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,
+                   strips=max(1, min(panels, first.cols)) if first.reduces else 1)
+    return plan if max_workspace is None else _within(plan, max_workspace)
+
+
+def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
+                roles: Roles) -> tuple[int, ProductPlan]:
+    """(elements to redistribute, plan) if the roles are these."""
+    m_axis, k_axis, n_axis = roles
+    moved = 0
+    a_dim = _sharded_dim(a.layout, grid, m_axis, k_axis, n_axis)
+    b_dim = _sharded_dim(b.layout, grid, k_axis, n_axis, m_axis)
+    c_dim = 0 if c is None else _sharded_dim(c.layout, grid, m_axis, n_axis, k_axis)
+    if a_dim is None:
+        a_dim, moved = 0 if a.order == "C" else 1, moved + a.shape[0] * a.shape[1]
+    if b_dim is None:
+        b_dim, moved = 0 if b.order == "C" else 1, moved + b.shape[0] * b.shape[1]
+    if c is not None and c_dim in (None, 1):
+        c_dim, moved = 0, moved + c.shape[0] * c.shape[1]
+    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim or 0)
+
+
+def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:
+    """0 or 1: the dim that axis `extra` shards in a block split by `rows` and `cols`; -1: the block is whole;
+    None: the layout is another one."""
+    known = {_native(rows, cols, extra, dim).on(grid): dim for dim in (0, 1, -1)}
+    return known.get(layout.on(grid))
+
+
+def _native(rows: str, cols: str, extra: str, dim: int) -> Layout:
+    return {0: Layout((rows, extra), cols), 1: Layout(rows, (cols, extra)), -1: Layout(rows, cols)}[dim]
+
+
+def _within(plan: ProductPlan, limit: int) -> ProductPlan:
+    """The plan with the fewest panels, from those it has, that keep the limit."""
+    if plan.workspace <= limit:
+        return plan
+    low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)
+    least = replace(plan, panels=high)
+    if least.workspace > limit:
+        raise MemoryLimitError(
+            f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work arrays a rank, and "
+            f"{least.workspace:,} with as many panels along k as there can be (grid {plan.grid}). Use more ranks, or a "
+            "grid with a smaller y: the partial sums of C are what remains"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if replace(plan, panels=middle).workspace <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    return replace(plan, panels=low)
+
+
+def _extent(size: int, parts: int, index: int) -> int:
+    start, stop = part_range(size, parts, index)
+    return stop - start
+
+
+def _total(slices: Slices) -> int:
+    return sum(stop - start for start, stop in slices)

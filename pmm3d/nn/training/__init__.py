@@ -1,0 +1,1 @@
+"""Training runs: the loop, its configuration, record and log."""

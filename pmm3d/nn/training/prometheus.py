@@ -1,0 +1,66 @@
+"""Figures of a run for a node exporter's textfile collector (https://github.com/prometheus/node_exporter)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ...errors import Pmm3dError
+from ...model.environment import job_id
+
+GAUGES = {
+    "step": "Steps of the optimizer done",
+    "epoch": "Passes over the data done",
+    "loss": "Loss of the last step logged",
+    "lr": "Learning rate",
+    "samples_per_second": "Rows trained per second since the line before",
+    "waiting": "Share of the time since the line before that rank 0 waited for messages or the loader, 0 to 1",
+    "gradient_norm": "2-norm of the gradient before it was clipped",
+    "checkpoint_step": "Step of the last checkpoint written by this start",
+    "checkpoint_timestamp_seconds": "When the last checkpoint was written, Unix time",
+    "updated_timestamp_seconds": "When these figures were written, Unix time",
+}
+LABELS = ("run", "job")
+
+
+class Textfile:
+    """A file of gauges pmm3d_*, replaced as a whole each time, with the labels run (its folder) and job ("" outside of
+    a batch system). No network is used.
+
+    Raises Pmm3dError if prometheus_client is missing or the file cannot be written; `write` then raises OSError only.
+    """
+
+    def __init__(self, path, run):
+        try:
+            from prometheus_client import CollectorRegistry, Gauge
+        except ImportError:
+            raise Pmm3dError(
+                "training.prometheus needs the package prometheus_client: pip install 'pmm3d[monitor]', or leave "
+                "training.prometheus out"
+            ) from None
+        self.path = Path(path)
+        if self.path.suffix != ".prom":
+            raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read files that end in .prom only")
+        self._registry, self._labels = CollectorRegistry(), (str(Path(run).absolute()), job_id() or "")
+        self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=self._registry)
+                        for name, text in GAUGES.items()}
+        self._scores = Gauge("pmm3d_validation", "Figures of the last validation", (*LABELS, "figure"),
+                             registry=self._registry)
+        try:
+            self.write({})
+        except OSError as error:
+            raise Pmm3dError(
+                f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in a folder "
+                "that is there and that this user may write to"
+            ) from None
+
+    def write(self, figures: dict, validation: dict | None = None) -> None:
+        """Set the gauges that are named, and write all that were ever set."""
+        from prometheus_client import write_to_textfile
+
+        for name, value in {**figures, "updated_timestamp_seconds": time.time()}.items():
+            if name in self._gauges:
+                self._gauges[name].labels(*self._labels).set(value)
+        for name, value in (validation or {}).items():
+            self._scores.labels(*self._labels, name).set(value)
+        write_to_textfile(str(self.path), self._registry)

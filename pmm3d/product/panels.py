@@ -1,0 +1,164 @@
+"""The pieces of one product on this rank: the panels of A and B as they are gathered, the strips of C as they are
+summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..arrays import Array, sum_in_order
+from ..comm import Axis, Pending
+from ..comm.collectives import gather_parts, reduce_parts, sum_arrays
+from ..comm.transport import Link, Steps
+from ..layout import LOW_PRECISION, offsets
+from ..model.plan import OperandPart, RankPlan, Slices
+from .stored import StoredMatrix
+
+Work = Callable[..., Array]
+"""Lends a work array of a shape, and of another dtype than the product's if one is named."""
+
+
+class OperandPanels:
+    """The panels of A or B, one after the other.
+
+    turned     whether the shard was turned so that its sharded dim comes first, and panels must be turned back
+    along      0 or 1: the dim of the turned shard that is contracted
+    cuts       for each panel: the extents of dim 0 that each rank along the axis brings, and the slices of the
+               contracted dim of the shard that belong to the panel
+    axis       along which they are gathered; None: the shard is the block
+    """
+
+    def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
+                 axis: str, contracted: int, turned: bool, phase: str, work: Work):
+        self._grid, self._library, self._phase = matrix.grid, matrix.library, phase
+        self._shard = matrix.local.T if turned else matrix.local
+        self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
+        self._turned, self._along, self._cuts = turned, contracted ^ turned, cuts
+        self._axis: Axis | None = matrix.grid.axis(axis) if part.gathered else None
+        self._buffers = []
+        if part.gathered or plan.scattered:
+            size = plan.panel_depth(0) * part.other
+            self._buffers = [work((size,)) for _ in range(min(2, plan.plan.panels))]
+
+    @classmethod
+    def of_a(cls, plan: RankPlan, a: StoredMatrix, work: Work) -> OperandPanels:
+        return cls(plan, a, plan.a, plan.a_cuts, plan.plan.roles[2], 1, plan.plan.a == 1, "gather A", work)
+
+    @classmethod
+    def of_b(cls, plan: RankPlan, b: StoredMatrix, work: Work) -> OperandPanels:
+        return cls(plan, b, plan.b, plan.b_cuts, plan.plan.roles[0], 0, plan.plan.b == 1, "gather B", work)
+
+    def start(self, panel: int) -> ComingPanel:
+        """Begin to bring the panel together."""
+        counts, slices = self._cuts[panel]
+        pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
+        depth = sum(high - low for low, high in slices)
+        if self._axis is None:
+            return ComingPanel(self._turned, panel=self._joined(pieces, depth, panel))
+        width = depth if self._along == 1 else self._shard.shape[1]
+        whole = self._buffer(panel, (sum(counts), width))
+        part = pieces[0] if len(pieces) == 1 else None
+        if part is None or not self._in_rows or width < self._shard.shape[1]:
+            start, stop = offsets(counts)[self._axis.index :][:2]
+            part = self._packed(pieces, whole[start:stop])
+        library, part_here = self._library, part
+        with self._grid.ledger.phase(self._phase):
+            pending = self._axis.begin("all_gather", lambda link: gather_parts(link, library, part_here, whole, counts))
+        return ComingPanel(self._turned, pending=pending)
+
+    def _buffer(self, panel: int, shape: tuple[int, int]) -> Array:
+        return self._buffers[panel % 2][: shape[0] * shape[1]].reshape(*shape)
+
+    def _joined(self, pieces: list[Array], depth: int, panel: int) -> Array:
+        """The panel of a block that is not gathered: a view, or a copy where its slices lie apart."""
+        if len(pieces) == 1:
+            return pieces[0]
+        shape = (depth, self._shard.shape[1]) if self._along == 0 else (self._shard.shape[0], depth)
+        if depth == 0:
+            return self._shard[: shape[0], : shape[1]]
+        return self._packed(pieces, self._buffer(panel, shape))
+
+    def _packed(self, pieces: list[Array], out: Array) -> Array:
+        start = 0
+        for piece in pieces:
+            stop = start + piece.shape[self._along]
+            if self._along == 0:
+                out[start:stop] = piece
+            else:
+                out[:, start:stop] = piece
+            start = stop
+        return out
+
+
+class ComingPanel:
+    """A panel under way, or one that needed no message."""
+
+    def __init__(self, turned: bool, panel: Array | None = None, pending: Pending | None = None):
+        self._turned, self._panel, self._pending = turned, panel, pending
+
+    def wait(self) -> Array:
+        panel: Any = self._panel if self._pending is None else self._pending.wait()
+        return panel.T if self._turned else panel
+
+
+class ResultStrips:
+    """The strips of C: where the GEMM adds, and what becomes of the sums."""
+
+    def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, work: Work):
+        self._plan, self._grid, self._library = plan, c.grid, c.library
+        self._alpha, self._beta = alpha, beta
+        self._out = [c.local[:, low:high] for low, high in plan.strips]
+        self._partial: Sequence[Array] = self._out
+        if plan.reduces:
+            self._partial = [work((plan.rows, high - low)) for low, high in plan.strips]
+        self._widened = plan.plan.dtype in LOW_PRECISION and plan.plan.panels > 1
+        self._sums = self._partial
+        if self._widened:
+            self._sums = [work(tuple(array.shape), "float32") for array in self._partial]
+        self._reductions: list[Pending] = []
+
+    def add(self, strip: int, a: Array, b: Array, first: bool) -> None:
+        """Strip += alpha a b; the first time, strip = alpha a b (+ beta C where that is not left to the reduction)."""
+        beta: complex = 1
+        if first:
+            beta = 0 if self._plan.reduces or self._widened else self._beta
+        grid, library, c = self._grid, self._library, self._sums[strip]
+        with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
+            if a.shape[1]:
+                library.gemm(a, b, c, self._alpha, beta, grid.workspace)
+            elif beta == 0:
+                c[...] = 0
+            elif beta != 1:
+                c *= beta
+            if not library.on_host and not grid.engine.idle():
+                library.synchronize()
+
+    def finish(self, strip: int) -> None:
+        """All products of the strip are in it: round it, begin its reduction; at most two reductions are under way."""
+        if self._widened:
+            beta = 0 if self._plan.reduces else self._beta
+            sum_in_order(self._library, [self._sums[strip]], self._partial[strip], beta)
+        if self._plan.reduces:
+            self._reductions.append(self._reduce(self._partial[strip], self._out[strip]))
+            if strip:
+                self._reductions[strip - 1].wait()
+
+    def wait(self) -> None:
+        for reduction in self._reductions:
+            reduction.wait()
+        if not self._library.on_host:
+            self._library.synchronize()
+
+    def _reduce(self, partial: Array, out: Array) -> Pending:
+        axis, library = self._grid.axis(self._plan.plan.roles[1]), self._library
+        counts, beta = self._plan.c_counts, self._beta
+        with self._grid.ledger.phase("reduce C"):
+            if self._plan.plan.c == 0:
+                return axis.begin("reduce_scatter",
+                                  lambda link: reduce_parts(link, library, partial, out, counts, beta))
+
+            def all_reduce(link: Link) -> Steps[Any]:
+                yield from sum_arrays(link, library, partial, partial)
+                sum_in_order(library, [partial], out, beta)
+
+            return axis.begin("all_reduce", all_reduce)

@@ -1,0 +1,57 @@
+"""What a rank stores of a matrix: the shard, and where it belongs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ..arrays import Array, library_of
+from ..comm import Grid
+from ..layout import Box, Layout, Placement
+
+Stored = TypeVar("Stored", bound="StoredMatrix")
+
+
+class StoredMatrix:
+    """A matrix of which each rank of a grid stores a shard.
+
+    grid, layout, shape (rows, columns), dtype (a name such as "float32")
+    local     this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
+              `order` is "F" (after .T)
+    """
+
+    def __init__(self, grid: Grid, local: Array, shape: tuple[int, int], layout: Layout, order: str = "C"):
+        self.grid, self.local, self.layout, self.order = grid, local, layout, order
+        self.shape = int(shape[0]), int(shape[1])
+        self.library = library_of(local)
+        self.dtype = self.library.dtype(local)
+
+    @property
+    def box(self) -> Box:
+        """Which rows and columns of the matrix `local` holds."""
+        return self.layout.box(self.shape, self.grid.shape, self.grid.coords)
+
+    @property
+    def T(self: Stored) -> Stored:
+        """The transpose: a view, nothing moves."""
+        order = "F" if self.order == "C" else "C"
+        return type(self)(self.grid, self.local.T, self.shape[::-1], self.layout.T, order)
+
+    def placement(self) -> Placement:
+        return Placement(self.shape, self.layout, self.grid.shape)
+
+    def stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
+        """The shape of this rank's shard in another layout, as it lies in memory."""
+        rows, cols = Placement(self.shape, layout, grid.shape).box(grid.rank).shape
+        return (rows, cols) if self.order == "C" else (cols, rows)
+
+    def over(self: Stored, memory: Array, layout: Layout, grid: Grid) -> Stored:
+        """A matrix of the same shape, type and order in another layout, whose shard is in that memory."""
+        return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks."""
+        return self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library
+
+    def __repr__(self) -> str:
+        return (f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), "
+                f"{self.layout} on grid {self.grid.shape}>")

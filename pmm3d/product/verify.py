@@ -1,0 +1,87 @@
+"""Whether C = A B: Freivalds' check with random vectors at any size, exact comparison when small."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from ..arrays import random
+from ..layout import LOW_PRECISION
+from .matrix import DistMatrix
+from .multiply import matmul
+
+EXACT_WORK = 2**27
+"""m n k up to which the whole product is compared on one rank."""
+_UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_LARGEST_INTEGER = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "complex64": 2**24}
+
+
+def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.ndarray:
+    """matrix @ vector in double precision, on every rank; with absolute, |matrix| @ vector. Collective.
+
+    Copies of the shard are made a few rows at a time.
+    """
+    grid, box, library = matrix.grid, matrix.box, matrix.library
+    result = np.zeros(matrix.shape[0], vector.dtype)
+    if grid.coords is not None and matrix.layout.is_first(grid.coords):
+        part = vector[box.c0 : box.c1]
+        step = max(1, 2**16 // max(1, box.c1 - box.c0))
+        for start in range(0, box.r1 - box.r0, step):
+            rows = library.to_numpy(matrix.local[start : start + step])
+            rows = np.abs(rows) if absolute else rows
+            result[box.r0 + start : box.r0 + start + rows.shape[0]] = rows.astype(vector.dtype) @ part
+    return grid.everyone.all_reduce(result, agreed=True).wait()
+
+
+def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, seed: int = 0) -> float:
+    """Largest |A (B r) - C r| over random vectors r of +-1, in units of the rounding to be expected. Collective.
+
+    Up to 1 the product is right; a wrong row of C escapes one trial with a probability of 1/2 at most, all of them
+    with 1/8 (Freivalds, 1979). Expected is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for rounding errors of random sign.
+    """
+    k, n = b.shape
+    kind = np.complex128 if a.dtype.startswith("complex") else np.float64
+    unit = _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2
+    scale = 4 * unit * (sqrt(k) if a.dtype not in LOW_PRECISION else sqrt(b.grid.shape.size) + sqrt(k) * 2.0**-13)
+    expected = scale / sqrt(max(1, n)) * apply(a, apply(b, np.ones(n), True), True)
+    expected += np.finfo(np.float64).eps * sqrt(max(1, n * k)) * np.max(expected, initial=0) / scale
+    worst = 0.0
+    for trial in range(trials):
+        signs = random.bits(np.arange(n, dtype=np.uint64), seed, trial) >> np.uint64(63)
+        vector = (2 * signs.astype(np.float64) - 1).astype(kind)
+        error = np.abs(apply(a, apply(b, vector)) - apply(c, vector))
+        if not np.all(np.isfinite(error)):
+            return float("inf")
+        worst = max(worst, float(np.max(error / np.maximum(expected, np.finfo(np.float64).tiny), initial=0)))
+    return worst
+
+
+def exact_fits(m: int, n: int, k: int, dtype: str) -> bool:
+    """Whether a product of small integers is exact in this type and small enough to compare on one rank."""
+    return m * n * k <= EXACT_WORK and 32 * k <= _LARGEST_INTEGER.get(dtype, 2**53)
+
+
+def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
+    """Multiply integer matrices in the places of A and B, and compare every element with numpy's product on one rank.
+
+    Collective; same layouts, type and options as the product to be checked.
+    """
+    whole_a, whole_b = _integers(a, 101), _integers(b, 102)
+    c = matmul(whole_a, whole_b, **options).gather(0)
+    whole_a, whole_b = whole_a.gather(0), whole_b.gather(0)
+    right = True
+    if a.grid.rank == 0:
+        kind = np.complex128 if a.dtype.startswith("complex") else np.float64
+        left, other, product = (a.library.to_numpy(x).astype(kind) for x in (whole_a, whole_b, c))
+        right = np.array_equal(left @ other, product)
+    return a.grid.comm.bcast(right)
+
+
+def _integers(like: DistMatrix, seed: int) -> DistMatrix:
+    """A random integer matrix distributed like another one, transposed views included."""
+    stored = like if like.order == "C" else like.T
+    made = DistMatrix.random(stored.grid, stored.shape, seed=seed, dtype=stored.dtype, layout=stored.layout,
+                             library=stored.library, distribution="integers")
+    return made if like.order == "C" else made.T

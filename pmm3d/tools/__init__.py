@@ -1,0 +1,1 @@
+"""What people run: the command, the benchmark, doctor, the pages, the launcher."""

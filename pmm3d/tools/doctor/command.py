@@ -1,0 +1,131 @@
+"""The command `pmm3d doctor`. Importing this loads neither numpy nor MPI."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import guard
+
+LAST_RESORT_SECONDS = 15
+"""After the time limit: when a driver or MPI itself does not let Python go on, the stacks are printed instead."""
+
+
+def doctor_command(
+    grid: Annotated[str, typer.Option(help="The grid whose axes are measured: GxxGyxGz, as in 2x2x2; auto: the one "
+                                           "that a product would get.")] = "auto",
+    folder: Annotated[Path, typer.Option(help="The folder that runs will write to, tried for locks, sight and "
+                                              "space.")] = Path("."),
+    json: Annotated[Path | None, typer.Option(help="Write everything here too; units are in the names.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which doctor gives up and says where it was "
+                                                       "stuck.")] = 120,
+) -> None:
+    """Examine the place that pmm3d runs in: what is found, a verdict on it, and what to do where it is not fine.
+
+    Software and MPI, launcher, hosts, core binding and threads, BLAS against the CPU, memory, GPUs and whether MPI
+    takes their pointers, latency and bandwidth of each axis, progress while computing, clocks, the folder, file locks,
+    HDF5. Takes seconds. One rank sees one process; for what is between ranks, start it as your programs are started.
+
+    Verdicts: ok; note (worth knowing, nothing to do); warning (slow or risky); failure (wrong results, no results, or a
+    check that could not be made). Exit code: [bold]0[/] ok and notes, [bold]1[/] warnings, [bold]2[/] failures.
+
+    [bold]Examples[/]
+
+    pmm3d doctor                                             this process alone
+
+    python -m pmm3d.launcher -n 8 -m pmm3d doctor            eight ranks here
+
+    srun -n 64 pmm3d doctor --grid 4x4x4 --folder $SCRATCH   a job's ranks, its grid, where it writes
+
+    pmm3d doctor --json here.json || echo "see here.json"    for scripts, and to send with a question
+    """
+    sys.stderr = sys.__stderr__
+    lifeline = guard.become_a_child()
+    faulthandler.dump_traceback_later(timeout + LAST_RESORT_SECONDS, exit=True)
+    from mpi4py import MPI
+
+    guard.started(lifeline)
+    if MPI.COMM_WORLD.size == 1 and _is_another_task():
+        return
+    code = _examine(MPI.COMM_WORLD, grid, folder, json, timeout)
+    faulthandler.cancel_dump_traceback_later()
+    raise typer.Exit(code)
+
+
+def _is_another_task() -> bool:
+    """Whether this is not the first task of its launcher. Where each task is a world of its own, that one speaks."""
+    from ...model.environment import task_rank, tasks_in_environment
+
+    tasks, _ = tasks_in_environment(os.environ) or (1, "")
+    return tasks > 1 and task_rank(os.environ) > 0
+
+
+def _examine(comm, grid: str, folder: Path, json: Path | None, timeout: float) -> int:
+    """Run all checks; rank 0 reports. The exit code, on every rank."""
+    from .checks import CHECKS, Diagnosis, examine
+    from .session import Session
+    from .software import seconds_since_start
+
+    started = seconds_since_start(f"/proc/{os.getppid()}/stat")
+    diagnosis = Diagnosis([socket.gethostname()])
+    with _time_limit(timeout if comm.rank == 0 else None, lambda: _give_up(diagnosis, json, timeout)):
+        session = Session(comm, len(CHECKS), folder, grid, started)
+        diagnosis.hosts = session.hosts
+        examine(session, diagnosis, CHECKS)
+    if comm.rank == 0:
+        _report(diagnosis, json)
+        if diagnosis.stuck:
+            os._exit(diagnosis.exit_code)  # Open MPI's MPI_Abort did not return, called in a child of what it started
+    code = session.broadcast_code(diagnosis.exit_code, timeout)
+    session.close()
+    return code
+
+
+@contextmanager
+def _time_limit(seconds: float | None, expired: Callable[[], None]) -> Iterator[None]:
+    """Call expired() from another thread if the body takes longer."""
+    timer = threading.Timer(seconds or 0.0, expired)
+    timer.daemon = True
+    if seconds is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(diagnosis, json: Path | None, timeout: float) -> None:
+    """Report what is known, and end the job: the thread that examines is stuck."""
+    from .checks import END_OF_THE_JOB
+    from .finding import Finding, Problem, Verdict
+
+    where = diagnosis.doing or "making communicators"
+    problem = Problem(Verdict.FAILURE, f"rank 0 is stuck here; given up after {timeout:g} s "
+                                       "(--timeout)", END_OF_THE_JOB)
+    diagnosis.findings.append(Finding(where, "did not end", (problem,)))
+    diagnosis.seconds = timeout
+    _report(diagnosis, json)
+    os._exit(diagnosis.exit_code)
+
+
+def _report(diagnosis, json: Path | None) -> None:
+    from .finding import Finding, Problem, Verdict
+    from .report import console, print_diagnosis, write_json
+
+    try:
+        if json:
+            write_json(diagnosis, json)
+    except OSError as error:
+        problem = Problem(Verdict.FAILURE, f"{json}: {error.strerror}", "another path for --json")
+        diagnosis.findings.append(Finding("--json", "could not be written", (problem,)))
+    print_diagnosis(diagnosis, console())
+    sys.stdout.flush()

@@ -1,0 +1,109 @@
+"""What a page is made of: the files of a run, or the figures of a benchmark, as they are found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import Pmm3dError
+from ...io.lock import owner_of
+from ...nn.training.run_log import read_metrics
+
+OF_A_RUN = "a run's folder (with metrics.jsonl or run.json in it) or a file written by pmm3d bench --json"
+
+
+@dataclass
+class Source:
+    """path: the folder or the file; notes: what is missing or cut short, for people.
+
+    metrics, record, owner   of a run: lines of metrics.jsonl, run.json (empty if there is none), who holds the lock
+    results                  of a benchmark: its figures on each grid
+    """
+
+    path: Path
+    metrics: list[dict] = field(default_factory=list)
+    record: dict = field(default_factory=dict)
+    owner: dict = field(default_factory=dict)
+    results: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_run(self) -> bool:
+        return not self.results
+
+    @property
+    def default_output(self) -> Path:
+        return self.path / "report.html" if self.is_run else self.path.with_suffix(".html")
+
+
+def read_source(path) -> Source:
+    """Raises Pmm3dError, with the remedy, if there is nothing to make a page of."""
+    path = Path(path)
+    if path.name in ("run.json", "metrics.jsonl"):
+        path = path.parent
+    if not path.exists():
+        raise Pmm3dError(f"{path} is not there: name {OF_A_RUN}")
+    try:
+        return _read_run(path) if path.is_dir() else _read_bench(path)
+    except OSError as error:
+        raise Pmm3dError(f"cannot read {error.filename or path}: {error.strerror}") from None
+
+
+def _read_run(folder: Path) -> Source:
+    metrics, record = folder / "metrics.jsonl", folder / "run.json"
+    if not metrics.exists() and not record.exists():
+        raise Pmm3dError(f"{folder} is not the folder of a run: it holds neither metrics.jsonl nor run.json. Name "
+                         f"{OF_A_RUN}")
+    found = Source(folder, owner=owner_of(folder))
+    found.metrics = _metrics(metrics, found.notes)
+    found.record = _record(record, found.notes)
+    return found
+
+
+def _metrics(path: Path, notes: list[str]) -> list[dict]:
+    if not path.exists():
+        notes.append("metrics.jsonl is missing, so there are no curves: the run ended before its first step, or the "
+                     "file was removed.")
+        return []
+    try:
+        found = read_metrics(path)
+    except UnicodeDecodeError:
+        notes.append("metrics.jsonl is not text, so there are no curves.")
+        return []
+    lost = len(path.read_text().splitlines()) - len(found)
+    if lost:
+        notes.append(f"metrics.jsonl: the last {'line is' if lost == 1 else f'{lost} lines are'} cut short and left "
+                     "out, as after a crash or while the run goes on.")
+    lines = [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    if not lines:
+        notes.append("metrics.jsonl holds no step yet.")
+    return lines
+
+
+def _record(path: Path, notes: list[str]) -> dict:
+    if not path.exists():
+        notes.append("run.json is missing, so hosts, times, bytes and memory of the ranks are not known. pmm3d train "
+                     "writes it at the start of a run and with each checkpoint; runs of older versions have none.")
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        notes.append(f"run.json cannot be read, so hosts, times, bytes and memory are not known: {error}")
+        return {}
+    if not isinstance(found, dict) or found.get("format") != 1:
+        notes.append("run.json is of another version of pmm3d, so it is left out.")
+        return {}
+    return found
+
+
+def _read_bench(path: Path) -> Source:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise Pmm3dError(f"{path} is not JSON ({error}): name {OF_A_RUN}") from None
+    results = found if isinstance(found, list) else [found]
+    wanted = {"m", "n", "k", "grid", "seconds", "gflops", "ratio", "bytes_sent", "phases"}
+    if not results or not all(isinstance(result, dict) and wanted <= result.keys() for result in results):
+        raise Pmm3dError(f"{path} holds no figures of pmm3d bench: name {OF_A_RUN}")
+    return Source(path, results=results)

@@ -1,0 +1,159 @@
+"""pmm3d.arrays: numpy, torch and device arrays behind one face."""
+
+import numpy as np
+import pytest
+import standin
+import torch
+from samples import LIBRARIES, integers, to_library, to_numpy
+
+from pmm3d import DTypeError, Pmm3dError
+from pmm3d.arrays import NumpyLibrary, Workspace, check_matrix_dtype, library_named, library_of, sum_in_order
+from pmm3d.arrays.device_library import DeviceLibrary
+from pmm3d.arrays.torch_library import TorchLibrary
+from pmm3d.layout import MATRIX_DTYPES, itemsize
+
+TYPES = [(library, dtype) for library in LIBRARIES for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
+TYPES.append(("torch", "bfloat16"))
+SCALES = [(1, 0), (1, 1), (2, -1), (-3, 0), (1, 2)]
+
+
+def test_arrays_know_their_library():
+    assert library_of(np.ones(3)) == NumpyLibrary()
+    assert library_of(torch.ones(3)) == TorchLibrary("cpu")
+    assert library_of(to_library(np.ones(3), "standin")) == DeviceLibrary("standin")
+    for other in ([1.0], 3.0, None, memoryview(b"a")):
+        with pytest.raises(DTypeError, match="none of numpy.ndarray, torch.Tensor, cupy.ndarray"):
+            library_of(other)
+
+
+def test_libraries_have_names():
+    assert library_named("numpy") == NumpyLibrary()
+    assert library_named("torch") == library_named("torch:cpu") == TorchLibrary("cpu")
+    assert library_named("torch:cuda:1") == TorchLibrary("cuda:1")
+    assert library_named("standin") == DeviceLibrary("standin")
+    assert library_named(TorchLibrary("cuda")) == TorchLibrary("cuda")
+    with pytest.raises(Pmm3dError, match="unknown array library 'nunpy'"):
+        library_named("nunpy")
+
+
+def test_the_stand_in_is_no_host_array():
+    array = to_library(np.ones(3), "standin")
+    with pytest.raises(TypeError):
+        memoryview(array)
+    assert np.asarray(array).dtype == object and not hasattr(array, "__array__")
+    with pytest.raises(TypeError, match="does not mix with host arrays"):
+        array[...] = np.ones(3)
+
+
+@pytest.mark.parametrize("library, dtype", TYPES)
+def test_arrays_come_and_go_unchanged(library, dtype):
+    whole = integers((5, 7), dtype)
+    array = to_library(whole, library, dtype)
+    face = library_of(array)
+    assert face.dtype(array) == dtype and itemsize(dtype) == array.itemsize
+    assert face.strides(array.T) == (1, 7) and face.writable(array)
+    assert face.address(array[1:]) == face.address(array) + 7 * itemsize(dtype)
+    assert np.array_equal(to_numpy(array, library), whole)
+    assert np.array_equal(to_numpy(face.copy(array.T), library), whole.T)
+    assert face.is_contiguous(face.copy(array.T)) and not face.is_contiguous(array.T)
+    host = face.pinned().empty((whole.size * itemsize(dtype),), "uint8")
+    face.to_host(array, host)
+    other = face.empty((5, 7), dtype)
+    face.from_host(other, host)
+    assert np.array_equal(to_numpy(other, library), whole)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_views_of_a_flat_buffer(library):
+    face = library_named(library)
+    flat = face.empty((1000,), "uint8")
+    for dtype in ("float16", "complex128", "int64"):
+        view = face.view(flat, (3, 4), dtype)
+        assert tuple(view.shape) == (3, 4) and face.dtype(view) == dtype
+        assert face.address(view) == face.address(flat)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_contiguous_means_c_order_without_gaps(library):
+    array = to_library(integers((4, 6, 2)), library)
+    face = library_named(library)
+    for one in (array, array[1:3], array[2:2], array[:, 3:3], array[1:2, :, :], array[:1, 1:2]):
+        assert face.is_contiguous(one)
+    for one in (array.T if library == "numpy" else array[:, :, :1], array[::2], array[:, :3], array[:, :, 1:]):
+        assert not face.is_contiguous(one)
+    assert NumpyLibrary().is_contiguous(np.ones((3, 1)).T) and NumpyLibrary().is_contiguous(np.empty((0, 5)).T)
+
+
+@pytest.mark.parametrize("library, dtype", TYPES)
+def test_gemm_is_exact_in_every_library(library, dtype):
+    for index, (m, n, k) in enumerate([(4, 3, 5), (1, 1, 1), (7, 2, 9), (16, 16, 16), (5, 6, 1)]):
+        alpha, beta = SCALES[index % len(SCALES)]
+        a, b, c = (integers(shape, dtype, seed, -2, 2) for seed, shape in enumerate([(m, k), (k, n), (m, n)]))
+        face, work = library_named(library), Workspace()
+        operands = [to_library(array, library, dtype) for array in (a, b.T.copy(), c)]
+        face.gemm(operands[0], operands[1].T, operands[2], alpha, beta, work)
+        assert np.array_equal(to_numpy(operands[2], library), alpha * (a @ b) + beta * c)
+
+
+@pytest.mark.parametrize("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
+def test_low_precision_accumulates_into_float32(library, dtype):
+    a, b = integers((3, 40), dtype, 1), integers((40, 2), dtype, 2)
+    total = np.full((3, 2), 2.0**20, "float32")
+    face, c = library_named(library), to_library(total, library, "float32")
+    face.gemm(to_library(a, library, dtype), to_library(b, library, dtype), c, 1, 1, Workspace())
+    assert np.array_equal(to_numpy(c, library), total + (a.astype("float32") @ b.astype("float32")))
+
+
+def test_float16_is_rounded_once():
+    """Sums of float16 beyond 2048 lose ones; in float32 they do not."""
+    a, b = np.ones((1, 4096), "float16"), np.ones((4096, 1), "float16")
+    c = np.zeros((1, 1), "float16")
+    NumpyLibrary().gemm(a, b, c, 1, 0, Workspace())
+    assert c == 4096
+
+
+@pytest.mark.parametrize("library, dtype", TYPES + [("numpy", "int64"), ("torch", "int32")])
+def test_sums_are_exact_and_out_may_be_strided(library, dtype):
+    for shape in ((3, 5), (1, 1), (0, 4), (4, 0), (70, 600)):
+        parts = [integers(shape, dtype, seed) for seed in range(4)]
+        for beta in (0, 1, 2):
+            before = integers((shape[0], shape[1] + 3), dtype, 9)
+            whole = to_library(before, library, dtype)
+            out = whole[:, 1 : shape[1] + 1]
+            sum_in_order(library_of(whole), [to_library(part, library, dtype) for part in parts], out, beta)
+            expected = before.copy()
+            expected[:, 1 : shape[1] + 1] = sum(parts) + beta * before[:, 1 : shape[1] + 1]
+            assert np.array_equal(to_numpy(whole, library), expected)
+
+
+@pytest.mark.parametrize("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
+def test_low_precision_is_added_up_in_float32(library, dtype):
+    large = 2048 if dtype == "float16" else 256
+    parts = [np.full((1, 3), value, integers((1,), dtype).dtype) for value in (large, 1, 1, 1, 1)]
+    out = to_library(np.zeros_like(parts[0]), library, dtype)
+    sum_in_order(library_of(out), [to_library(part, library, dtype) for part in parts], out)
+    assert np.array_equal(to_numpy(out, library), np.full((1, 3), large + 4))
+
+
+def test_sums_are_in_order():
+    parts = [np.array([[value]], "float32") for value in (1e8, 1.0, -1e8, 1.0)]
+    out = np.empty((1, 1), "float32")
+    sum_in_order(NumpyLibrary(), parts, out)
+    assert out == ((np.float32(1e8) + np.float32(1)) - np.float32(1e8)) + np.float32(1)
+
+
+def test_types_of_matrices():
+    for dtype in MATRIX_DTYPES[:1] + MATRIX_DTYPES[2:]:
+        assert check_matrix_dtype(dtype, NumpyLibrary()) == dtype
+    assert check_matrix_dtype("bfloat16", TorchLibrary()) == "bfloat16"
+    for dtype in ("int64", "bool", "bfloat16", "longdouble", "object"):
+        with pytest.raises(DTypeError, match=f"numpy matrices have the types float16, float32, .*; got {dtype}"):
+            check_matrix_dtype(dtype, NumpyLibrary())
+
+
+def test_the_stream_of_the_stand_in_is_lazy():
+    array = to_library(np.ones(3), "standin")
+    array[...] = 5
+    assert np.array_equal(array._host, np.ones(3))
+    standin.cuda.get_current_stream().synchronize()
+    assert np.array_equal(array._host, np.full(3, 5.0))

@@ -1,0 +1,62 @@
+"""pmm3d.random: elements depend on the seed and their global place only."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmm3d import Pmm3dError
+from pmm3d.arrays import random
+from pmm3d.layout import EMPTY, Box
+
+SHAPE = 40, 33
+
+
+def filled(box=Box(0, *SHAPE[:1], 0, SHAPE[1]), dtype="float64", seed=0, distribution="uniform", columns=SHAPE[1]):
+    out = np.full(box.shape, 99, dtype)
+    random.fill(out, box, columns, seed, distribution)
+    return out
+
+
+@given(*[st.integers(0, 40)] * 2, *[st.integers(0, 33)] * 2, st.sampled_from(["float16", "float64", "complex64"]))
+def test_a_block_is_cut_out_of_the_whole(r0, r1, c0, c1, dtype):
+    box = Box(min(r0, r1), max(r0, r1), min(c0, c1), max(c0, c1))
+    for distribution in random.DISTRIBUTIONS:
+        whole = filled(dtype=dtype, distribution=distribution)
+        assert np.array_equal(filled(box, dtype, distribution=distribution), whole[box.within(EMPTY)])
+
+
+def test_large_blocks_are_filled_in_pieces():
+    box = Box(5, 9, 0, 3 * random.CHUNK + 1)
+    whole = filled(Box(0, 10, 0, 3 * random.CHUNK + 1), columns=3 * random.CHUNK + 1)
+    assert np.array_equal(filled(box, columns=3 * random.CHUNK + 1), whole[5:9])
+
+
+def test_elements_far_out_are_drawn_too():
+    far = filled(Box(2**40, 2**40 + 50, 2**33, 2**33 + 50), columns=2**34)
+    assert len(np.unique(far)) == far.size and np.all(np.abs(far) < 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**64 - 2, 2**70, np.int64(7), np.uint8(7)])
+def test_any_integer_is_a_seed(seed):
+    assert np.array_equal(filled(seed=seed), filled(seed=seed))
+    assert not np.any(filled(seed=seed) == filled(seed=12345))
+
+
+def test_streams_and_seeds_do_not_repeat_each_other():
+    index = np.arange(10000, dtype=np.uint64)
+    drawn = np.concatenate([random.bits(index, seed, stream) for seed in range(4) for stream in range(4)])
+    assert len(np.unique(drawn)) == drawn.size
+    ones = np.unpackbits(drawn.view(np.uint8)).mean()
+    assert abs(ones - 0.5) < 0.001
+
+
+def test_rows_are_not_shifted_copies_of_each_other():
+    whole = filled(Box(0, 100, 0, 100), columns=100)
+    for shift in range(1, 5):
+        assert abs(np.corrcoef(whole[:-1, shift:].ravel(), whole[1:, :-shift].ravel())[0, 1]) < 0.05
+
+
+def test_unknown_distributions_are_named():
+    with pytest.raises(Pmm3dError, match="unknown distribution 'gauss'; there are uniform, normal, integers"):
+        filled(distribution="gauss")

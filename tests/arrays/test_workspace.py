@@ -1,0 +1,150 @@
+"""Workspace: work arrays are used again, so that a steady state allocates nothing."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import LIBRARIES
+
+from pmm3d.arrays import NumpyLibrary, Workspace, library_named
+
+MEGABYTE = 2**20
+
+
+class Counting(NumpyLibrary):
+    """numpy that notes what it allocates."""
+
+    def __init__(self):
+        object.__setattr__(self, "sizes", [])
+
+    def empty(self, shape, dtype):
+        self.sizes.append(shape[0])
+        return np.empty(shape, dtype)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@st.composite
+def cycles(draw):
+    """Takes and gives in some order, everything given back at the end: (size to take, or None and which to give)."""
+    events, held = [], 0
+    for size in draw(st.lists(st.integers(0, 64 * MEGABYTE // 8), min_size=1, max_size=8)):
+        events.append(("take", size))
+        held += 1
+        for _ in range(draw(st.integers(0, held))):
+            events.append(("give", draw(st.integers(0, held - 1))))
+            held -= 1
+    return events
+
+
+def play(workspace, library, events):
+    held = []
+    for event, number in events:
+        if event == "take":
+            held.append(workspace.take((number // 8,), "float64", library)[1])
+        else:
+            workspace.give(held.pop(number))
+    for ticket in held:
+        workspace.give(ticket)
+
+
+@given(cycles())
+def test_repeated_cycles_come_to_allocate_nothing_more(events):
+    """At the latest after as many cycles as there are buffers."""
+    workspace, library = Workspace(), Counting()
+    for _ in events:
+        play(workspace, library, events)
+    before = workspace.allocated
+    library.sizes.clear()
+    for _ in range(3):
+        play(workspace, library, events)
+        assert workspace.allocated == before
+    assert not library.sizes
+
+
+@given(cycles())
+def test_arrays_in_use_do_not_overlap_and_are_counted(events):
+    workspace, library, held = Workspace(), NumpyLibrary(), []
+    for event, number in events:
+        if event == "take":
+            array, ticket = workspace.take((number // 8,), "float64", library)
+            held.append((array, ticket))
+        else:
+            workspace.give(held.pop(number)[1])
+        spans = sorted((array.ctypes.data, array.nbytes) for array, _ in held if array.nbytes)
+        assert all(start + nbytes <= other for (start, nbytes), (other, _) in zip(spans, spans[1:]))
+        assert workspace.allocated >= sum(nbytes for _, nbytes in spans)
+    for _, ticket in held:
+        workspace.give(ticket)
+    workspace.clear()
+    assert workspace.allocated == 0
+
+
+def test_small_requests_do_not_take_large_buffers():
+    workspace, library = Workspace(), Counting()
+    with workspace.borrow((64 * MEGABYTE,), "uint8", library):
+        pass
+    with workspace.borrow((2 * MEGABYTE,), "uint8", library), workspace.borrow((60 * MEGABYTE,), "uint8", library):
+        pass
+    assert library.sizes == [64 * MEGABYTE, 2 * MEGABYTE]
+
+
+def test_a_larger_buffer_takes_the_place_of_a_smaller():
+    workspace, library = Workspace(), Counting()
+    for size in (MEGABYTE, 2 * MEGABYTE, 3 * MEGABYTE):
+        with workspace.borrow((size,), "uint8", library):
+            pass
+    assert workspace.allocated == 3 * MEGABYTE
+
+
+def test_a_buffer_is_given_back_when_the_borrower_fails():
+    workspace, library = Workspace(), Counting()
+    for _ in range(3):
+        try:
+            with workspace.borrow((10, 10), "float32", library):
+                raise ValueError
+        except ValueError:
+            pass
+    assert library.sizes == [400]
+
+
+def test_libraries_share_host_memory_and_no_other():
+    workspace = Workspace()
+    for name in LIBRARIES:
+        library = library_named(name)
+        with workspace.borrow((3, 5), "complex64", library) as array:
+            assert tuple(array.shape) == (3, 5) and library.dtype(array) == "complex64"
+            assert type(array) is type(library.empty((1,), "uint8"))
+    kinds = {library_named(name).memory for name in LIBRARIES}
+    assert len(kinds) == 2 and workspace.allocated == len(kinds) * 3 * 5 * 8
+
+
+def test_arrays_that_come_back_by_themselves_are_of_the_same_pool():
+    workspace, library = Workspace(), Counting()
+    array = workspace.array((MEGABYTE,), "uint8", library)
+    part = array[5:].reshape(-1)
+    assert workspace.in_use() == MEGABYTE == workspace.most_lent
+    del array
+    assert workspace.in_use() == MEGABYTE
+    del part
+    assert workspace.in_use() == 0
+    with workspace.borrow((MEGABYTE,), "uint8", library):
+        other = workspace.array((MEGABYTE,), "uint8", library)
+    assert library.sizes == [MEGABYTE, MEGABYTE] and workspace.allocated == 2 * MEGABYTE
+    del other
+    workspace.clear()
+    assert workspace.allocated == 0
+
+
+def test_memory_that_cannot_be_had_is_not_counted():
+    class Exhausted(NumpyLibrary):
+        def empty(self, shape, dtype):
+            raise MemoryError
+
+    workspace = Workspace()
+    for take in (workspace.array, workspace.take):
+        try:
+            take((MEGABYTE,), "uint8", Exhausted())
+        except MemoryError:
+            pass
+    assert workspace.allocated == workspace.in_use() == 0

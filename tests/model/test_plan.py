@@ -1,0 +1,237 @@
+"""The plan of a product: its bytes, panels and work arrays, for every rank of grids of up to 64 ranks, without MPI."""
+
+import subprocess
+import sys
+from itertools import product as combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmm3d import LayoutError, MemoryLimitError
+from pmm3d.layout import FIRST, GridShape, Layout, offsets
+from pmm3d.model import ranking
+from pmm3d.model.plan import ROLES, Operand, ProductPlan, plan_product
+
+DIMS = list(combinations((0, 1, -1), (0, 1, -1), (0, -1)))
+UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0)]
+
+grids = st.builds(GridShape, *[st.integers(1, 4)] * 3, st.integers(1, 2))
+plans = st.builds(
+    lambda size, dtype, grid, roles, dims, steps, panels: ProductPlan(*size, dtype, grid, roles, *dims, steps, panels),
+    st.tuples(*[st.integers(0, 40)] * 3),
+    st.sampled_from(["float16", "float64", "complex128"]),
+    grids,
+    st.sampled_from(ROLES),
+    st.sampled_from(DIMS),
+    st.integers(1, 9),
+    st.integers(1, 4),
+)
+
+
+def ranks_of(plan):
+    return [plan.grid.coords(rank) for rank in range(plan.grid.size)]
+
+
+def total(plan, figure):
+    """The sum over all ranks, by axis."""
+    found = [figure(coords) for coords in ranks_of(plan)]
+    return {axis: sum(rank[axis] for rank in found) for axis in "xyz"}
+
+
+def assert_what_is_sent_arrives(plan):
+    assert total(plan, plan.bytes_sent) == total(plan, plan.bytes_received)
+
+
+def test_what_is_sent_arrives_on_every_grid():
+    for ranks in range(1, 65):
+        for index, grid in enumerate(ranking.grids(ranks)):
+            turn = ranks + index
+            size, dims = UNEVEN[turn % len(UNEVEN)], DIMS[turn % len(DIMS)]
+            for roles in ROLES if ranks <= 12 else [ROLES[turn % len(ROLES)]]:
+                assert_what_is_sent_arrives(ProductPlan(*size, "float64", grid, roles, *dims))
+
+
+@given(plans)
+def test_what_is_sent_arrives_whatever_is_sharded(plan):
+    assert_what_is_sent_arrives(plan)
+
+
+def indices(slices):
+    return [index for low, high in slices for index in range(low, high)]
+
+
+@given(plans)
+def test_the_panels_pass_through_the_contracted_range_once(plan):
+    for coords in ranks_of(plan):
+        rank = plan.on_rank(coords)
+        taken = [indices(rank.slices(panel)) for panel in range(plan.panels)]
+        assert sorted(index for panel in taken for index in panel) == list(range(rank.depth))
+        assert [len(panel) for panel in taken] == [rank.panel_depth(panel) for panel in range(plan.panels)]
+
+
+def indices_by_owner(plan, coords, axis, cut):
+    """The contracted indices that each rank along an axis says it brings to a panel, in the block's count; `cut` gives
+    a rank's part of the operand and its slices of the panel."""
+    owners = [coords._replace(**{axis: index}) for index in range(getattr(plan.grid, axis))]
+    cuts = [cut(plan.on_rank(owner)) for owner in owners]
+    starts = offsets(cuts[0][0].owners)
+    return [[start + index for index in indices(own)] for (_, own), start in zip(cuts, starts)]
+
+
+@given(plans, st.sampled_from("ab"))
+def test_owners_bring_what_the_others_expect(plan, operand):
+    """The ranks along an axis, each from its own coordinates, agree on who brings which indices to a panel."""
+    axis = plan.roles[2 if operand == "a" else 0]
+    for coords in ranks_of(plan)[:: max(1, plan.grid.size // 5)]:
+        rank = plan.on_rank(coords)
+        part = getattr(rank, operand)
+        for panel in range(plan.panels):
+            slices, (counts, own) = indices(rank.slices(panel)), rank.cut(part, panel)
+            if part.along_k:
+                mine = lambda other: (getattr(other, operand), other.cut(getattr(other, operand), panel)[1])
+                found = indices_by_owner(plan, coords, axis, mine)
+                assert sum(found, []) == slices
+                assert [len(indices) for indices in found] == counts
+            else:
+                assert indices(own) == slices and sum(counts) == part.other
+
+
+@given(plans)
+def test_the_fullest_rank_is_found_at_the_corners(plan):
+    assert plan.workspace == max(plan.on_rank(coords).workspace for coords in ranks_of(plan))
+
+
+@given(plans)
+def test_strips_of_c_are_its_columns(plan):
+    rank = plan.on_rank(FIRST)
+    assert indices(rank.strips) == list(range(rank.cols))
+    assert len(rank.strips) == (plan.strips if rank.reduces else 1)
+
+
+PURE = """
+import sys
+sys.modules |= dict.fromkeys(["mpi4py", "numpy", "scipy", "torch", "cupy", "array_api_compat", "h5py"])
+from pmm3d.layout import FIRST, GridShape
+from pmm3d.model.plan import ProductPlan
+print(ProductPlan(10**6, 10**6, 10**6, "float64", GridShape(32, 32, 32)).bytes_received(FIRST)["x"])
+"""
+
+
+def test_a_plan_needs_neither_mpi_nor_a_blas_nor_an_array_library():
+    done = subprocess.run([sys.executable, "-c", PURE], capture_output=True, text=True)
+    assert done.stdout == f"{8 * (31250**2 - 977 * 31250)}\n", done.stderr
+
+
+def planned(size, grid, **options):
+    m, n, k = size
+    return plan_product(Operand((m, k), Layout.A), Operand((k, n), Layout.B), None, "float64", grid, **options)
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 2), (1, 1, 6), (3, 1, 2), (2, 3, 1), (4, 1, 4)], ids=str)
+@pytest.mark.parametrize("size", [(96, 80, 120), (31, 47, 53)], ids=str)
+def test_max_workspace_is_kept_with_the_fewest_panels(grid, size):
+    grid = GridShape(*grid)
+    unlimited = planned(size, grid).workspace
+    kept = []
+    for limit in [*range(0, unlimited, 997), unlimited]:
+        try:
+            plan = planned(size, grid, max_workspace=limit)
+        except MemoryLimitError as error:
+            assert f"{limit:,} bytes" in str(error) and f"{unlimited:,} bytes" in str(error)
+            assert not kept
+        else:
+            assert plan.workspace <= limit
+            fewer = ProductPlan(*size, "float64", grid, plan.roles, plan.a, plan.b, plan.c, plan.panels - 1, plan.strips)
+            assert plan.panels == 1 or fewer.workspace > limit
+            kept.append(plan.panels)
+    assert kept and kept == sorted(kept, reverse=True) and kept[-1] == 1
+
+
+def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
+    grid = GridShape(2, 2, 2)
+    partial_sums = 8 * (32 * 32 + 16 * 32)
+    with pytest.raises(MemoryLimitError, match="max_workspace is 100 bytes.*with as many panels along k as there can"):
+        planned((64, 64, 64), grid, max_workspace=100)
+    assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 2 * 64).panels == 16
+
+
+@pytest.mark.parametrize("roles", ROLES, ids="".join)
+def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(roles):
+    grid = GridShape(2, 3, 2)
+    for dims in DIMS:
+        native = ProductPlan(24, 24, 24, "float32", grid, roles, *dims)
+        a, b, c = (Operand((24, 24), layout) for layout in (native.a_layout, native.b_layout, native.c_layout))
+        plan = plan_product(a, b, c, "float32", grid)
+        found = [layout.on(grid) for layout in (plan.a_layout, plan.b_layout, plan.c_layout)]
+        assert found == [operand.layout.on(grid) for operand in (a, b, c)]
+
+
+def test_adjoints_of_a_product_need_nothing_moved():
+    grid = GridShape(3, 2, 4)
+    a, b, c = Operand((8, 9), Layout.A), Operand((9, 7), Layout.B), Operand((8, 7), Layout.C)
+    for first, second, out in ((c, b.T, a), (a.T, c, b)):
+        plan = plan_product(first, second, out, "float64", grid)
+        assert plan.a_layout == first.layout and plan.b_layout == second.layout
+        assert plan.c_layout == out.layout
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 2), (1, 8, 1), (4, 4, 4), (2, 3, 5)], ids=str)
+def test_volumes_of_sizes_that_divide(grid):
+    grid = GridShape(*grid)
+    m, n, k = size = 720, 1440, 2160
+    plan = planned(size, grid)
+    blocks = {
+        "x": m * k // (grid.z * grid.y),
+        "y": m * n // (grid.z * grid.x),
+        "z": k * n // (grid.y * grid.x),
+    }
+    for coords in ranks_of(plan):
+        received, sent = plan.bytes_received(coords), plan.bytes_sent(coords)
+        for axis in "xyz":
+            extent = getattr(grid, axis)
+            assert extent * received[axis] == 8 * (extent - 1) * blocks[axis]
+        assert sent == received
+        assert received == pytest.approx(ranking.volumes(size, grid, "float64"))
+
+
+def test_a_replicated_product_is_reduced_for_everyone():
+    grid = GridShape(1, 4, 1)
+    a, b, c = (Operand((256, 256), layout) for layout in (Layout.A, Layout.B, Layout()))
+    whole = plan_product(a, b, c, "float32", grid)
+    assert whole.c == -1
+    assert whole.bytes_received(FIRST)["y"] == 4 * 2 * 3 * 256 * 256 // 4
+
+
+@pytest.mark.parametrize(
+    "size, ranks",
+    [((4096, 4096, 4096), 8), ((1024, 1024, 32768), 8), ((65536, 512, 512), 8), ((512, 65536, 512), 8),
+     ((8192, 8192, 128), 16), ((729, 729, 729), 27), ((2048, 2048, 2048), 64), ((100, 100, 100), 1)],
+)
+def test_the_best_grid_attains_the_lower_bound(size, ranks):
+    plan = planned(size, ranking.best_grid(size, ranks))
+    assert plan.grid.size == ranks
+    for coords in ranks_of(plan):
+        assert sum(plan.bytes_received(coords).values()) == pytest.approx(ranking.lower_bound(size, ranks))
+
+
+@given(st.tuples(*[st.integers(1, 300)] * 3), grids)
+def test_no_grid_is_below_the_lower_bound(size, grid):
+    received = [sum(planned(size, grid).bytes_received(coords).values()) for coords in ranks_of(planned(size, grid))]
+    divisible = all(extent % grid.size == 0 for extent in size)
+    assert not divisible or max(received) >= ranking.lower_bound(size, grid.size) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "a, b, c, panels, message",
+    [
+        ((4, 5), (6, 3), None, 1, "A is 4 x 5 and B is 6 x 3"),
+        ((4, 5), (5, 3), (3, 4), 1, "out is 3 x 4; A B is 4 x 3"),
+        ((4, 5), (5, 3), None, 0, "panels is a number of at least 1; got 0"),
+        ((4, 5), (5, 3), None, 2.0, "panels is a number of at least 1; got 2.0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(a, b, c, panels, message):
+    out = c and Operand(c, Layout.C)
+    with pytest.raises(LayoutError, match=message):
+        plan_product(Operand(a, Layout.A), Operand(b, Layout.B), out, "float64", GridShape(1, 1, 2), panels=panels)

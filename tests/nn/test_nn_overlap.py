@@ -1,0 +1,201 @@
+"""What must not change a bit: which collectives run under computation, what is computed again, the grid of the draw."""
+
+import gc
+from contextlib import nullcontext
+from itertools import product
+
+import numpy as np
+import pytest
+from networks import (
+    GRIDS,
+    WIDEST,
+    Case,
+    adamw,
+    alone,
+    batch_of,
+    bits,
+    gradients_of,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    train,
+    weights_of,
+)
+
+from pmm3d import nn
+from pmm3d.comm import engine as progress
+from pmm3d.layout import batch_layout
+from pmm3d.nn import parallel
+
+pytestmark = pytest.mark.deadline(60)
+
+CASE = Case((40, 160, 150, 10), 130)
+"""Blocks on 2x2x2 of more than 64 KiB for two ranks, so that all-reduces of two steps are among the collectives."""
+SWITCHES = list(product((False, True), repeat=4))
+GRIDS_OF_SWITCHES = {
+    2: [("ddp", 1), ("fsdp", 1)],
+    4: [("2x1x1", 2), ("1x2x2", 1)],
+    8: [("2x2x2", 1), ("2x1x2", 2)],
+}
+
+
+def choices():
+    """(overlap, whether the optimizer's state is sharded): all 16 combinations of switches, and each value of a switch
+    with each of the other choices."""
+    for index, (oar, ors, oag, buckets) in enumerate(SWITCHES):
+        reshard, budget = ((True, None), (False, None), (None, 30_000), (None, None))[(oar ^ buckets) + 2 * (ors ^ oag)]
+        yield nn.Overlap(oar, ors, oag, buckets, panels=1 + (index + index // 4) % 3, keep_bytes=budget,
+                         bucket_bytes=(1, 40_000, 2**24)[index % 3], reshard_after_forward=reshard), index % 5 == 0
+
+
+def trained(grid, overlap, shard=False, recompute=True):
+    """Three steps; the gradient of the second one comes in two parts, one of them not summed over data."""
+    nn.Tape.of(grid).parallel.overlap = overlap
+    net = network_of(grid, CASE, dropout=0.1, recompute=recompute)
+    optimizer = adamw(net.parameters(), shard_over_data=shard)
+    for step in range(3):
+        x, y = batch_of(CASE, step)
+        if step == 1:
+            with nn.no_sync(grid):
+                loss_of(net, CASE, x[:50], y[:50]).backward()
+        loss_of(net, CASE, x, y).backward()
+        optimizer.step()
+    return list(bits(weights_of(net)).values())
+
+
+def test_every_switch_meets_every_other_choice():
+    tried = [overlap for overlap, _ in choices()]
+    assert len({(one.oar, one.ors, one.oag, one.buckets) for one in tried}) == 16
+    for name in ("oar", "ors", "oag", "buckets"):
+        assert len({(getattr(one, name), one.reshard_after_forward, one.keep_bytes) for one in tried}) == 8
+        assert len({(getattr(one, name), one.bucket_bytes) for one in tried}) == 6
+        assert len({(getattr(one, name), one.panels) for one in tried}) == 6
+
+
+def assert_all_alike(grid, recompute=True):
+    expected = {panels: trained(grid, nn.Overlap.none(panels=panels)) for panels in (1, 2, 3)}
+    for overlap, shard in choices():
+        assert trained(grid, overlap, shard, recompute) == expected[overlap.panels], overlap
+
+
+@pytest.mark.parallel([2, 4, 8])
+def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm, monkeypatch):
+    """For each number of panels: the BLAS rounds some rows of a product otherwise where the rows above are fewer."""
+    monkeypatch.setattr(parallel, "LEAST_PANEL_BYTES", 2**13)
+    on_each_grid(comm, assert_all_alike, GRIDS_OF_SWITCHES[comm.size])
+
+
+@pytest.mark.parallel([2, 4, 8])
+def test_what_is_under_way_is_waited_for(comm, monkeypatch):
+    """Nothing goes on under a computation here: a result that is used before someone waits for it is wrong."""
+    monkeypatch.setattr(progress.Engine, "background", lambda engine: nullcontext())
+    on_each_grid(comm, lambda grid: assert_all_alike(grid, False), GRIDS_OF_SWITCHES[comm.size][:1])
+
+
+@pytest.mark.parallel([2, 4])
+def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm):
+    """Networks of before count for keep_bytes on no rank, whether their memory was collected there or not."""
+
+    def check(grid):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(keep_bytes=8 * 40 * 30 * 2)
+        gc.disable()
+        try:
+            for _ in range(3):
+                train(grid, CASE._replace(sizes=(40, 30, 20, 10)), 2)
+                grid.rank or gc.collect()
+                calls = grid.ledger.total(phase="gather W").calls
+                assert len(set(comm.allgather(calls))) == 1
+        finally:
+            gc.enable()
+
+    on_each_grid(comm, check, [("fsdp", 1)])
+
+
+@pytest.mark.parallel([2, 4, 6, 8])
+def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
+    case = CASE._replace(sizes=(7, 13, 11, 5))
+    ones = np.ones((19, 9))
+    with alone() as grid:
+        expected = bits(weights_of(network_of(grid, case)))
+        other = bits(weights_of(network_of(grid, case, seed=6)))
+        masks = [nn.dropout(nn.Tensor(spread(grid, ones)), 0.3, 4, stream).gather() for stream in (1, 2)]
+    assert not set(expected.values()) & {value for name, value in other.items() if "weight" in name}
+    weights = [value for name, value in expected.items() if "weight" in name]
+    assert len(set(weights)) == len(weights)
+    assert set(masks[0].flat) == {0, 1 / 0.7} and 0.2 < np.mean(masks[0] == 0) < 0.4
+    assert not np.array_equal(*masks)
+
+    def check(grid):
+        drop = nn.Dropout(grid, 0.3, 4)
+        assert bits(weights_of(network_of(grid, case))) == expected
+        for mask, cols in zip(masks, ("y", None)):
+            assert drop(spread(grid, ones, batch_layout(cols))).gather().tobytes() == mask.tobytes()
+        layer = lambda *size: nn.Linear(grid, *size, cols="x", seed=3, dtype="float64")
+        settled = nn.Sequential(grid, layer(4, 5), layer(5, 3))
+        before = bits(weights_of(settled))
+        settled.settle(4, "float64")
+        assert bits(weights_of(settled)) == before
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_recomputing_changes_no_bit(comm):
+    """Neither a gradient nor the masks of this call and the next."""
+
+    def check(grid):
+        found = []
+        for recompute in (False, True):
+            net = network_of(grid, CASE, dropout=0.2, recompute=recompute)
+            for step in range(2):
+                given = nn.Tensor(spread(grid, batch_of(CASE, step)[0]), requires_grad=True)
+                loss = nn.cross_entropy(net(given), spread(grid, batch_of(CASE, step)[1], batch_layout(None)))
+                loss.backward()
+            values = [*gradients_of(net).values(), given.grad.gather(), np.array(loss.item())]
+            found.append(([value.tobytes() for value in values], list(net.random_state().values())))
+        assert found[0] == found[1]
+
+    on_each_grid(comm, check, GRIDS[comm.size][-3:])
+
+
+def held_after_forward(grid, recompute, activation):
+    """Bytes that the tape holds once a batch went through, and the arrays that it is measured by."""
+    case = CASE._replace(activation=activation, norm=False, sizes=(64, 256, 128, 16), batch=256)
+    net = network_of(grid, case, recompute=recompute)
+    x, y = batch_of(case, 0)
+    before = grid.workspace.in_use()
+    loss = loss_of(net, case, x, y)
+    held = grid.workspace.in_use() - before
+    loss.backward()
+    return held, grid.ledger.memory["recompute saves"], grid.workspace.in_use() - before
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_what_recomputing_saves_is_what_is_held_without_it(comm, activation):
+    """Of each hidden layer the input of the activation, and nothing else: its output is the next layer's input, and
+    kept in both cases. relu keeps its output only, and then there is nothing to save."""
+
+    def check(grid):
+        inputs = 256 * 8 * (256 // grid.x.size + 128 // grid.y.size)
+        plain, none, _ = held_after_forward(grid, False, activation)
+        short, saved, left = held_after_forward(grid, True, activation)
+        assert none == 0
+        assert saved == plain - short
+        assert saved == (inputs if activation == "gelu" else 0)
+        assert left == 0
+
+    on_each_grid(comm, check, [WIDEST[1] if comm.size == 1 else ("2x2x1", 1)])
+
+
+@pytest.mark.parallel([4])
+def test_training_again_gives_the_same_bits(comm):
+    """Two runs of one seed, the second on a grid that has trained something else before."""
+
+    def check(grid):
+        first = bits(weights_of(train(grid, CASE, 2)[1]))
+        train(grid, CASE._replace(sizes=(40, 30, 10)), 2, dropout=0.5)
+        assert bits(weights_of(train(grid, CASE, 2)[1])) == first
+
+    on_each_grid(comm, check, [WIDEST[4]])

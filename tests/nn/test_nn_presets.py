@@ -1,0 +1,187 @@
+"""The families of parallel training are grids: the ledger shows the collectives and volumes that they are known for.
+
+Volumes are bytes that a rank receives in a step; an all-reduce of n bytes over G ranks is 2 (G-1)/G n.
+"""
+
+import numpy as np
+import pytest
+from networks import Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, train, weights_of
+
+from pmm3d import nn
+from pmm3d.layout import AXES, batch_layout, part_sizes
+from pmm3d.model.volumes import all_reduce_counts
+
+pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(60)]
+
+CASE = Case((48, 96, 64, 80, 32), 256, "relu", False)
+"""Two pairs of layers; everything divides, and what is all-reduced is large enough for two steps."""
+LAYERS = list(zip(CASE.sizes, CASE.sizes[1:]))
+MATRICES = [8 * inputs * outputs for inputs, outputs in LAYERS]
+VECTORS = [8 * outputs for _, outputs in LAYERS]
+BIASED = pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+
+
+def recorded(grid, bias, overlap=None, shard=False, wanted=False):
+    """(axis, phase, operation) -> (calls, bytes received) of the third step, of axes of more than one rank."""
+    nn.Tape.of(grid).parallel.overlap = overlap or nn.Overlap(reshard_after_forward=True)
+    net = network_of(grid, CASE, bias=bias)
+    optimizer = adamw(net.parameters(), shard_over_data=shard)
+    for step in range(3):
+        x, y = batch_of(CASE, step)
+        x, y = nn.Tensor(spread(grid, x), requires_grad=wanted), spread(grid, y, batch_layout(None))
+        grid.ledger.reset()
+        loss = nn.cross_entropy(net(x), y)
+        loss.backward()
+        loss.item()
+        optimizer.step()
+    assert grid.ledger.total(phase="redistribute").calls == 0
+    entries = grid.ledger.entries
+    assert all(key.axis != "all" or key.operation.startswith("agreement") for key in entries)
+    return {tuple(key): (entry.calls, entry.received) for key, entry in entries.items()
+            if key.axis in AXES and grid.axis(key.axis).size > 1}
+
+
+def all_reduced(nbytes, ranks, index):
+    """Bytes that rank `index` receives in an all-reduce of float64."""
+    counts = all_reduce_counts(nbytes // 8, "float64", ranks)
+    if counts[-1] == nbytes // 8:
+        return (ranks - 1) * nbytes
+    return 8 * ((ranks - 1) * counts[index] + sum(counts) - counts[index])
+
+
+def loss_along(axis):
+    """The loss is one number."""
+    return {(axis.name, "loss", "all_reduce"): (1, 8 * (axis.size - 1))}
+
+
+def along_data(axis, nbytes):
+    """One all-reduce of gradients, and the loss."""
+    moved = all_reduced(nbytes, axis.size, axis.index)
+    return {("data", "reduce data", "all_reduce"): (1, moved), **loss_along(axis)}
+
+
+def gathered_and_scattered(axis, gathers, bias):
+    """What sharding all matrices along z moves, and the all-reduce of the vectors, whole there."""
+    lost = sum(MATRICES) * (axis.size - 1) // axis.size
+    moved = {
+        ("z", "gather W", "all_gather"): (gathers * len(MATRICES), gathers * lost),
+        ("z", "reduce dW", "reduce_scatter"): (len(MATRICES), lost),
+        **loss_along(axis),
+    }
+    if bias:
+        moved["z", "reduce vectors", "all_reduce"] = (1, all_reduced(sum(VECTORS), axis.size, axis.index))
+    return moved
+
+
+@BIASED
+def test_ddp_is_one_all_reduce_of_all_gradients(comm, bias):
+    def check(grid):
+        axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
+        found = recorded(grid, bias)
+        assert found == along_data(axis, total)
+        assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
+
+    on_each_grid(comm, check, [("ddp", 1)])
+
+
+def test_buckets_of_ddp_move_the_same_bytes(comm):
+    """From the last layer back, so much at once as asked for."""
+
+    def check(grid):
+        axis = grid.data
+        backwards = MATRICES[::-1]
+        for bucket_bytes, buckets in ((1, backwards), (60_000, [sum(backwards[:2]), sum(backwards[2:])])):
+            moved = recorded(grid, False, nn.Overlap(bucket_bytes=bucket_bytes))
+            volume = sum(all_reduced(nbytes, axis.size, axis.index) for nbytes in buckets)
+            assert moved["data", "reduce data", "all_reduce"] == (len(buckets), volume)
+
+    on_each_grid(comm, check, [("ddp", 1)])
+
+
+@BIASED
+def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(comm, bias):
+    def check(grid):
+        axis = grid.data
+        own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
+        own += bias * sum(8 * part_sizes(outputs, axis.size)[axis.index] for _, outputs in LAYERS)
+        total = sum(MATRICES) + bias * sum(VECTORS)
+        moved = recorded(grid, bias, shard=True)
+        assert moved == {
+            ("data", "reduce data", "reduce_scatter"): (1, (axis.size - 1) * own),
+            ("data", "optimizer", "all_gather"): (len(LAYERS) * (1 + bias), total - own),
+            **loss_along(axis),
+        }
+        assert (axis.size - 1) * own + total - own == 2 * total * (axis.size - 1) // axis.size
+
+    on_each_grid(comm, check, [("ddp", 1)])
+
+
+@BIASED
+def test_fsdp_gathers_twice_and_scatters_once(comm, bias):
+    """3 (G-1)/G of the parameters; 2 where the gathered weights are kept from the forward to the backward pass."""
+
+    def check(grid):
+        for make in (nn.Overlap, nn.Overlap.none):
+            for options, gathers in (({"reshard_after_forward": True}, 2), ({"reshard_after_forward": False}, 1),
+                                     ({}, 1), ({"keep_bytes": 0}, 2)):
+                assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
+
+    on_each_grid(comm, check, [("fsdp", 1)])
+
+
+@BIASED
+def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm, bias):
+    def check(grid):
+        data = grid.data
+        shards = sum(MATRICES) // grid.z.size + bias * sum(VECTORS)
+        expected = along_data(data, shards)
+        if grid.z.size > 1:
+            expected |= gathered_and_scattered(grid.z, 2, bias)
+        assert recorded(grid, bias) == expected
+
+    on_each_grid(comm, check, [("hsdp", size) for size in (2, 4) if comm.size > size])
+
+
+@BIASED
+def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(comm, bias):
+    """Forward the output of the second of a pair; backward the gradient of the input of the first, but not that of the
+    batch where it is not asked for. Weights stay where they are."""
+
+    def check(grid):
+        axis, rows = grid.x, CASE.batch
+        outputs, inputs = ([8 * rows * size for size in sizes] for sizes in ((64, 32), (48, 64)))
+        for wanted in (False, True):
+            reduced = inputs if wanted else inputs[1:]
+            assert recorded(grid, bias, wanted=wanted) == {
+                ("x", "reduce O", "all_reduce"): (2, 2 * sum(outputs) * (axis.size - 1) // axis.size),
+                ("x", "reduce dI", "all_reduce"): (len(reduced), 2 * sum(reduced) * (axis.size - 1) // axis.size),
+            }
+
+    on_each_grid(comm, check, [("megatron", 1)])
+
+
+@BIASED
+def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(comm, bias):
+    def check(grid):
+        data, parts = grid.data, grid.x.size
+        vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))
+        own = sum(MATRICES) // parts + bias * vectors
+        moved = {key: value for key, value in recorded(grid, bias).items() if key[0] == "data"}
+        assert moved == along_data(data, own)
+
+    on_each_grid(comm, check, [("megatron", 2)])
+
+
+def test_all_families_train_the_same_network(comm):
+    """The initial weights bitwise, and after three steps up to rounding."""
+    found, starts = {}, set()
+
+    def check(grid):
+        starts.add(tuple(bits(weights_of(network_of(grid, CASE))).values()))
+        losses, net = train(grid, CASE, 3)
+        found[str(grid.shape)] = [losses, *weights_of(net).values(), loss_of(net, CASE, *batch_of(CASE, 9)).item()]
+
+    on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 1), ("megatron", 2)])
+    assert len(starts) == 1
+    first, *others = found.values()
+    assert all(np.abs(one - other).max() < 1e-10 for each in others for one, other in zip(first, each))

@@ -1,0 +1,207 @@
+"""The product on every grid: exactly numpy's, for every size, type, library, transposition, layout and option."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import RANKS, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d.layout import MATRIX_DTYPES
+
+pytestmark = pytest.mark.parallel(RANKS)
+up_to_4 = pytest.mark.parallel(UP_TO_4)
+
+SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
+HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
+TRANSPOSED = ("nn", "tn", "nt", "tt")
+LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")),
+           Layout(rows="z", cols="y"), Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
+OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")), Layout.A, Layout(),
+        Layout(rows="y")]
+
+
+def place(grid, whole, layout, library="numpy", dtype=None, turned=False):
+    """The matrix with these values; turned: as the transpose of one that is stored in `layout`."""
+    stored = to_library(whole.T if turned else whole, library, dtype)
+    matrix = DistMatrix.from_global(grid, stored, layout=layout)
+    return matrix.T if turned else matrix
+
+
+def operands(grid, size, dtype="float64", library="numpy", transposed="nn"):
+    """(A, B) as distributed matrices in the layouts of the product, and as numpy's."""
+    m, n, k = size
+    a, b = integers((m, k), dtype, 1, -2, 2), integers((k, n), dtype, 2, -2, 2)
+    layouts = [TRANSPOSED_A if transposed[0] == "t" else Layout.A, TRANSPOSED_B if transposed[1] == "t" else Layout.B]
+    turned = [flag == "t" for flag in transposed]
+    placed = [place(grid, whole, layout, library, dtype, turn) for whole, layout, turn in zip((a, b), layouts, turned)]
+    return *placed, a, b
+
+
+def values(matrix):
+    return to_numpy(matrix.gather(), matrix.library)
+
+
+def test_the_product_is_exact(grid):
+    for size, transposed in product(SIZES, TRANSPOSED):
+        a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
+        c = a @ b
+        assert c.shape == size[:2] and c.dtype == "float64"
+        assert np.array_equal(values(c), whole_a @ whole_b)
+
+
+@pytest.mark.parallel([2])
+def test_a_new_matrix_is_in_layout_c(comm):
+    """Whichever of the operands is the larger."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        for size in ((13, 10, 17), (10, 13, 17)):
+            a, b, *_ = operands(grid, size)
+            assert (a @ b).layout == Layout.C
+
+
+@settings(max_examples=25)
+@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]))
+def test_the_product_of_any_size_is_exact(grid, size, transposed, panels):
+    a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
+    assert np.array_equal(values(matmul(a, b, panels=panels)), whole_a @ whole_b)
+
+
+def assert_types(grid, library, dtypes):
+    for dtype, panels in product(dtypes, (1, 3)):
+        for size, transposed in (((13, 11, 17), "nn"), ((7, 10, 9), "tt")):
+            a, b, whole_a, whole_b = operands(grid, size, dtype, library, transposed)
+            c = matmul(a, b, panels=panels)
+            assert c.dtype == dtype and type(c.local) is type(a.local)
+            assert np.array_equal(values(c), whole_a @ whole_b)
+
+
+def test_every_type(grid):
+    assert_types(grid, "numpy", HOST_DTYPES)
+
+
+def test_every_type_on_a_device(some_grid):
+    assert_types(some_grid, "standin", HOST_DTYPES)
+
+
+@up_to_4
+def test_every_type_of_torch(some_grid):
+    assert_types(some_grid, "torch", MATRIX_DTYPES)
+
+
+def assert_conjugates(grid, library):
+    for dtype in ("complex64", "complex128", "float32"):
+        whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
+        a, b = place(grid, whole_a, Layout.A, library), place(grid, whole_b, Layout.B, library)
+        assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
+        assert np.array_equal(values(a.H.H @ b), whole_a @ whole_b)
+        assert np.array_equal(values(a.H @ a), whole_a.conj().T @ whole_a)
+        assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
+
+
+def test_conjugate_transposes(grid):
+    assert_conjugates(grid, "numpy")
+
+
+def test_conjugate_transposes_on_a_device(some_grid):
+    assert_conjugates(some_grid, "standin")
+
+
+@up_to_4
+def test_conjugate_transposes_of_torch(some_grid):
+    assert_conjugates(some_grid, "torch")
+
+
+def assert_scales(grid, library, dtype, outs=OUTS):
+    """C in its own layout, in others, replicated, as a transposed view."""
+    a, b, whole_a, whole_b = operands(grid, (13, 10, 9), dtype, library)
+    scales = [(1, 0), (2, 1), (-1, 3), (0, 2), (3, 0), (1, 1)]
+    for index, (layout, turned, panels) in enumerate(product(outs, (False, True), (1, 3))):
+        alpha, beta = scales[index % len(scales)]
+        before = integers((13, 10), dtype, seed=index)
+        out = place(grid, before, layout.T if turned else layout, library, dtype, turned=turned)
+        assert matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels) is out
+        assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
+
+
+def test_alpha_beta_and_out(grid):
+    assert_scales(grid, "numpy", "float64")
+
+
+def test_alpha_beta_and_out_on_a_device(some_grid):
+    for dtype in ("float64", "float16"):
+        assert_scales(some_grid, "standin", dtype)
+
+
+def test_alpha_beta_and_out_of_float16(some_grid):
+    assert_scales(some_grid, "numpy", "float16")
+
+
+@up_to_4
+def test_alpha_beta_and_out_of_torch(some_grid):
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert_scales(some_grid, "torch", dtype)
+
+
+def test_complex_scalars(some_grid):
+    a, b, whole_a, whole_b = operands(some_grid, (5, 6, 7), "complex64")
+    before = integers((5, 6), "complex64", 3)
+    out = place(some_grid, before, Layout.C)
+    matmul(a, b, alpha=1 - 2j, beta=1j, out=out)
+    assert np.array_equal(values(out), (1 - 2j) * (whole_a @ whole_b) + 1j * before)
+
+
+def test_beta_zero_overwrites_what_is_not_finite(grid):
+    a, b, whole_a, whole_b = operands(grid, (8, 9, 10))
+    for layout, panels in product(OUTS, (1, 3)):
+        out = place(grid, np.full((8, 9), np.nan), layout)
+        assert np.array_equal(values(matmul(a, b, out=out, panels=panels)), whole_a @ whole_b)
+
+
+def test_operands_in_other_layouts(grid):
+    whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
+    for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
+        turned = index % 2 == 1, index % 3 == 1
+        a = place(grid, whole_a, first, turned=turned[0])
+        b = place(grid, whole_b, second, turned=turned[1])
+        c = matmul(a, b, panels=1 + index % 4)
+        assert np.array_equal(values(c), whole_a @ whole_b)
+
+
+def test_a_matrix_with_itself(grid):
+    whole = integers((9, 9))
+    for layout in (Layout.A, Layout.B, Layout()):
+        a = place(grid, whole, layout)
+        assert np.array_equal(values(a @ a), whole @ whole)
+        assert np.array_equal(values(a.T @ a), whole.T @ whole)
+        assert np.array_equal(values(a @ a.T), whole @ whole.T)
+
+
+def test_the_data_axis(comm, nranks):
+    """Layout.A, B and C replicate over it; what is split over it is brought together first."""
+    for shape, data in grids_of(nranks, data=(2, 4)):
+        if data == 1:
+            continue
+        with Grid(comm, shape, data=data) as grid:
+            a, b, whole_a, whole_b = operands(grid, (9, 8, 7))
+            assert np.array_equal(values(a @ b), whole_a @ whole_b)
+            split = place(grid, whole_a, Layout(rows=("data", "z", "x"), cols="y"))
+            out = DistMatrix.empty(grid, (9, 8), layout=Layout(rows=("data", "z"), cols="x"))
+            assert np.array_equal(values(matmul(split, b, out=out)), whole_a @ whole_b)
+            local = a @ b
+            every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
+            assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
+
+
+def test_without_checks_the_product_is_the_same(comm, nranks):
+    with Grid(comm, (1, 1, nranks), check=False) as grid:
+        a, b, whole_a, whole_b = operands(grid, (13, 11, 17))
+        assert np.array_equal(values(a @ b), whole_a @ whole_b)
+
+
+def test_read_only_operands(some_grid):
+    a, b, whole_a, whole_b = operands(some_grid, (7, 8, 9))
+    for matrix in (a, b):
+        matrix.local.flags.writeable = False
+    assert np.array_equal(values(matmul(a, b, panels=2)), whole_a @ whole_b)

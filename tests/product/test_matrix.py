@@ -1,0 +1,286 @@
+"""DistMatrix on every grid: where it comes from, how it moves, what it gives back."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, Layout
+from pmm3d.layout import EMPTY, MATRIX_DTYPES
+
+pytestmark = pytest.mark.parallel(RANKS)
+up_to_4 = pytest.mark.parallel(UP_TO_4)
+
+HERE = ("numpy", "standin")
+"""Libraries that cost nothing to import; torch has tests of its own, on fewer ranks."""
+
+SHAPES = [(7, 11), (1, 1), (2, 13), (0, 4), (5, 0), (16, 24)]
+LAYOUTS = [
+    Layout.A,
+    Layout.B,
+    Layout.C,
+    Layout.A.T,
+    Layout(),
+    Layout(rows="x"),
+    Layout(cols=("z", "y")),
+    Layout(rows="z", cols="y"),
+    Layout(rows=("data", "x", "y", "z")),
+]
+
+
+def assert_holds(matrix, whole):
+    """Each rank has its block of the matrix, and all of them together give the whole."""
+    assert matrix.shape == whole.shape
+    local = to_numpy(matrix.local, matrix.library)
+    assert np.array_equal(local, whole[matrix.box.within(EMPTY)])
+    assert np.array_equal(to_numpy(matrix.gather(), matrix.library), whole)
+
+
+def distributed(grid, shape, layout=Layout.A, dtype="float64", library="numpy", seed=0):
+    whole = integers(shape, dtype, seed)
+    return DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=layout), whole
+
+
+def test_from_the_whole_on_every_rank(grid):
+    for shape, layout in product(SHAPES, LAYOUTS):
+        assert_holds(*distributed(grid, shape, layout))
+
+
+def assert_types_come_back(grid, library):
+    for dtype in MATRIX_DTYPES:
+        if dtype == "bfloat16" and library != "torch":
+            continue
+        matrix, whole = distributed(grid, (7, 5), Layout.B, dtype, library)
+        assert matrix.dtype == dtype and type(matrix.local) is type(to_library(whole, library))
+        assert_holds(matrix, whole)
+        assert_holds(matrix.T, whole.T)
+        assert_holds(matrix.H, whole.conj().T)
+        assert_holds(matrix.redistribute(Layout.C), whole)
+        at_root = matrix.gather(grid.size - 1)
+        assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
+
+
+def test_every_type_comes_back(some_grid):
+    for library in HERE:
+        assert_types_come_back(some_grid, library)
+
+
+@up_to_4
+def test_every_type_comes_back_in_torch(some_grid):
+    assert_types_come_back(some_grid, "torch")
+
+
+def test_from_the_whole_on_one_rank(grid):
+    for root in {0, grid.size - 1}:
+        for library, layout in product(HERE, (Layout.A, Layout(), Layout(rows="x"))):
+            whole = integers((6, 9), seed=root)
+            given = to_library(whole, library) if grid.rank == root else None
+            assert_holds(DistMatrix.from_global(grid, given, layout=layout, root=root), whole)
+
+
+def test_from_a_whole_that_is_not_contiguous(some_grid):
+    grid = some_grid
+    whole = integers((9, 12))
+    for part in (whole.T, whole[::2, 1:7], np.asfortranarray(whole), np.broadcast_to(whole[:1], (4, 12))):
+        assert_holds(DistMatrix.from_global(grid, part), part)
+        assert_holds(DistMatrix.from_global(grid, part if grid.rank == 0 else None, root=0), part)
+
+
+def test_from_a_function_of_global_indices(grid):
+    for shape, layout, library in product(SHAPES, (Layout.A, Layout.C, Layout()), HERE):
+        matrix = DistMatrix.from_function(grid, shape, lambda i, j: 10 * i - j, layout=layout, library=library)
+        assert_holds(matrix, np.fromfunction(lambda i, j: 10 * i - j, shape))
+    constant = DistMatrix.from_function(grid, (3, 4), lambda i, j: 1j, dtype="complex64", library="standin")
+    assert_holds(constant, np.full((3, 4), 1j, "complex64"))
+
+
+def test_from_blocks_in_place_where_they_are_contiguous(grid):
+    whole = integers((9, 10))
+    for library, layout in product(HERE, LAYOUTS):
+        box = layout.box(whole.shape, grid.shape, grid.coords)
+        mine = to_library(np.ascontiguousarray(whole[box.within(EMPTY)]), library)
+        matrix = DistMatrix.from_local(grid, mine, whole.shape, layout=layout)
+        assert matrix.local is mine
+        assert_holds(matrix, whole)
+
+
+def test_from_blocks_that_are_not_contiguous(some_grid):
+    whole = integers((9, 10))
+    box = Layout.A.box(whole.shape, some_grid.shape, some_grid.coords)
+    wide = np.repeat(whole[box.within(EMPTY)], 2, axis=1)
+    for given in (np.asfortranarray(wide[:, ::2]), wide[:, ::2]):
+        matrix = DistMatrix.from_local(some_grid, given, whole.shape)
+        assert matrix.local.flags.c_contiguous
+        assert_holds(matrix, whole)
+
+
+@up_to_4
+def test_tensors_of_every_kind(some_grid):
+    """Strided, with gradients, lazily conjugated; a contiguous one is used in place."""
+    import torch
+
+    whole = integers((9, 10), "complex128")
+    box = Layout.A.box(whole.shape, some_grid.shape, some_grid.coords)
+    part = torch.from_numpy(whole[box.within(EMPTY)].copy())
+    wide = torch.repeat_interleave(part, 2, dim=1)[:, ::2]
+    assert_holds(DistMatrix.from_local(some_grid, wide, whole.shape), whole)
+    assert_holds(DistMatrix.from_local(some_grid, part.conj(), whole.shape), whole.conj())
+    assert_holds(DistMatrix.from_global(some_grid, torch.from_numpy(whole).conj()), whole.conj())
+    assert_holds(DistMatrix.from_local(some_grid, part.clone().requires_grad_(), whole.shape), whole)
+    placed = DistMatrix.from_local(some_grid, part, whole.shape)
+    assert placed.local.data_ptr() == part.data_ptr()
+    product = DistMatrix.from_local(some_grid, part.conj(), whole.shape) @ placed.T
+    assert np.array_equal(to_numpy(product.gather(), "torch"), whole.conj() @ whole.T)
+
+
+def test_arrays_of_the_other_byte_order(some_grid):
+    grid = some_grid
+    whole = integers((5, 6)).astype(">f8")
+    matrix = DistMatrix.from_global(grid, whole)
+    assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
+
+
+def test_from_files_each_rank_reads_its_part(grid, shared_path):
+    import h5py
+
+    wholes = {dtype: integers((7, 9), dtype) for dtype in ("float32", "complex128", "float16")}
+    if grid.rank == 0:
+        with h5py.File(shared_path / "some.h5", "w") as file:
+            for dtype, whole in wholes.items():
+                np.save(shared_path / f"{dtype}.npy", whole)
+                file[f"group/{dtype}"] = whole
+        np.save(shared_path / "fortran.npy", np.asfortranarray(wholes["float32"]))
+        np.save(shared_path / "swapped.npy", wholes["float32"].astype(">f4"))
+        np.save(shared_path / "empty.npy", np.empty((0, 3)))
+    grid.comm.barrier()
+    for dtype, whole in wholes.items():
+        for layout in (Layout.A, Layout(cols="x")):
+            assert_holds(DistMatrix.from_file(grid, shared_path / f"{dtype}.npy", layout=layout), whole)
+            named = f"group/{dtype}"
+            assert_holds(DistMatrix.from_file(grid, str(shared_path / "some.h5"), named, layout=layout), whole)
+    for name in ("fortran.npy", "swapped.npy"):
+        matrix = DistMatrix.from_file(grid, shared_path / name)
+        assert matrix.dtype == "float32"
+        assert_holds(matrix, wholes["float32"])
+    assert_holds(DistMatrix.from_file(grid, shared_path / "empty.npy"), np.empty((0, 3)))
+    assert_holds(DistMatrix.from_file(grid, shared_path / "swapped.npy", library="standin"), wholes["float32"])
+
+
+def test_random_matrices_are_the_same_on_every_grid(comm, grid):
+    with Grid(comm.Split(comm.rank), (1, 1, 1)) as alone:
+        for distribution, dtype in product(("uniform", "normal", "integers"), ("float64", "complex64", "float16")):
+            options = dict(seed=5, dtype=dtype, distribution=distribution)
+            whole = DistMatrix.random(alone, (31, 17), **options).gather()
+            for layout in (Layout.A, Layout.B, Layout()):
+                assert_holds(DistMatrix.random(grid, (31, 17), layout=layout, **options), whole)
+
+
+def test_random_matrices_have_their_distribution(some_grid):
+    grid = some_grid
+    drawn = lambda **options: DistMatrix.random(grid, (400, 250), **options).gather()
+    whole = {name: drawn(distribution=name) for name in ("uniform", "normal", "integers")}
+    assert np.all(np.abs(whole["uniform"]) < 1) and abs(whole["uniform"].var() - 1 / 3) < 0.01
+    assert abs(whole["normal"].mean()) < 0.02 and abs(whole["normal"].var() - 1) < 0.02
+    assert set(np.unique(whole["integers"])) == set(range(-4, 5))
+    assert not np.any(drawn(seed=1) == whole["uniform"])
+    both = drawn(dtype="complex128")
+    assert abs(np.corrcoef(both.real.ravel(), both.imag.ravel())[0, 1]) < 0.02
+
+
+def test_empty_matrices_have_the_shape_of_the_block(grid):
+    for shape, layout, library in product(SHAPES, LAYOUTS, HERE):
+        matrix = DistMatrix.empty(grid, shape, layout=layout, dtype="float32", library=library)
+        assert tuple(matrix.local.shape) == matrix.box.shape and matrix.dtype == "float32"
+
+
+@up_to_4
+def test_types_may_be_named_in_the_words_of_the_library(some_grid):
+    import torch
+
+    for dtype in ("complex64", np.complex64, np.dtype("complex64"), torch.complex64):
+        assert DistMatrix.empty(some_grid, (3, 3), dtype=dtype).dtype == "complex64"
+    assert DistMatrix.random(some_grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
+
+
+def test_the_transpose_is_a_view(grid):
+    matrix, whole = distributed(grid, (5, 8))
+    turned = matrix.T
+    assert turned.shape == (8, 5) and turned.layout == matrix.layout.T and turned.T.layout == matrix.layout
+    assert np.shares_memory(turned.local, matrix.local) or not matrix.local.size
+    assert np.array_equal(turned.T.gather(), whole)
+    assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
+
+
+def test_redistribution_between_all_pairs_of_layouts(grid):
+    for shape in ((7, 11), (2, 3)):
+        whole = integers(shape)
+        for source, target in product(LAYOUTS, LAYOUTS):
+            moved = DistMatrix.from_global(grid, whole, layout=source).redistribute(target)
+            assert moved.layout == target
+            assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
+
+
+def assert_views_move(grid, library):
+    matrix, whole = distributed(grid, (7, 6), library=library)
+    for target in LAYOUTS:
+        turned = matrix.T.redistribute(target)
+        assert turned.order == "F"
+        assert_holds(turned, whole.T)
+        assert_holds(matrix.H.redistribute(target), whole.T)
+        out = DistMatrix.empty(grid, (7, 6), layout=target, library=library)
+        assert matrix.redistribute(target, out=out) is out
+        assert_holds(out, whole)
+
+
+def test_redistribution_of_views_and_into_out(grid):
+    assert_views_move(grid, "numpy")
+
+
+def test_redistribution_on_a_device(some_grid):
+    assert_views_move(some_grid, "standin")
+
+
+@up_to_4
+def test_redistribution_of_tensors(some_grid):
+    assert_views_move(some_grid, "torch")
+
+
+def test_redistribution_to_every_other_grid(comm, grid):
+    from mpi_runner.plugin import process_grids
+
+    matrix, whole = distributed(grid, (7, 11))
+    for shape in process_grids(grid.size):
+        with Grid(comm, shape) as other:
+            for source, target in ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A)):
+                moved = DistMatrix.from_global(grid, whole, layout=source).redistribute(target, other)
+                assert moved.grid is other
+                assert_holds(moved, whole)
+                assert_holds(moved.redistribute(Layout.A, grid), whole)
+    assert_holds(matrix, whole)
+
+
+def test_what_is_there_already_does_not_travel(grid):
+    matrix, _ = distributed(grid, (8, 12), Layout())
+    grid.ledger.reset()
+    for layout in LAYOUTS:
+        matrix.redistribute(layout)
+    moved = grid.ledger.total(phase="redistribute")
+    assert moved.calls == len(LAYOUTS) and moved.sent == moved.received == 0
+
+
+def test_gathering_receives_each_element_once(grid):
+    matrix, whole = distributed(grid, (8, 12))
+    grid.ledger.reset()
+    matrix.gather()
+    assert grid.ledger.total(phase="gather").received == whole.nbytes - matrix.local.nbytes
+    grid.ledger.reset()
+    assert (matrix.gather(0) is None) == (grid.rank != 0)
+    assert grid.ledger.total(phase="gather").sent == (matrix.local.nbytes if grid.rank else 0)
+
+
+def test_gather_takes_a_copy(grid):
+    matrix, whole = distributed(grid, (5, 5))
+    matrix.gather()[...] = 99
+    matrix.gather(0)
+    assert_holds(matrix, whole)

@@ -1,0 +1,202 @@
+"""What a product moves, holds and allocates, its adjoints, and that its bits do not depend on chance."""
+
+import tracemalloc
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from samples import RANKS, integers
+
+from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d.layout import FIRST
+from pmm3d.product.multiply import plan_for
+
+SIZES = [(48, 96, 48), (61, 67, 59), (7, 100, 3)]
+MEBIBYTE = 2**20
+
+
+def matrices(grid, size, dtype="float64"):
+    m, n, k = size
+    whole_a, whole_b = integers((m, k), dtype, 1), integers((k, n), dtype, 2)
+    a = DistMatrix.from_global(grid, whole_a)
+    return a, DistMatrix.from_global(grid, whole_b, layout=Layout.B), whole_a @ whole_b
+
+
+def drawn(grid, size):
+    """Operands whose products do not add up exactly."""
+    m, n, k = size
+    a = DistMatrix.random(grid, (m, k), seed=1)
+    return a, DistMatrix.random(grid, (k, n), seed=2, layout=Layout.B)
+
+
+def moved(grid):
+    return [{axis: getattr(grid.ledger.total(axis=axis), kind) for axis in "xyz"} for kind in ("sent", "received")]
+
+
+def assert_moves_what_the_plan_says(grid, size, panels, dtype, layout):
+    a, b, _ = matrices(grid, size, dtype)
+    out = DistMatrix.empty(grid, size[:2], layout=layout, dtype=dtype)
+    plan = plan_for(a, b, out, panels, None)
+    grid.ledger.reset()
+    matmul(a, b, out=out, panels=panels)
+    sent, received = plan.bytes_sent(grid.coords), plan.bytes_received(grid.coords)
+    assert moved(grid) == [sent, received]
+    phases = {phase: grid.ledger.total(phase=phase).received for phase in ("gather A", "gather B", "reduce C")}
+    assert phases == {"gather A": received["x"], "gather B": received["z"], "reduce C": received["y"]}
+    assert grid.ledger.total(phase="redistribute").calls == 0
+
+
+@pytest.mark.parallel([1, 6, 8])
+def test_bytes_are_those_of_the_plan(grid):
+    for size, panels, dtype in product(SIZES, (1, 3), ("float64", "float16")):
+        assert_moves_what_the_plan_says(grid, size, panels, dtype, Layout.C)
+
+
+@pytest.mark.parallel([1, 6, 8])
+def test_bytes_of_a_replicated_product_are_those_of_the_plan_where_rows_divide(grid):
+    assert_moves_what_the_plan_says(grid, (192, 384, 96), 1, "float64", Layout(rows="z", cols="x"))
+
+
+@pytest.mark.parallel([8])
+def test_bytes_of_a_replicated_product_are_those_of_the_plan(comm, nranks):
+    with Grid(comm, (1, nranks, 1)) as grid:
+        for size in SIZES:
+            assert_moves_what_the_plan_says(grid, size, 1, "float64", Layout(rows="z", cols="x"))
+
+
+def least_workspace(plan):
+    return replace(plan, panels=max(1, plan.on_rank(FIRST).depth)).workspace
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_max_workspace_is_kept(comm, grid_shape, dtype):
+    size = (61, 47, 59)
+    with Grid(comm, grid_shape) as grid:
+        unlimited = plan_for(*matrices(grid, size, dtype)[:2], None, 1, None)
+    least, most = least_workspace(unlimited), unlimited.workspace
+    for limit in sorted({least, (3 * least + most) // 4, (least + most) // 2, most}):
+        with Grid(comm, grid_shape) as grid:
+            a, b, expected = matrices(grid, size, dtype)
+            c = matmul(a, b, max_workspace=limit)
+            assert grid.workspace.allocated <= limit
+            assert np.array_equal(c.gather(), expected)
+
+
+@pytest.mark.parallel([4])
+def test_max_workspace_is_kept_by_a_replicated_product(comm, nranks):
+    for size in ((9, 8, 30), (61, 47, 59), (300, 200, 10)):
+        with Grid(comm, (1, nranks, 1)) as grid:
+            a, b, expected = matrices(grid, size)
+            out = DistMatrix.empty(grid, size[:2], layout=Layout(rows="z", cols="x"))
+            limit = plan_for(a, b, out, 1, None).workspace
+            matmul(a, b, out=out, max_workspace=limit)
+            assert grid.workspace.allocated <= limit
+            assert np.array_equal(out.gather(), expected)
+
+
+@pytest.mark.parallel(RANKS)
+def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
+    """With Gx = Gz = 1 only the columns of C are cut into panels: the sums stay in the same order."""
+    with Grid(comm, (1, nranks, 1)) as grid:
+        a, b = drawn(grid, (96, 64, 200))
+        plain = matmul(a, b, panels=1).gather()
+        for panels in (2, 3, 7):
+            assert matmul(a, b, panels=panels).gather().tobytes() == plain.tobytes()
+
+
+@pytest.mark.parallel(RANKS)
+def test_every_run_gives_the_same_bits(comm, grid_shape):
+    with Grid(comm, grid_shape) as grid:
+        a, b = drawn(grid, (70, 50, 90))
+        for panels, layout in product((1, 4), (Layout.C, Layout(rows="z", cols="x"))):
+            out = DistMatrix.empty(grid, (70, 50), layout=layout)
+            first = matmul(a, b, out=out, panels=panels).gather().tobytes()
+            assert matmul(a, b, out=out, panels=panels).gather().tobytes() == first
+            copies = {}
+            for box, bits in comm.allgather((out.box, out.local.tobytes())):
+                assert copies.setdefault(box, bits) == bits
+    with Grid(comm, grid_shape) as grid:
+        again = matmul(*drawn(grid, (70, 50, 90)), out=DistMatrix.empty(grid, (70, 50), layout=layout), panels=4)
+        assert again.gather().tobytes() == first
+
+
+def inner(first, second):
+    """<X, Y> over all elements; both are in one layout that replicates nothing."""
+    total = np.array([np.vdot(first.local, second.local)])
+    return first.grid.everyone.all_reduce(total).wait()[0]
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_the_adjoints_move_no_operand(grid, dtype):
+    """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G where the product has them."""
+    size = (13, 10, 17)
+    a, b, _ = matrices(grid, size, dtype)
+    g = DistMatrix.from_global(grid, integers(size[:2], dtype, 3), layout=Layout.C)
+    grid.ledger.reset()
+    to_a = matmul(g, b.H, out=DistMatrix.empty(grid, a.shape, dtype=dtype, layout=Layout.A))
+    to_b = matmul(a.H, g, out=DistMatrix.empty(grid, b.shape, dtype=dtype, layout=Layout.B))
+    c = matmul(a, b, out=DistMatrix.empty(grid, size[:2], dtype=dtype, layout=Layout.C))
+    assert grid.ledger.total(phase="redistribute").calls == 0
+    assert inner(c, g) == inner(a, to_a) == inner(b, to_b) != 0
+
+
+@pytest.mark.parallel(RANKS)
+def test_replicated_activations_are_products_without_redistribution(grid):
+    """O = I W as networks compute it: I and O whole over the axis that does not split them, W sharded over z."""
+    whole_i, whole_w = integers((12, 10), seed=1), integers((10, 9), seed=2)
+    i = DistMatrix.from_global(grid, whole_i, layout=Layout(rows="z", cols="y"))
+    w = DistMatrix.from_global(grid, whole_w, layout=Layout.B)
+    o = DistMatrix.empty(grid, (12, 9), layout=Layout(rows="z", cols="x"))
+    to_w = DistMatrix.empty(grid, (10, 9), layout=Layout.B)
+    to_i = DistMatrix.empty(grid, (12, 10), layout=Layout(rows="z", cols="y"))
+    grid.ledger.reset()
+    matmul(i, w, out=o)
+    matmul(i.T, o, out=to_w)
+    matmul(o, w.T, out=to_i)
+    assert grid.ledger.total(phase="redistribute").calls == 0
+    assert np.array_equal(o.gather(), whole_i @ whole_w)
+    assert np.array_equal(to_w.gather(), whole_i.T @ whole_i @ whole_w)
+    assert np.array_equal(to_i.gather(), whole_i @ whole_w @ whole_w.T)
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("layout", [Layout.C, Layout.A, Layout(rows="z", cols="x")], ids=str)
+def test_the_steady_state_allocates_nothing_large(grid, layout):
+    a, b = drawn(grid, (600, 500, 400))
+    out = DistMatrix.empty(grid, (600, 500), layout=layout)
+    for _ in range(2):
+        matmul(a, b, out=out, panels=1)
+    held = grid.workspace.allocated
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(3):
+        matmul(a, b, out=out, panels=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - before < MEBIBYTE
+    assert grid.workspace.allocated == held
+
+
+@pytest.mark.parallel(RANKS)
+def test_panels_never_hold_more_than_the_plan_says(grid):
+    """How many reductions are under way at once depends on time, so the bound is what can be relied upon."""
+    a, b = drawn(grid, (600, 500, 400))
+    out = DistMatrix.empty(grid, (600, 500), layout=Layout.C)
+    for _ in range(3):
+        matmul(a, b, out=out, panels=3)
+        assert grid.workspace.allocated <= plan_for(a, b, out, 3, None).workspace
+
+
+@pytest.mark.parallel([2, 4, 8])
+def test_communication_under_the_gemm_changes_nothing(comm, grid_shape):
+    """Large enough that gathers and reductions are under way while a GEMM runs."""
+    with Grid(comm, grid_shape, trace=True) as grid:
+        a, b, expected = matrices(grid, (256, 260, 500))
+        for panels in (2, 5):
+            c = matmul(a, b, panels=panels)
+            assert np.array_equal(c.gather(), expected)
+        names = {event["name"] for event in grid.ledger.chrome_events()}
+        assert "gemm" in names

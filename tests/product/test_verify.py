@@ -1,0 +1,68 @@
+"""pmm3d.verify: right products pass, wrong ones do not, in every type."""
+
+import numpy as np
+import pytest
+from samples import to_library, to_numpy
+
+from pmm3d import DistMatrix, Layout, matmul
+from pmm3d.layout import MATRIX_DTYPES
+from pmm3d.product import verify
+
+pytestmark = pytest.mark.parallel([1, 4])
+
+CASES = [("numpy", dtype) for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
+CASES += [("torch", "bfloat16"), ("standin", "float32")]
+SIZE = (70, 50, 200)
+
+
+def drawn(grid, library, dtype, distribution="uniform", layout=Layout.C):
+    m, n, k = SIZE
+    options = dict(dtype=dtype, library=library, distribution=distribution)
+    a = DistMatrix.random(grid, (m, k), **options)
+    b = DistMatrix.random(grid, (k, n), seed=1, layout=Layout.B, **options)
+    return a, b, matmul(a, b, out=DistMatrix.empty(grid, (m, n), dtype=dtype, library=library, layout=layout))
+
+
+def test_right_products_are_within_the_bound(grid):
+    for (library, dtype), distribution in zip(CASES * 3, ["uniform"] * 8 + ["normal"] * 8 + ["integers"] * 8):
+        a, b, c = drawn(grid, library, dtype, distribution)
+        assert verify.freivalds(a, b, c) <= 1
+    assert verify.freivalds(*drawn(grid, "numpy", "float64", layout=Layout())) <= 1
+
+
+@pytest.mark.parametrize("how", ["one element", "a row moved", "not finite", "scaled"])
+def test_wrong_products_are_found(grid, how):
+    for library, dtype in CASES:
+        a, b, c = drawn(grid, library, dtype)
+        whole = to_numpy(c.gather(), library).copy()
+        if how == "one element":
+            whole[17, 31] += 60
+        elif how == "a row moved":
+            whole[[3, 4]] = whole[[4, 3]]
+        elif how == "not finite":
+            whole[-1, -1] = np.nan
+        else:
+            whole *= 1.5
+        wrong = DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=c.layout)
+        assert verify.freivalds(a, b, wrong) > 1
+
+
+def test_the_exact_comparison_takes_the_places_of_the_operands(grid):
+    for library, dtype in CASES:
+        a, b, _ = drawn(grid, library, dtype)
+        if verify.exact_fits(*SIZE, dtype):
+            assert verify.exact(a, b)
+            assert verify.exact(b.T, a.T, panels=3)
+
+
+def test_what_can_be_compared_exactly():
+    assert verify.exact_fits(100, 100, 100, "float16") is False
+    assert verify.exact_fits(100, 100, 60, "float16")
+    assert verify.exact_fits(500, 500, 500, "float64")
+    assert not verify.exact_fits(10**4, 10**4, 10**4, "float64")
+
+
+def test_empty_products_are_verified(grid):
+    for m, n, k in ((0, 3, 2), (4, 0, 2), (3, 3, 0)):
+        a, b = DistMatrix.random(grid, (m, k)), DistMatrix.random(grid, (k, n), layout=Layout.B)
+        assert verify.freivalds(a, b, a @ b) <= 1 and verify.exact(a, b)

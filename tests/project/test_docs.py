@@ -1,0 +1,167 @@
+"""The pages: programs on them run, links lead somewhere, names are in the reference, every message is explained."""
+
+import dataclasses
+import re
+from importlib import import_module
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import h5py
+import library_messages
+import numpy as np
+import pytest
+
+from pmm3d.comm.watch import HUNG
+from pmm3d.model.environment import Settings
+from pmm3d.tools.cli import NOT_FINISHED
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGES.md", *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|docs|jobs|tests)/[\w./-]*\w")
+
+
+def programs(page):
+    """The complete programs on a page: Python that imports what it uses."""
+    return [text for text in PROGRAM.findall((ROOT / page).read_text()) if "import" in text]
+
+
+def anchors(page):
+    """What links into a page may name: its headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def by_page(pattern):
+    """(page, what was found), once each, as parameters."""
+    found = [(page, text) for page in PAGES for text in sorted(set(pattern.findall(page.read_text())))]
+    return [pytest.param(page, text, id=f"{page.relative_to(ROOT)}-{text}") for page, text in found]
+
+
+EMBEDDING = programs("docs/embedding.md")
+
+
+@pytest.mark.parametrize("number", range(len(EMBEDDING)))
+def test_programs_of_embedding_are_right(job, number):
+    done = job(4, EMBEDDING[number])
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("right:")]
+    assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
+
+
+def test_the_ten_lines_of_the_readme_run(job, tmp_path):
+    """As they stand, but with matrices a hundredth as large along each dim."""
+    [text] = programs("README.md")
+    small = re.sub(r"(\d+)00\b", r"\1", text)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file["matrix"] = np.ones((40, 50))
+    done = job(4, small.replace('"b.h5"', repr(str(tmp_path / "b.h5"))))
+    assert done.returncode == 0 and done.stdout.count("Box(") == 4, done.stdout + done.stderr
+
+
+def test_the_loop_of_training_runs(job, tmp_path):
+    [text] = programs("docs/training.md")
+    with h5py.File(tmp_path / "digits.h5", "w") as file:
+        file["x"] = np.random.default_rng(1).random((600, 64), np.float32)
+        file["y"] = np.arange(600) % 10
+    said = "    print('loss', loss.item() < 3, opt.steps)\n"
+    done = job(8, text.replace('"digits.h5"', repr(str(tmp_path / "digits.h5"))) + said)
+    assert done.returncode == 0 and done.stdout.count("loss True 3") == 8, done.stdout + done.stderr
+
+
+def test_the_loop_of_the_readme_is_that_of_training():
+    [loop] = [text for text in PROGRAM.findall((ROOT / "README.md").read_text()) if "import" not in text]
+    assert loop in programs("docs/training.md")[0]
+
+
+def test_the_operation_of_ones_own_has_the_right_gradient(job):
+    [rule] = [text for text in PROGRAM.findall((ROOT / "docs" / "training.md").read_text()) if "def rule" in text]
+    done = job(4, f"""
+from pmm3d import DistMatrix, Grid, Layout, nn
+from pmm3d.nn import in_chunks
+from pmm3d.nn.layers import parameter
+{rule}
+with Grid(shape=(2, 1, 2)) as grid:
+    weight = parameter(grid, (6, 4), Layout.B, seed=1, bound=1.0, dtype="float64")
+    x = DistMatrix.from_function(grid, (8, 6), lambda i, j: (i + 2 * j) % 3.0, layout=Layout(("z",), ("y",)))
+    target = DistMatrix.from_function(grid, (8, 4), lambda i, j: 0 * i + j, layout=Layout(("z",), ("x",)))
+    nn.mse(square(nn.linear(nn.Tensor(x), weight)), target).backward()
+    whole_x, whole_w, whole_t, got = x.gather(), weight.gather(), target.gather(), weight.grad.gather()
+    out = whole_x @ whole_w
+    right = whole_x.T @ (2 * (out**2 - whole_t) / out.size * 2 * out)
+    print("right:", abs(got - right).max() < 1e-12)
+""")
+    assert done.returncode == 0 and done.stdout.count("right: True") == 4, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page, link", by_page(LINK))
+def test_a_link_leads_somewhere(page, link):
+    if "://" in link:
+        parts = urlsplit(link)
+        assert parts.scheme == "https" and "." in parts.netloc
+        return
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    assert target.exists()
+    assert not anchor or anchor in anchors(target)
+
+
+@pytest.mark.parametrize("page, path", by_page(OWN_FILE))
+def test_a_file_that_is_named_exists(page, path):
+    assert (ROOT / path).exists() or (page.parent / path).exists()
+
+
+@pytest.mark.parametrize("room", ["pmm3d", "pmm3d.nn", "pmm3d.io"])
+def test_the_reference_has_every_public_name(room):
+    text = " ".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = re.findall(r"auto(?:class|function|module):: ([\w.]+)", text)
+    public = [getattr(import_module(room), name) for name in import_module(room).__all__ if not name.startswith("__")]
+    homes = {f"{found.__module__}.{found.__qualname__}": found.__module__ for found in public}
+    assert not [name for name, home in homes.items() if not {name, home} & {*shown}]
+
+
+def test_a_docstring_in_columns_becomes_a_list(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "extensions")
+    as_rst = import_module("docstrings").as_rst
+    lines = ["C = `a` *b", "", "a    (m, k)", "     whole", "b    first;   low, high: the rest"]
+    listed = ["``a``", "    (m, k)", "    whole", "``b``", "    first", "``low, high``", "    the rest"]
+    assert as_rst(lines) == ["C = ``a`` \\*b", "", *listed, ""]
+    assert as_rst(["    |A| / Gx"]) == [".. code-block:: text", "", "        |A| / Gx", ""]
+
+
+def test_the_sharp_bits_list_every_environment_variable():
+    table = re.findall(r"^\| `(PMM3D_\w+)` \|", (ROOT / "docs" / "sharp-bits.md").read_text(), re.M)
+    assert {field.metadata["variable"] for field in dataclasses.fields(Settings)} <= set(table)
+
+
+def test_the_exit_codes_are_those_of_the_program():
+    text = (ROOT / "docs" / "site.md").read_text()
+    assert f"{NOT_FINISHED} not finished, {HUNG} a hang" in text
+    assert f"exit code {HUNG}" in (ROOT / "docs" / "troubleshooting" / "hangs.md").read_text()
+
+
+def test_every_message_is_explained():
+    missing = [f"{message.path}:{message.line}: {message.text}" for message in library_messages.unexplained()]
+    assert not missing, "python tests/library_messages.py prints these, ready to be pasted"
+
+
+@pytest.mark.parametrize("page", sorted(library_messages.PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_a_message_comes_with_its_cause_or_remedy(page):
+    _, _, listed = page.read_text().partition("\n## Messages\n")
+    assert not re.findall(r"^- (`[^`]+`)\n(?!  \S)", listed, re.M)
+
+
+def test_a_message_that_no_page_has_is_found(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "part.py").write_text(
+        'def check(size):\n    if size < 1:\n        raise GridError(f"the size is {size}; "\n'
+        '                        "at least 1 is needed")\n    problem = f"no {size}"\n    raise SystemExit(problem)\n'
+    )
+    (tmp_path / "page.md").write_text("- `the size is ...; at\n  least 1 is needed`\n  Give more.\n")
+    found = [message.text for message in library_messages.messages(tmp_path / "code")]
+    assert found == ["the size is ...; at least 1 is needed"]
+    assert library_messages.unexplained(tmp_path / "code", tmp_path) == []
+    (tmp_path / "page.md").write_text("nothing")
+    assert len(library_messages.unexplained(tmp_path / "code", tmp_path)) == 1

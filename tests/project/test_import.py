@@ -1,0 +1,42 @@
+"""Importing is cheap: at 10,000 ranks each file that a rank opens is 10,000 requests to the file system."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "apps"))
+
+import import_cost  # noqa: E402
+
+
+@pytest.mark.parametrize("case", import_cost.CASES)
+def test_few_files_are_opened(case):
+    _, files = import_cost.measured(import_cost.CASES[case])
+    assert 30 < files <= 150
+
+
+def test_what_is_counted_counts():
+    """The count sees what an import of a large package opens."""
+    assert import_cost.measured("import scipy.linalg")[1] > 150
+
+
+@pytest.mark.parametrize("order", ["import scipy.linalg; from pmm3d.arrays import blas", "from pmm3d.arrays import blas"])
+def test_the_blas_that_is_loaded_alone_is_scipys(order):
+    """Before or after scipy.linalg as a whole: the same routines, and both work."""
+    program = f"""
+{order}
+import ctypes, numpy as np
+pointer = ctypes.cast(blas._routine("dgemm"), ctypes.c_void_p).value
+import scipy.linalg.blas, scipy.linalg.cython_blas
+a = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+assert np.array_equal(scipy.linalg.blas.dgemm(1.0, a, a.T), a @ a.T)
+blas._cython_blas.cache_clear()
+blas._routine.cache_clear()
+assert pointer == ctypes.cast(blas._routine("dgemm"), ctypes.c_void_p).value
+print("same")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "same\n", done.stderr

@@ -1,0 +1,140 @@
+"""The command `pmm3d`, as a user runs it: under mpiexec, with right and wrong options."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import sys
+    from pmm3d.tools.cli import main
+    sys.argv[0] = "pmm3d"
+    main()
+"""
+SMALL = ("--m", "96", "--n", "64", "--k", "80", "--repeat", "3")
+KEYS = {
+    "m", "n", "k", "dtype", "array", "ranks", "grid", "seconds", "gflops", "core_gflops", "ratio", "verified",
+    "bytes_sent", "bytes_model", "lower_bound_bytes", "waited_seconds",
+}
+
+
+@pytest.fixture
+def pmm3d(job):
+    """pmm3d(ranks, *arguments): what the command did on that many ranks."""
+    return lambda ranks, *arguments: job(ranks, PROGRAM, *map(str, arguments), env={"TERM": "dumb", "COLUMNS": "120"})
+
+
+def test_help_is_said_once_and_teaches(pmm3d):
+    done = pmm3d(2, "bench", "--help")
+    assert done.returncode == 0
+    assert done.stdout.count("Usage:") == 1
+    for option in ("--grid", "--dtype", "--transpose", "--verify", "--json", "--plot", "--max-workspace"):
+        assert option in done.stdout
+    assert "pmm3d bench --grid all --plot grids.png" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
+        (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
+        (("--m", "-1"), "Invalid value for '--m'"),
+        (("--no-such",), "No such option: --no-such"),
+        (("--grid", "2x2x2"), "needs 8 ranks; the communicator has 2. Grids that fit 2 ranks"),
+        (("--grid", "cube"), "a grid is written GxxGyxGz"),
+        (("--array", "jax"), "unknown array library 'jax'"),
+        (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
+        (("--max-workspace", "1"), "max_workspace is 1 bytes"),
+    ],
+)
+def test_wrong_options_are_explained_once(pmm3d, arguments, text):
+    done = pmm3d(2, "bench", *SMALL, *arguments)
+    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    assert done.returncode != 0
+    assert said.count(text) == 1, said
+    assert "Traceback" not in said
+
+
+def test_a_rank_that_waits_in_mpi_init_for_ever_ends_with_its_stack():
+    """As when another rank is stopped before MPI is there. Without mpiexec: Open MPI's may hang itself then."""
+    waits = """
+import sys, time, types
+sys.modules["mpi4py"] = types.ModuleType("mpi4py")
+sys.modules["mpi4py"].__getattr__ = lambda name: time.sleep(600)
+"""
+    environment = os.environ | {"PMM3D_TIMEOUT": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", waits + textwrap.dedent(PROGRAM), "bench", *SMALL], env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("Timeout (0:00:01)!") == 1, done.stderr
+    assert "in _world" in done.stderr and "GFLOP/s" not in done.stdout
+
+
+def test_a_rank_that_stops_when_all_is_done_is_named(job):
+    """After the last grid is closed nobody would watch, and MPI_Finalize waits for ever."""
+    stopped = """
+import os, signal
+import mpi4py.MPI
+from pmm3d import Grid
+free = Grid._free
+def stop(grid):
+    free(grid)
+    if mpi4py.MPI.COMM_WORLD.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+Grid._free = stop
+"""
+    done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL, env={"PMM3D_TIMEOUT": "3"})
+    assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
+    assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
+    assert "GFLOP/s" in done.stdout
+
+
+def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
+    done = pmm3d(4, "bench", *SMALL, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png",
+                 "--trace", tmp_path / "trace.json")
+    assert done.returncode == 0, done.stderr
+    for word in ("ratio", "verified       yes", "Lower bound", "gather", "multiply", "BLAS"):
+        assert word in done.stdout
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert set(result) >= KEYS
+    assert (result["m"], result["n"], result["k"], result["ranks"]) == (96, 64, 80, 4)
+    assert len(result["grid"]) == 3 and len(result["seconds"]) == 3 and result["verified"] is True
+    assert result["bytes_sent"] == result["bytes_model"] and set(result["bytes_sent"]) == set("xyz")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    timed = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in timed} == {0, 1, 2, 3}
+    assert {"gemm", "all_gather"} <= {event["name"] for event in timed}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in timed)
+
+
+def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
+    done = pmm3d(4, "bench", *SMALL, "--grid", "all", "--dtype", "float32", "--transpose", "tn", "--array", "torch",
+                 "--json", tmp_path / "all.json", "--plot", tmp_path / "all.png")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "all.json").read_text())
+    assert sorted(result["grid"] for result in results) == [
+        [1, 1, 4], [1, 2, 2], [1, 4, 1], [2, 1, 2], [2, 2, 1], [4, 1, 1],
+    ]
+    assert all(result["verified"] and result["dtype"] == "float32" and result["array"] == "torch" for result in results)
+    assert all(result["bytes_sent"] == result["bytes_model"] for result in results)
+    assert (tmp_path / "all.png").stat().st_size > 1000
+
+
+def test_idle_ranks_are_reported(pmm3d):
+    done = pmm3d(7, "bench", "--m", "1000", "--n", "1000", "--k", "1000", "--repeat", "1", "--verify", "freivalds")
+    assert done.returncode == 0, done.stderr
+    assert "2x1x3 of 7 ranks, 1 ranks idle" in done.stdout
+
+
+def test_a_lesser_blas_kernel_is_named_with_the_remedy(job):
+    """The advice of the report, on a CPU that could do more than the kernel that was forced."""
+    done = job(1, """
+        import os
+        from pmm3d.model import machine
+        processor = machine.Cpu("AuthenticAMD", "some", frozenset(machine.AVX512))
+        print(machine.Blas("openblas", "0.3", "Haswell", 1).advice(processor))
+    """)
+    assert "set OPENBLAS_CORETYPE=SkylakeX before Python starts" in done.stdout

@@ -1,0 +1,259 @@
+"""pmm3d doctor: verdicts on made-up software, launchers, hosts, cores, BLAS and memory; one check among others."""
+
+import os
+
+import pytest
+from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says
+
+from pmm3d.model.machine import AVX512, Blas, Cpu
+from pmm3d.tools.doctor import checks, nodes, software
+from pmm3d.tools.doctor.finding import Finding, Problem, by_host, spread
+
+# What a check says
+
+
+def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
+    problems = [Problem(NOTE, "a", "b"), Problem(FAILURE, "c", "d"), Problem(WARNING, "e", "f")]
+    codes = [checks.Diagnosis([], [Finding("x", "y", tuple(problems[:count]))]).exit_code for count in range(4)]
+    assert codes == [0, 0, 2, 2]
+    assert checks.Diagnosis([], [Finding("x", "y", (problems[2],)), Finding("z", "y")]).exit_code == 1
+    assert Finding("x", "y", (problems[2],)).as_json() == {
+        "check": "x", "verdict": "warning", "found": "y", "figures": {},
+        "problems": [{"verdict": "warning", "text": "e", "remedy": "f"}]}
+
+
+def test_spreads_in_words():
+    assert spread([1.0, 1.04]) == "1.0" and spread([1, 2, 9]) == "2.0 (from 1.0 to 9.0)"
+    assert by_host(["b", "a", "b"]) == {"b": [0, 2], "a": [1]}
+
+
+# One check among others
+
+
+def check(judge=lambda facts, hosts: Finding("mine", f"{facts}")):
+    return checks.Check("mine", lambda session: None, judge)
+
+
+def test_facts_are_judged_in_rank_order():
+    assert checks.conclude(check(), {1: ("b", "", False), 0: ("a", "", False)}, ["n1", "n1"]).found == "['a', 'b']"
+
+
+def test_a_check_that_raises_is_a_failure_with_its_text():
+    told = {0: (1, "", False), 1: (None, "OSError: no", False), 2: (None, "Silence: waited for rank 1", True),
+            3: (None, "OSError: no", False)}
+    finding = checks.conclude(check(), told, FOUR)
+    assert_says(finding, FAILURE, "ranks 1, 3: OSError: no")
+    assert "waited" not in finding.problems[0].text
+    assert_says(checks.conclude(check(lambda facts, hosts: 1 / 0), {0: (1, "", False)}, ONE), FAILURE, "ZeroDivision")
+    only_waiting = {0: (None, "Silence: waited", True)}
+    assert_says(checks.conclude(check(), only_waiting, ONE), FAILURE, "rank 0: Silence: waited")
+
+
+def test_ranks_that_do_not_answer_are_named_with_their_hosts():
+    assert_says(checks.conclude(check(), {0: (1, "", False), 1: (1, "", False)}, TWO_HOSTS), FAILURE,
+                "no answer from ranks 2-3 on n2", "srun --exclude")
+
+
+# Software
+
+
+def packages(mpi4py="4.1.0", seconds=1.0, python="3.11.2", numpy="2.0"):
+    versions = dict(pmm3d="0.1.0", numpy=numpy, scipy="1.15", mpi4py=mpi4py, h5py="3.12")
+    return software.Packages(python, versions, seconds)
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, parts",
+    [
+        ([packages(), packages()], OK, ["Python 3.11.2", "numpy 2.0", "ready after 1.0 s"]),
+        ([packages("4.0.2")] * 2, WARNING, ["frees CuPy arrays twice", "mpi4py>=4.0.3"]),
+        ([packages("4.0.3")] * 2, OK, []),
+        ([packages(seconds=1), packages(seconds=40)], NOTE, ["took 40 s", "container image"]),
+        ([packages(), packages(numpy="1.26")], FAILURE, ["rank 1 run other versions than rank 0: numpy 1.26 and 2.0"]),
+        ([packages(), packages(python="3.10.1")], FAILURE, ["Python 3.10.1 and 3.11.2"]),
+    ],
+)
+def test_packages(facts, verdict, parts):
+    assert_says(software.judge_packages(facts, ["n1"] * 2), verdict, *parts)
+
+
+def test_versions_are_compared_as_numbers():
+    assert software.numbers("4.0.3rc1") == (4, 0, 3)
+    assert min(software.numbers("4.0.10"), software.numbers("10.1")) > (4, 0, 3)
+
+
+def test_seconds_since_start(tmp_path):
+    stat, uptime = tmp_path / "stat", tmp_path / "uptime"
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat.write_text("7 (a (b) c) S " + " ".join(["0"] * 18) + f" {100 * ticks} 0")
+    uptime.write_text("103.5 50")
+    assert software.seconds_since_start(stat, uptime) == 3.5
+    assert software.seconds_since_start(tmp_path / "none", uptime) == 0
+
+
+def mpi(library="MPICH 5.0", standard=(4, 1), built=(4, 1), level=3):
+    return software.Mpi(library, "MPICH", standard, built, "MPI.mpich.cpython-311.so", level)
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, parts",
+    [
+        ([mpi()] * 2, OK, ["MPICH 5.0, MPI 4.1", "MPI.mpich)", "; large counts", "MULTIPLE"]),
+        ([mpi(standard=(3, 1))] * 2, OK, ["no large counts", "pieces of 1 GiB"]),
+        ([mpi(built=(3, 1))] * 2, OK, ["no large counts"]),
+        ([mpi(level=2)] * 2, NOTE, ["SERIALIZED", "cannot say where"]),
+        ([mpi(), mpi(level=1)], WARNING, ["thread level FUNNELED", "unset MPI4PY_RC_THREADS"]),
+        ([mpi(), mpi("MPICH 4.0")], FAILURE, ["rank 1 run MPICH 4.0, rank 0 runs MPICH 5.0"]),
+    ],
+)
+def test_mpi(facts, verdict, parts):
+    assert_says(software.judge_mpi(facts, ["n1"] * 2), verdict, *parts)
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, parts",
+    [
+        (software.Launcher(4, "PMI_SIZE", 4, "MPICH", 0), OK, ["4 tasks (PMI_SIZE), 4 ranks"]),
+        (software.Launcher(None, "", 1, "MPICH", 0), NOTE, ["one rank", "srun --mpi=pmi2", "pmm3d.launcher"]),
+        (software.Launcher(None, "", 1, "Open MPI", 64), NOTE, ["this job has 64 tasks", "srun --mpi=pmix -n 64"]),
+        (software.Launcher(4, "SLURM_STEP_NUM_TASKS", 1, "Open MPI", 4), FAILURE,
+         ["each task is a world of its own", "SLURM_STEP_NUM_TASKS=4", "srun --mpi=pmix"]),
+        (software.Launcher(8, "PMI_SIZE", 2, "Unknown", 0), FAILURE, ["do not agree", "srun --mpi=list"]),
+    ],
+)
+def test_launcher(facts, verdict, parts):
+    assert_says(software.judge_launcher([facts], ONE), verdict, *parts)
+
+
+def test_hdf5():
+    serial, parallel = software.Hdf5("3.12", "1.14", False), software.Hdf5("3.12", "1.14", True)
+    assert_says(software.judge_hdf5([parallel], ONE), OK, "h5py 3.12, HDF5 1.14, parallel")
+    assert_says(software.judge_hdf5([serial], ONE), NOTE, "file of each rank", "HDF5_MPI=ON")
+    assert_says(software.judge_hdf5([serial, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
+
+
+# Nodes
+
+
+@pytest.mark.parametrize(
+    "hosts, verdict, parts",
+    [
+        (["n1"], OK, ["1 rank on 1 host: n1 (1)"]),
+        (TWO_HOSTS, OK, ["4 ranks on 2 hosts: n1 (2), n2 (2)"]),
+        (["n1", "n2", "n1", "n2"], WARNING, ["x axis", "srun --distribution=block"]),
+        (["n1", "n1", "n1", "n2"], WARNING, ["from 1 to 3 ranks on a host (fewer on n2)", "--ntasks-per-node"]),
+    ],
+)
+def test_hosts(hosts, verdict, parts):
+    assert_says(nodes.judge_hosts([None] * len(hosts), hosts), verdict, *parts)
+
+
+def cores(*allowed, of_host=8, quota=None, threads=1):
+    return nodes.Cores(frozenset(allowed), of_host, quota, threads)
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, parts",
+    [
+        ([cores(rank) for rank in range(4)], OK, ["4 ranks on 4 of 8 cores, each bound to 1, with 1 thread"]),
+        ([cores(*range(4))] * 4, OK, ["each free to use 4"]),
+        ([cores(0)] * 4, FAILURE, ["n1: ranks 0-3 share core 0, of 8", "--cpu-bind=cores"]),
+        ([cores(0), cores(1), cores(1), cores(2)], FAILURE, ["ranks 1-2 share core 1"]),
+        ([cores(0, 1), cores(0, 1), cores(0), cores(5)], FAILURE, ["ranks 0-2 share cores 0, 1"]),
+        ([cores(rank // 2, of_host=2) for rank in range(4)], WARNING, ["4 ranks on 2 cores; they take turns"]),
+        ([cores(0, 1, of_host=2)] * 4, WARNING, ["fewer ranks"]),
+        ([cores(min(rank, 1), of_host=2) for rank in range(4)], FAILURE, ["ranks 1-3 share core 1"]),
+        ([cores(*range(8), threads=4)] * 4, WARNING, ["16 BLAS threads of 4 ranks on 8 cores", "OPENBLAS_NUM_THREADS",
+                                                      "to 2"]),
+        ([cores(*range(8))] * 4, NOTE, ["leave 4 of 8 cores idle", "to 2"]),
+        ([cores(*range(4), quota=2.0)] * 4, WARNING, ["may use 2 cores' worth of time", "docker run --cpus"]),
+        ([cores(*range(4), quota=4.0)] * 4, OK, []),
+    ],
+)
+def test_cores(facts, verdict, parts):
+    assert_says(nodes.judge_cores(facts, FOUR), verdict, *parts)
+
+
+def test_cores_of_each_host_are_their_own():
+    assert_says(nodes.judge_cores([cores(0), cores(1), cores(0), cores(1)], TWO_HOSTS), OK)
+    assert_says(nodes.judge_cores([cores(0), cores(1), cores(0), cores(0)], TWO_HOSTS), FAILURE, "n2: ranks 2-3 share")
+
+
+def test_limits_of_control_groups(tmp_path):
+    inner = tmp_path / "groups" / "job" / "step"
+    inner.mkdir(parents=True)
+    own = tmp_path / "cgroup"
+    own.write_text("1:name=x:/old\n0::/job/step\n")
+    (inner / "cpu.max").write_text("max 100000")
+    (inner.parent / "cpu.max").write_text("250000 100000")
+    (inner / "memory.max").write_text("max")
+    (inner.parent / "memory.max").write_text("1048576")
+    found = nodes.cgroups(str(own), str(tmp_path / "groups"))
+    assert found == [inner, inner.parent, inner.parent.parent]
+    assert nodes.cpu_quota(found) == 2.5 and nodes.memory_limit(found) == 2**20
+    assert nodes.cpu_quota([tmp_path]) is None and nodes.memory_limit([tmp_path]) is None
+    assert nodes.cgroups(str(tmp_path / "none"), str(tmp_path / "nowhere")) == []
+
+
+AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))
+INTEL = Cpu("GenuineIntel", "Xeon", frozenset(AVX512))
+
+
+def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, chosen="", name="openblas"):
+    return nodes.BlasFacts(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]))
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, parts",
+    [
+        ([blas(rank) for rank in range(4)], OK, ["openblas 0.3.30, kernel SkylakeX, on Xeon", "alone 100.0", "95.0"]),
+        ([blas(rank, processor=AMD, kernel="Haswell") for rank in range(4)], WARNING,
+         ["its Haswell kernel", "set OPENBLAS_CORETYPE=SkylakeX"]),
+        ([blas(rank, processor=AMD) for rank in range(4)], NOTE, ["export OPENBLAS_CORETYPE=SkylakeX"]),
+        ([blas(rank, processor=AMD, chosen="SkylakeX") for rank in range(4)], OK, []),
+        ([blas(rank, name="unknown", kernel="") for rank in range(4)], WARNING, ["no known BLAS"]),
+        ([blas(rank, kernel="Zen" if rank else "Haswell") for rank in range(4)], WARNING, ["differ"]),
+        ([blas(rank, together=30.0 if rank == 2 else 95.0) for rank in range(4)], WARNING,
+         ["rank 2 on n1 multiply at less than 60%", "srun --exclude=n1"]),
+        ([blas(rank, together=50.0) for rank in range(4)], WARNING, ["reaches 50% of what one core", "nomultithread"]),
+        ([blas(0, together=20.0) for _ in range(4)], OK, []),
+    ],
+)
+def test_blas(facts, verdict, parts):
+    assert_says(nodes.judge_blas(facts, FOUR), verdict, *parts)
+
+
+def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):
+    environ = tmp_path / "environ"
+    environ.write_bytes(b"A=1\0OPENBLAS_CORETYPE=Zen\0B=\0")
+    assert nodes.at_start("OPENBLAS_CORETYPE", environ) == "Zen"
+    assert nodes.at_start("B", environ) == "" and nodes.at_start("OPENBLAS", environ) == ""
+
+
+def test_the_rate_of_a_product_is_plausible():
+    assert 0.1 < nodes.gemm_rate(128) < 1e4
+
+
+def memory(available=64 * GIB, limit=None, shm=8 * GIB, locked=-1, rdma=False):
+    return nodes.Memory(available, limit, 8 * GIB, shm, locked, rdma)
+
+
+@pytest.mark.parametrize(
+    "facts, verdict, parts",
+    [
+        (memory(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
+        (memory(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
+        (memory(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
+        (memory(available=0), OK, []),
+        (memory(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
+        (memory(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),
+        (memory(locked=2**16), OK, []),
+        (memory(rdma=True), OK, []),
+    ],
+)
+def test_memory(facts, verdict, parts):
+    assert_says(nodes.judge_memory([facts] * 4, FOUR), verdict, *parts)
+
+
+def test_one_rank_needs_no_shared_memory():
+    assert_says(nodes.judge_memory([memory(shm=0)], ONE), OK)

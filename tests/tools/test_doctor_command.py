@@ -1,0 +1,179 @@
+"""pmm3d doctor as a user runs it: alone, under launchers right and wrong, and where something is stuck."""
+
+import json
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+PROGRAM = """
+    import sys
+    from pmm3d.tools.cli import main
+    sys.argv[0] = "pmm3d"
+    main()
+"""
+NAMES = ["software", "MPI", "launcher", "hosts", "cores", "BLAS", "memory", "GPU", "axes", "progress", "clocks",
+         "folder", "file locks", "HDF5"]
+
+
+@pytest.fixture
+def doctor(job):
+    """doctor(ranks, *arguments, **environment): what the command did on that many ranks."""
+    return lambda ranks, *arguments, **env: job(ranks, PROGRAM, "doctor", *map(str, arguments),
+                                                env={"TERM": "dumb", "COLUMNS": "120"} | env)
+
+
+def read(path):
+    told = json.loads(path.read_text())
+    return told, {entry["check"]: entry for entry in told["checks"]}
+
+
+def test_help_teaches(doctor):
+    done = doctor(2, "--help")
+    assert done.returncode == 0 and done.stdout.count("Usage:") == 1
+    for part in ("--grid", "--folder", "--json", "srun -n 64 pmm3d doctor --grid 4x4x4", "Exit code: 0 ok and notes"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_check_is_made(doctor, tmp_path, ranks):
+    done = doctor(ranks, "--json", tmp_path / "a.json", "--folder", tmp_path)
+    told, found = read(tmp_path / "a.json")
+    assert list(found) == NAMES
+    assert all("could not be examined" not in entry["found"] for entry in found.values()), done.stdout
+    assert told["ranks"] == ranks == found["launcher"]["figures"]["world"] and told["seconds"] < 20
+    assert done.returncode == told["exit_code"] == {"ok": 0, "note": 0, "warning": 1, "failure": 2}[told["verdict"]]
+    assert "Traceback" not in done.stdout + done.stderr
+    for name in NAMES:
+        assert done.stdout.count(f"  {name}  ") == 1
+    for entry in found.values():
+        assert entry["verdict"] in done.stdout
+        assert (entry["verdict"] == "ok") == (not entry["problems"])
+    assert found["file locks"]["figures"]["locks"] == {"flock": "refused", "fcntl": "refused"}
+    assert 0 < min(found["BLAS"]["figures"]["core_gflops"].values()) < 1e4
+    assert not list(tmp_path.glob(".pmm3d-doctor*"))
+    if ranks > 1:
+        measured = found["axes"]["figures"]["axes"]
+        assert sum(axis["pairs"] for axis in measured.values()) == {2: 1, 4: 4}[ranks]
+        assert all(1e-8 < axis["latency_seconds"] < 1 for axis in measured.values())
+        assert all(1e6 < axis["bytes_per_second"] < 1e12 for axis in measured.values())
+        assert set(found["progress"]["figures"]["hidden_share"]) == {"Isend/Irecv", "Iallgather", "pmm3d"}
+
+
+def test_a_grid_that_does_not_fit_and_a_folder_that_is_none(doctor, tmp_path):
+    done = doctor(2, "--grid", "3x3x3", "--folder", tmp_path / "none", "--json", tmp_path / "a.json")
+    _, found = read(tmp_path / "a.json")
+    assert done.returncode == 2
+    assert found["axes"]["verdict"] == "failure" and "needs 27 ranks" in found["axes"]["problems"][0]["text"]
+    assert "--grid auto" in found["axes"]["problems"][0]["remedy"]
+    assert found["folder"]["verdict"] == "failure" and found["file locks"]["verdict"] == "note"
+    assert found["progress"]["verdict"] in ("ok", "note") and list(found) == NAMES
+
+
+def test_a_folder_that_cannot_be_written(doctor, tmp_path):
+    done = doctor(1, "--folder", "/proc", "--json", tmp_path / "no" / "such.json")
+    assert done.returncode == 2
+    assert "rank 0 cannot write there" in done.stdout and "--json" in done.stdout and "another path" in done.stdout
+
+
+def test_more_ranks_than_cores(doctor, tmp_path):
+    ranks = len(os.sched_getaffinity(0)) + 1
+    if ranks > 8:
+        ranks = 2
+        done = doctor(ranks, "--json", tmp_path / "a.json", OPENBLAS_NUM_THREADS=9999)
+    else:
+        done = doctor(ranks, "--json", tmp_path / "a.json")
+    _, found = read(tmp_path / "a.json")
+    assert found["cores"]["verdict"] in ("warning", "failure") and done.returncode > 0
+
+
+def test_too_low_a_thread_level(doctor, tmp_path):
+    doctor(2, "--json", tmp_path / "a.json", MPI4PY_RC_THREAD_LEVEL="funneled")
+    _, found = read(tmp_path / "a.json")
+    assert found["MPI"]["verdict"] == "warning" and found["MPI"]["figures"]["thread_level"] == "FUNNELED"
+    assert found["progress"]["verdict"] == "warning"
+
+
+@pytest.mark.parametrize("task", [0, 2])
+def test_the_launcher_of_another_mpi_is_named_once(tmp_path, task):
+    """As each of four tasks finds itself: alone in its world. The first one speaks."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM"))}
+    environment |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(task), "COLUMNS": "120",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-m", "pmm3d", "doctor", "--json", str(tmp_path / "a.json")], text=True,
+                          env=environment, capture_output=True, timeout=60, cwd=tmp_path)
+    if task:
+        assert (done.returncode, done.stdout) == (0, "") and not (tmp_path / "a.json").exists()
+        return
+    _, found = read(tmp_path / "a.json")
+    assert done.returncode == 2 and found["launcher"]["verdict"] == "failure"
+    assert "SLURM_STEP_NUM_TASKS=4" in done.stdout and "srun --mpi=" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_end_in_mpi_init_is_explained_once(job, ranks):
+    """Ending before the guard hears that MPI is there is what MPI_Abort in MPI_Init does."""
+    done = job(ranks, """
+        import os
+        from pmm3d.tools.doctor import guard
+        guard.become_a_child()
+        os._exit(16)
+    """)
+    assert done.returncode != 0
+    assert done.stderr.count("MPI_Init ended the process") == 1 and "srun --mpi=pmix" in done.stderr
+
+
+@pytest.mark.parametrize("ending, code", [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
+def test_the_guard_ends_as_the_rank_does(ending, code):
+    script = f"import os, sys; from pmm3d.tools.doctor import guard; guard.started(guard.become_a_child()); {ending}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_signal_after_the_rank_s_end_changes_nothing():
+    """mpiexec may end the rest of a job while this rank is leaving by itself."""
+    script = """
+        import os, signal
+        from pmm3d.tools.doctor import guard
+        read = os.read
+        os.read = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or read(*arguments)
+        guard.started(guard.become_a_child())
+        os._exit(7)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", dedent(script)], env=environment, capture_output=True, text=True,
+                          timeout=60)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_what_does_not_return_is_given_up(job):
+    """A check that blocks for good, in a call that no time limit of ours can reach."""
+    done = job(1, """
+        import sys, time
+        from pmm3d.tools.doctor import checks, command
+        checks.CHECKS = (*checks.CHECKS[:2], checks.Check("block", lambda session: time.sleep(600), None))
+        sys.argv = ["pmm3d", "doctor", "--timeout", "4"]
+        from pmm3d.tools.cli import main
+        main()
+    """)
+    assert done.returncode == 2
+    assert "rank 0 is stuck here; given up after 4 s" in done.stdout
+    assert "software" in done.stdout and "block" in done.stdout and "3 checks in" in done.stdout
+
+
+def test_a_rank_that_gives_no_answer_ends_the_examination(job):
+    done = job(3, """
+        import sys, time
+        from pmm3d.tools.doctor import checks
+        slow = lambda session: time.sleep(600 if session.rank == 1 else 0)
+        stuck = checks.Check("slow", slow, checks.CHECKS[3].judge, seconds=2.0)
+        checks.CHECKS = (*checks.CHECKS[:2], stuck, *checks.CHECKS[3:])
+        sys.argv = ["pmm3d", "doctor"]
+        from pmm3d.tools.cli import main
+        main()
+    """)
+    assert done.returncode != 0
+    assert "no answer from rank 1 on" in done.stdout and "3 checks in" in done.stdout

@@ -1,0 +1,157 @@
+"""The checks of pmm3d doctor on several ranks: each whatever became of the others, and what is measured is true."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from pmm3d.tools.doctor import checks, files, locks, network
+from pmm3d.tools.doctor.finding import Finding, Verdict
+from pmm3d.tools.doctor.session import Session, Silence
+
+pytestmark = pytest.mark.parallel([1, 2, 4])
+several = pytest.mark.parallel([2, 4])
+
+
+def run(comm, *some, **options):
+    """What rank 0 found by these checks, on every rank."""
+    session = Session(comm, len(some), **options)
+    diagnosis = checks.Diagnosis(session.hosts)
+    checks.examine(session, diagnosis, some)
+    assert not diagnosis.findings or comm.rank == 0
+    session.close()
+    return comm.bcast(diagnosis)
+
+
+def told(facts, hosts):
+    return Finding("told", repr(facts))
+
+
+def all_ranks(session):
+    return session.rank
+
+
+def raises_on(rank):
+    def gather(session):
+        if session.rank == rank:
+            raise OSError("broken here")
+        session.barrier(0.5)
+
+    return checks.Check("raises", gather, told)
+
+
+def test_all_ranks_facts_reach_the_judge(comm):
+    diagnosis = run(comm, checks.Check("ranks", all_ranks, told))
+    assert [finding.found for finding in diagnosis.findings] == [repr(list(range(comm.size)))]
+    assert diagnosis.exit_code == 0 and not diagnosis.stuck
+
+
+def test_a_check_that_raises_on_one_rank_fails_alone(comm):
+    """The others wait for that rank in vain; the checks before and after are as ever."""
+    last = comm.size - 1
+    ranks = checks.Check("ranks", all_ranks, told)
+    before, failed, after = run(comm, ranks, raises_on(last), ranks).findings
+    assert before.found == after.found == repr(list(range(comm.size)))
+    assert failed.verdict == Verdict.FAILURE
+    assert failed.problems[0].text == f"rank {last}: OSError: broken here"
+
+
+def test_measuring_goes_on_after_a_failure(comm, shared_path):
+    """Messages and barriers that the failed check left behind are not taken for those of the next."""
+    measured = [check for check in checks.CHECKS if check.name in ("axes", "progress", "clocks", "file locks")]
+    failed, *others = run(comm, raises_on(0), *measured, folder=shared_path).findings
+    assert failed.verdict == Verdict.FAILURE
+    assert [finding.check for finding in others] == ["axes", "progress", "clocks", "file locks"]
+    assert all(finding.found != "could not be examined" for finding in others), others
+
+
+@several
+def test_waiting_ends(comm):
+    session = Session(comm, 1)
+    begun = time.monotonic()
+    with pytest.raises(Silence, match=f"rank {comm.rank} on .* waited 0.3 s"):
+        session.wait(session.comm.Irecv(np.empty(1), (comm.rank + 1) % comm.size, 7), 0.3)
+    assert time.monotonic() - begun >= 0.3
+
+
+@several
+def test_ping_pong_counts_its_trips_and_keeps_its_time(comm):
+    session = Session(comm, 1)
+    if comm.rank < 2:
+        few = network.ping_pong(session, (0, 1), 8, 20)
+        many = network.ping_pong(session, (0, 1), 2**20, 10**9)
+        assert (len(few), len(many) >= 2) == ((20, True) if comm.rank == 0 else (0, False))
+        assert all(0 < seconds < 1 for seconds in few + many)
+        assert sum(many) < network.SECONDS
+    session.close()
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize(
+    "shape, expected",
+    [
+        ("4x1x1", {(0, 1), (1, 2), (2, 3)}),
+        ("2x1x2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
+        ("1x4x1", {(0, 1), (1, 2), (2, 3)}),
+    ],
+)
+def test_every_pair_of_an_axis_is_measured(comm, shape, expected):
+    facts = network.gather_axes(Session(comm, 1, grid=shape))
+    assert {pair.ranks for rank in comm.allgather(facts) for pair in rank.pairs} == expected
+    assert facts.shape == tuple(map(int, shape.split("x")))
+
+
+@pytest.mark.parallel([2])
+def test_a_clock_that_is_ahead(comm, monkeypatch):
+    """Rank 1 pretends to be another host, whose clock is 100 s ahead."""
+    session = Session(comm, 1)
+    session.hosts = ["one", "two"]
+    if comm.rank == 1:
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 100)
+    found = network.gather_clocks(session).ahead
+    if comm.rank == 0:
+        ahead, uncertain = found["two"]
+        assert abs(ahead - 100) < max(1.0, 2 * uncertain)
+        assert network.judge_clocks([network.Clocks(found)], session.hosts).verdict == Verdict.WARNING
+
+
+@several
+def test_a_folder_of_each_rank_s_own_is_no_shared_one(comm, tmp_path):
+    """Each rank takes itself for a host; rank 0's folder is empty for the others."""
+    session = Session(comm, 1, folder=tmp_path)
+    session.hosts = [f"host{rank}" for rank in range(comm.size)]
+    paths = comm.allgather(str(tmp_path))
+    assert len(set(paths)) == comm.size
+    facts = comm.allgather(files.gather_folder(session))
+    assert facts[0].seen is not None and all(fact.seen is None for fact in facts[1:])
+    finding = files.judge_folder(facts, session.hosts)
+    assert finding.verdict == Verdict.FAILURE and "host1" in finding.problems[0].text
+    assert not os.listdir(tmp_path)
+
+
+def test_a_shared_folder_is_seen_and_left_clean(comm, shared_path):
+    session = Session(comm, 1, folder=shared_path)
+    session.hosts = [f"host{rank}" for rank in range(comm.size)]
+    fact = files.gather_folder(session)
+    assert fact.seen is not None and fact.exists and fact.unwritable == "" and fact.free > 0
+    comm.barrier()
+    assert not list(shared_path.glob(".pmm3d*"))
+
+
+def test_locks_hold_between_ranks(comm, shared_path):
+    facts = comm.allgather(files.gather_locks(Session(comm, 1, folder=shared_path)))
+    tried = [fact.tried for fact in facts if fact.tried]
+    assert tried == [{"flock": "refused", "fcntl": "refused"}]
+    assert facts[0].who == ("a child process" if comm.size == 1 else f"rank 1 on {os.uname().nodename}")
+
+
+def test_locks_that_do_not_exclude_are_noticed(comm, shared_path, monkeypatch):
+    """As on a file system whose locks are each node's own: asking for them does nothing."""
+    monkeypatch.setattr(locks, "LOCKS", dict.fromkeys(locks.LOCKS, lambda file, how: None))
+    monkeypatch.setattr(files, "_child_tries", lambda kind, path: locks.try_lock(kind, str(path)))
+    session = Session(comm, 1, folder=shared_path)
+    facts = comm.allgather(files.gather_locks(session))
+    finding = files.judge_locks(facts, session.hosts)
+    assert finding.verdict == Verdict.WARNING and "do not exclude" in finding.problems[0].text

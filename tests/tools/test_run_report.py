@@ -1,0 +1,294 @@
+"""run.json and the page that `pmm3d report` makes of a run or a benchmark; in a browser without a network."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import h5py
+import numpy as np
+import pytest
+from browser import opened, pictured
+
+from pmm3d import Pmm3dError
+from pmm3d.layout import GridShape
+from pmm3d.tools.page import write_page
+from pmm3d.tools.page.text import toml
+
+CONFIG = """
+[grid]
+shape = "1x2x2"
+data = 2
+[data]
+file = "{folder}/data.h5"
+batch_size = 50
+[network]
+hidden = [16, 8]
+norm = true
+[optimizer]
+clip = 1.0
+[training]
+folder = "{folder}/run"
+epochs = {epochs}
+log_every = 1
+checkpoint_every = 4
+"""
+TRAIN = """
+import sys
+from pmm3d.tools.cli import main
+sys.argv = ["pmm3d", "train", *sys.argv[1:]]
+main()
+"""
+BENCH = """
+import sys
+from pmm3d.tools.cli import main
+sys.argv = ["pmm3d", "bench", "--m", "64", "--n", "48", "--k", "40", "--repeat", "3", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run on eight ranks that was resumed once."""
+    from mpi_runner.script_job import ScriptJobs
+
+    folder = tmp_path_factory.mktemp("trained")
+    x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
+    with h5py.File(folder / "data.h5", "w") as file:
+        file["x"], file["y"] = x, x[:, :3].argmax(1)
+    jobs = ScriptJobs(folder)
+    for epochs in (1, 2):
+        config = folder / "config.toml"
+        config.write_text(CONFIG.format(folder=folder, epochs=epochs))
+        done = jobs.run(8, TRAIN, str(config), "--resume", "auto", timeout=120)
+        assert done.returncode == 0, done.stderr
+    jobs.end()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run, to be changed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "run.json"):
+        (folder / name).write_bytes((trained / name).read_bytes())
+    return folder
+
+
+def record_of(folder) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+class Text(HTMLParser):
+    """The words of a page, and what it would load."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.words, self.loaded, self.tags = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def words(page: str) -> str:
+    return " ".join(" ".join(Text(page).words).split())
+
+
+def test_the_record_holds_what_each_rank_did_and_the_bytes_of_the_model(trained):
+    record = record_of(trained)
+    assert record["state"] == "finished" and record["grid"] == {"x": 1, "y": 2, "z": 2, "data": 2}
+    assert record["network"]["sizes"] == [12, 16, 8, 3] and record["hosts"][0]["ranks"] == [[0, 7]]
+    assert record["passes"]["steps"] == 6 and record["step"] == 12
+    moved = [entry for entry in record["moved"] if any(entry["received"])]
+    assert {entry["phase"] for entry in moved} >= {"gather W", "reduce dW", "reduce data", "reduce O", "layer norm"}
+    for entry in record["moved"]:
+        assert entry["received"] == entry["model_received"] and entry["sent"] == entry["model_sent"], entry
+    ranks = record["ranks"]
+    assert all(len(column) == 8 for column in (ranks["seconds"], ranks["waited"], ranks["computed"]["gemm"]))
+    for whole, waited, *computed in zip(ranks["seconds"], ranks["waited"], *ranks["computed"].values()):
+        assert 0 < waited + sum(computed) <= whole * 1.01
+    held, formula = record["memory"]["held"], record["memory"]["predicted"]["parts"]
+    assert 0.5 < max(held["weights"]) / formula["weights"] < 2
+
+
+def test_earlier_starts_are_kept(trained):
+    record = record_of(trained)
+    assert [(start["from_step"], start["to_step"], start["state"]) for start in record["starts"]] == [
+        (0, 6, "finished"), (6, 12, "finished")]
+    whats = [event["what"] for event in record["events"]]
+    assert whats == ["started", *["checkpoint"] * 2, "finished", "resumed", *["checkpoint"] * 2, "finished"]
+
+
+def test_the_page_works_in_a_browser_without_a_network(trained, tmp_path):
+    page = write_page(trained, tmp_path / "page.html")
+    text = page.read_text()
+    assert len(text) < 1e6 and "http:" not in text and "https:" not in text
+    assert all(value.startswith("data:") for value in Text(text).loaded)
+    document, console = opened(page, tmp_path / "browser")
+    assert console == [] and 'data-script="ran"' in document
+    assert 'class="tip" hidden' in document
+    said = words(document)
+    for wanted in ("finished epoch 2 of 2", "as modelled", "1x2x2 (data 2): 8 ranks on 1 host", "12-16-8-3",
+                   "reduce dW", "batch_size = 50", "Time of each rank", "rank 7", "resumed", "waiting: the loader"):
+        assert wanted in said, wanted
+    assert document.count("<polyline") >= 7
+
+
+def test_pointing_at_a_curve_shows_its_values(trained, tmp_path):
+    point = """<script>
+    const first = document.querySelector("svg[data-hover]"), place = first.getBoundingClientRect();
+    first.dispatchEvent(new PointerEvent("pointermove", {clientX: place.right, clientY: place.top + 20}));
+    </script></body>"""
+    page = write_page(trained, tmp_path / "page.html")
+    page.write_text(page.read_text().replace("</body>", point))
+    document, console = opened(page, tmp_path / "browser")
+    steps = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    loss = {"training" if "loss" in line else "validation": line.get("loss", line.get("validation", {}).get("loss"))
+            for line in steps}
+    said = f"step 12: training {loss['training']:.4g}, validation {loss['validation']:.4g}"
+    assert console == [] and said in words(document)
+
+
+def test_the_browser_draws_it_at_two_widths(trained, tmp_path):
+    page = write_page(trained, tmp_path / "page.html")
+    for width in (1200, 480):
+        picture = pictured(page, tmp_path / f"{width}.png", tmp_path / "browser", width)
+        assert picture[1:4] == b"PNG" and len(picture) > 30_000
+        assert int.from_bytes(picture[16:20], "big") == width
+
+
+def test_bytes_that_are_off_the_model_are_named(run):
+    record = record_of(run)
+    entry = next(entry for entry in record["moved"] if entry["phase"] == "reduce dW")
+    entry["received"][3] += 8
+    (run / "run.json").write_text(json.dumps(record))
+    said = words(write_page(run).read_text())
+    assert "off the model" in said and "off on 1 of 8 ranks" in said
+
+
+def test_a_run_that_goes_on_or_crashed(run):
+    """A line cut short, NaN, no run.json: the page says so."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    step = json.loads(lines[2])
+    lines[2] = json.dumps({**step, "loss": float("nan")})
+    (run / "metrics.jsonl").write_text("\n".join(lines[:5]) + '\n{"step": 6, "lo')
+    (run / "run.json").unlink()
+    said = words(write_page(run).read_text())
+    assert "the last line is cut short" in said and "run.json is missing" in said
+    assert "1 values are not finite" in said and "Curves" in said and "Ledger" not in said
+
+
+def test_before_the_first_step_there_is_a_page_too(run):
+    (run / "metrics.jsonl").write_text("")
+    assert "holds no step yet" in words(write_page(run).read_text())
+    (run / "run.json").write_text('{"form')
+    assert "run.json cannot be read" in words(write_page(run).read_text())
+
+
+def test_what_users_wrote_is_escaped(run, tmp_path):
+    record = record_of(run)
+    bad = '<script>alert("x")</script><img src=x onerror=alert(1)>'
+    record["command"], record["hosts"][0]["name"], record["job"] = ["pmm3d", bad], bad, bad
+    record["settings"]["data"]["file"] = record["events"][0]["text"] = record["program"]["cpu"] = bad
+    (run / "run.json").write_text(json.dumps(record))
+    evil = tmp_path / "a<b>&\"'run"
+    run.rename(evil)
+    page = write_page(evil).read_text()
+    assert Text(page).tags.count("script") == 1 and "img" not in Text(page).tags
+    assert page.count("alert(") >= 5 and 'a<b>&"\'run' in words(page)
+
+
+def test_thousands_of_ranks_make_a_small_page(run):
+    record, ranks = record_of(run), 4096
+    stretch = lambda column: column * (ranks // 8)
+    record["grid"] = {"x": 8, "y": 8, "z": 8, "data": 8}
+    record["hosts"] = [{"name": f"n{index:03d}", "ranks": [[64 * index, 64 * index + 63]], "cores": 64}
+                       for index in range(64)]
+    table = record["ranks"]
+    table["computed"] = {name: stretch(column) for name, column in table["computed"].items()}
+    for name in ("seconds", "saving", "peak_memory", "waited"):
+        table[name] = stretch(table[name])
+    table["computed"]["gemm"][1234] += 10 * max(table["seconds"])
+    for entry in record["moved"]:
+        entry.update({name: stretch(column) for name, column in entry.items() if isinstance(column, list)})
+    record["memory"]["held"] = {name: stretch(column) for name, column in record["memory"]["held"].items()}
+    (run / "run.json").write_text(json.dumps(record))
+    page = write_page(run).read_text()
+    assert len(page) < 300_000
+    said = words(page)
+    assert "Uneven load: rank 1234, which computes longest" in said
+    assert "Drawn of 4,096 ranks" in said and "3 of 8 replicas are drawn" in said
+
+
+def test_a_long_run_keeps_its_extremes(run):
+    (run / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "epoch": 0, "loss": 77.5 if step == 12345 else 1.0 + step % 3}) + "\n"
+        for step in range(1, 30001)))
+    page = write_page(run).read_text()
+    assert len(page) < 200_000 and "[12345,&#34;77.5&#34;" in page.replace("&quot;", "&#34;")
+
+
+def test_the_page_of_a_benchmark(job, tmp_path):
+    done = job(4, BENCH, "--grid", "all", "--json", str(tmp_path / "all.json"), timeout=120)
+    assert done.returncode == 0, done.stderr
+    page = write_page(tmp_path / "all.json")
+    assert page == tmp_path / "all.html"
+    document, console = opened(page, tmp_path / "browser")
+    assert console == []
+    said = words(document)
+    assert "C = A B, 64 × 48 × 40" in said and "the fastest of 6" in said and "as modelled" in said
+    assert all(grid in said for grid in ("4x1x1", "2x2x1", "1x1x4")) and "right" in said
+
+
+@pytest.mark.parametrize("make, text", [
+    (lambda folder: folder / "nowhere", "is not there"),
+    (lambda folder: folder, "is not the folder of a run: it holds neither metrics.jsonl nor run.json"),
+    (lambda folder: _written(folder / "x.json", "{"), "is not JSON"),
+    (lambda folder: _written(folder / "x.json", '{"gflops": 1}'), "holds no figures of pmm3d bench"),
+])
+def test_what_is_no_run_is_refused(tmp_path, make, text):
+    with pytest.raises(Pmm3dError, match=re.escape(text)):
+        write_page(make(tmp_path))
+
+
+def _written(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_the_command_says_where_the_page_is_and_ends_with_2_where_it_cannot_be_written(run, tmp_path):
+    command = [sys.executable, "-m", "pmm3d", "report", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"wrote {run}/report.html\n")
+    (tmp_path / "file").write_text("")
+    for output, text in ((tmp_path / "file/x.html", "cannot write"), (tmp_path / "none/x.html", "cannot write")):
+        done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
+        assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_configuration_is_toml_that_says_the_same(trained):
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    settings = record_of(trained)["settings"]
+    settings["data"]["file"] = 'quotes " and \\ and ü\n'
+    given = {section: {key: value for key, value in values.items() if value is not None}
+             for section, values in settings.items()}
+    assert tomllib.loads(toml(settings)) == given
+
+
+def test_the_grid_is_drawn_with_a_box_a_rank():
+    from pmm3d.tools.page.grid import grid_drawing
+
+    hosts = [{"name": "a", "ranks": [[0, 5]], "cores": 6}, {"name": "b", "ranks": [[6, 11]], "cores": 6}]
+    drawing = grid_drawing(GridShape(3, 2, 1, 2), hosts)
+    assert drawing.count('class="rank"') == 12 and drawing.count("host host0") == drawing.count("host host1") == 6
+    assert "rank 7 on b: x 1, y 0, z 0, data 1" in drawing
