@@ -43,7 +43,7 @@ class Commands(SphinxDirective):
     """A section for each command of `pmm3d`: its help, and its arguments and options in a table."""
 
     def run(self):
-        from pmm3d.tools.cli import app
+        from pmm3d.tools.commands import app
 
         return [self._section(name, command) for name, command in typer.main.get_command(app).commands.items()]
 

@@ -1,6 +1,7 @@
 """numpy, torch and cupy arrays behind one face; the BLAS; work arrays; random numbers."""
 
-from .library import Array, NumpyLibrary, check_matrix_dtype, library_named, library_of
+from .libraries import check_matrix_dtype, library_named, library_of
+from .numpy_library import Array, NumpyLibrary
 from .sums import sum_in_order
 from .workspace import Workspace
 

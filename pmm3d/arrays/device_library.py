@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .library import Array, NumpyLibrary, dtype_name
 from .low_precision import WorkArrays, rounded_gemm, scale
+from .numpy_library import Array, NumpyLibrary, dtype_name
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from .device_library import DeviceLibrary
-from .library import NumpyLibrary, library_named
+from .libraries import library_named
+from .numpy_library import NumpyLibrary
 from .torch_library import TorchLibrary
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..layout import LOW_PRECISION
-from .library import Array, NumpyLibrary
 from .low_precision import scale
+from .numpy_library import Array, NumpyLibrary
 
 CACHED_ELEMENTS = 2**15
 """Elements of the slices that sums work through on the host: they stay in the cache of a core."""

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from .library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .low_precision import WorkArrays, rounded_gemm
+from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 
 
 @dataclass(frozen=True)

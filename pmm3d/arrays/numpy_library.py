@@ -3,18 +3,15 @@ differs is here: allocation, addresses, synchronisation, the GEMM with accumulat
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from math import prod
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import DTypeError, Pmm3dError
-from ..layout import MATRIX_DTYPES, itemsize
+from ..layout import itemsize
 from . import blas
 from .low_precision import WorkArrays, widened_gemm
 
@@ -147,55 +144,3 @@ def dtype_name(dtype: Any) -> str:
     """ "float32" of a numpy or torch dtype; numpy takes microseconds to work its own out."""
     text = str(dtype)
     return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
-
-
-def library_of(array: Array) -> NumpyLibrary:
-    """The library that an array belongs to.
-
-        >>> library_of(np.zeros(3)).name
-        'numpy'
-    """
-    if isinstance(array, (np.ndarray, np.generic)):
-        return NumpyLibrary()
-    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        from .torch_library import TorchLibrary
-
-        return TorchLibrary(str(array.device))
-    if hasattr(array, "__cuda_array_interface__"):
-        from .device_library import DeviceLibrary
-
-        return DeviceLibrary(type(array).__module__.partition(".")[0])
-    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
-
-
-def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
-    """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
-
-    Raises Pmm3dError if there is none of that name or it is not installed.
-    """
-    if not isinstance(name, str):
-        return name
-    kind, _, device = name.partition(":")
-    if kind == "numpy":
-        return NumpyLibrary()
-    if kind not in ("torch", "cupy") and kind not in sys.modules:
-        raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
-    try:
-        import_module(kind)
-    except ImportError as error:
-        raise Pmm3dError(f'{kind} arrays need {kind}: pip install "pmm3d[{kind}]" ({error})') from None
-    if kind == "torch":
-        from .torch_library import TorchLibrary
-
-        return TorchLibrary(device or "cpu")
-    from .device_library import DeviceLibrary
-
-    return DeviceLibrary(kind)
-
-
-def check_matrix_dtype(dtype: str, library: NumpyLibrary) -> str:
-    """The dtype, if matrices of that library can have it; else DTypeError."""
-    usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
-    if dtype not in usable:
-        raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. Convert first")
-    return dtype

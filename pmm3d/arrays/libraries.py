@@ -1,0 +1,64 @@
+"""Which library an array belongs to, and libraries by name. Those that are not used are not loaded."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import numpy as np
+
+from ..errors import DTypeError, Pmm3dError
+from ..layout import MATRIX_DTYPES
+from .numpy_library import Array, NumpyLibrary
+
+
+def library_of(array: Array) -> NumpyLibrary:
+    """The library that an array belongs to.
+
+        >>> library_of(np.zeros(3)).name
+        'numpy'
+    """
+    if isinstance(array, (np.ndarray, np.generic)):
+        return NumpyLibrary()
+    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
+        from .torch_library import TorchLibrary
+
+        return TorchLibrary(str(array.device))
+    if hasattr(array, "__cuda_array_interface__"):
+        from .device_library import DeviceLibrary
+
+        return DeviceLibrary(type(array).__module__.partition(".")[0])
+    raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
+
+
+def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
+    """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
+
+    Raises Pmm3dError if there is none of that name or it is not installed.
+    """
+    if not isinstance(name, str):
+        return name
+    kind, _, device = name.partition(":")
+    if kind == "numpy":
+        return NumpyLibrary()
+    if kind not in ("torch", "cupy") and kind not in sys.modules:
+        raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
+    try:
+        import_module(kind)
+    except ImportError as error:
+        raise Pmm3dError(f'{kind} arrays need {kind}: pip install "pmm3d[{kind}]" ({error})') from None
+    if kind == "torch":
+        from .torch_library import TorchLibrary
+
+        return TorchLibrary(device or "cpu")
+    from .device_library import DeviceLibrary
+
+    return DeviceLibrary(kind)
+
+
+def check_matrix_dtype(dtype: str, library: NumpyLibrary) -> str:
+    """The dtype, if matrices of that library can have it; else DTypeError."""
+    usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
+    if dtype not in usable:
+        raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. Convert first")
+    return dtype

@@ -1,0 +1,114 @@
+"""The command `pmm3d bench`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...layout import MATRIX_DTYPES
+from ...model import ranked_grids
+from ..ranks import all_ranks, check_writable, console, on_first
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .result import Case, Result
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+def bench_command(
+    m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
+    n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
+    k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
+    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: every grid of "
+                                           "this many ranks, compared.")] = "auto",
+    dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + ".",
+                                       callback=_one_of(*MATRIX_DTYPES))] = "float64",
+    array: Annotated[str, typer.Option(help="Whose arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
+    transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
+                                           callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed products; the median counts.")] = 7,
+    verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
+                                             "exact; none.",
+                                        callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
+    panels: Annotated[int | None, typer.Option(min=1, help="Along k, and as many strips of C, so that communication "
+                                                           "runs under the GEMM. Left out: 1 on one node, 4 across "
+                                                           "nodes.")] = None,
+    max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here; a list for --grid all.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is reported "
+                                                          "(600).")] = None,
+) -> None:
+    """Time C = A B on all ranks, verify it, and say how far from the limit it is.
+
+    The limit is the ranks' cores times the rate of the same BLAS on one core, measured in the same run with a product
+    of the same proportions. Bytes that each axis moved stand beside the model's and the lower bound for any algorithm.
+
+    [bold]Examples[/]
+
+    pmm3d bench                                        4096 cubed, float64
+
+    pmm3d bench --m 65536 --n 512 --k 512 --dtype float32
+
+    pmm3d bench --grid all --plot grids.png            which grid is the fastest here?
+    """
+    with all_ranks() as comm:
+        from .result import Case, write_json
+
+        on_first(comm, lambda: check_writable(json, plot, trace))
+        case = Case(m, n, k, dtype, array, transpose, repeat, verify, panels, max_workspace)
+        results = _run_all(case, comm, grid, trace, timeout)
+        if comm.rank == 0:
+            _show(results)
+            if json:
+                write_json(results, json)
+            if plot:
+                from .plot import plot as draw
+
+                draw(results, str(plot))
+            for written in filter(None, (json, plot, trace)):
+                print(f"wrote {written}")
+    if verify != "none" and not all(result.check.verified for result in results):
+        raise typer.Exit(1)
+
+
+def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
+    """The case on the grid, or on each, with a progress bar on rank 0 that is drawn between products only."""
+    from .measure import run
+
+    shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)] if grid == "all" else [grid]
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
+                        TimeElapsedColumn(), console=console(sys.stderr), auto_refresh=False, transient=True,
+                        disable=comm.rank != 0)
+    with progress:
+        bar = progress.add_task("benchmark", total=(case.repeat + 4) * len(shapes), stage="")
+
+        def tell(stage: str) -> None:
+            progress.update(bar, advance=1, stage=stage)
+            progress.refresh()
+
+        return [run(case, comm, shape, tell=tell, trace=trace, timeout=timeout) for shape in shapes]
+
+
+def _show(results: list[Result]) -> None:
+    from .tables import print_result, print_sweep
+
+    if len(results) == 1:
+        print_result(results[0], console(sys.stdout))
+    else:
+        print_sweep(results, console(sys.stdout))

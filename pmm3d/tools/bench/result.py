@@ -1,0 +1,155 @@
+"""What the benchmark of a product measures: small records, and the flat JSON that they make."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+PRODUCT = ("m", "n", "k", "dtype", "array", "transpose")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to measure. transpose: which operands are stored transposed, "nn", "tn", "nt" or "tt" as in BLAS."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "float64"
+    array: str = "numpy"
+    transpose: str = "nn"
+    repeat: int = 7
+    verification: str = "auto"
+    panels: int | None = None
+    max_workspace: int | None = None
+
+    @property
+    def product(self) -> tuple[int, int, int]:
+        return self.m, self.n, self.k
+
+    @property
+    def flop(self) -> int:
+        return flop(*self.product, self.dtype)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the product lies on the ranks. blocks: of the first one; steps: panels along k; panels: strips of C."""
+
+    ranks: int
+    grid: list[int]
+    idle_ranks: int
+    blocks: dict[str, list[int]]
+    steps: int
+    panels: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
+    of the medians before and after; ratio: of gflops to the cores' rate. Phases: seconds of one product as the mean
+    over the ranks, "waited_max" of the worst one."""
+
+    seconds: list[float]
+    gflops: float
+    core_gflops: float
+    core_shape: list[int]
+    square_core_gflops: float
+    cores: int
+    ratio: float
+    computed_seconds: float
+    waited_seconds: float
+    phases: dict[str, dict[str, float]]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one product by axis, of the rank that has most; the model's of what is sent; the least that any
+    algorithm receives."""
+
+    bytes_sent: dict[str, int]
+    bytes_received: dict[str, int]
+    bytes_model: dict[str, int]
+    lower_bound_bytes: float
+
+    @property
+    def received(self) -> int:
+        return sum(self.bytes_received.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank: of the plan (matrices and work arrays; the latter alone), resident at the peak, and by
+    how much the resident memory grew while measuring."""
+
+    model_memory: int
+    workspace_bytes: int
+    peak_memory: int
+    resident_growth: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether the product was right, and how that was found out."""
+
+    verified: bool
+    verification: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where it ran. advice: what to do about a BLAS kernel below the CPU's best, if anything."""
+
+    mpi: str
+    cpu: str
+    blas: str
+    kernel: str
+    threads: int
+    hosts: list[str]
+    ranks_per_host: list[int]
+    cores_per_host: list[int]
+    advice: str | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case on one grid."""
+
+    case: Case
+    partition: Partition
+    speed: Speed
+    traffic: Traffic
+    memory: Memory
+    check: Check
+    environment: Environment
+
+    @property
+    def shape(self) -> str:
+        return "x".join(map(str, self.partition.grid))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of all records side by side, those of the environment under that name."""
+        records = (self.partition, self.speed, self.traffic, self.memory, self.check)
+        flat = {name: getattr(self.case, name) for name in PRODUCT}
+        for record in records:
+            flat |= asdict(record)
+        return flat | {"environment": asdict(self.environment)}
+
+
+def flop(m: int, n: int, k: int, dtype: str) -> int:
+    """Floating-point operations of a product."""
+    return 2 * m * n * k * (4 if dtype.startswith("complex") else 1)
+
+
+def write_json(results: list[Result], path: str | os.PathLike[str]) -> None:
+    """One object, or a list of them for a sweep."""
+    records = [result.as_json() for result in results]
+    with open(path, "w") as file:
+        json.dump(records[0] if len(records) == 1 else records, file, indent=1)
