@@ -93,7 +93,7 @@ help: ## this list
 .venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt
 	@echo 'test-slurm: installing $* into .venv-slurm-$*'
 	@test -x .venv-slurm-$*/bin/pip || $(PYTHON) -m venv --clear .venv-slurm-$*
-	@.venv-slurm-$*/bin/python -m pip install -q -e . $* -c constraints.txt
+	@.venv-slurm-$*/bin/python -m pip install -q -e '.[all]' $* -c constraints.txt
 	@touch $@
 
 $(STAMP): pyproject.toml setup.py constraints.txt

@@ -7,11 +7,12 @@ has no beta, and scipy.linalg.blas copies what is not contiguous, so neither can
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,22 +32,29 @@ LARGEST = 2**31 - 1
 
 @cache
 def _cython_blas() -> ModuleType:
-    """The module scipy.linalg.cython_blas.
+    """The module scipy.linalg.cython_blas, loaded alone, behind scipy's back.
 
-    Loaded alone, behind scipy's back: importing scipy.linalg would have each rank open 180 files more. It depends on
-    none of them, and a later import of scipy.linalg gets a module of its own over the same routines.
+    `import scipy.linalg` would have each rank open 250 files more, most of them needless for this module. It asks for a
+    parent package, so an empty one stands in for scipy while it is loaded. Nothing of that stays: a later import of
+    scipy is a whole one, over the same routines.
     """
-    import scipy
-
-    name = "scipy.linalg.cython_blas"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = PathFinder.find_spec(name, [str(Path(scipy.__file__).parent / "linalg")])
-    if spec is None or spec.loader is None:
-        return importlib.import_module(name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    name, before, spec = "scipy.linalg.cython_blas", set(sys.modules), PathFinder.find_spec("scipy")
+    if name in before or spec is None or spec.submodule_search_locations is None:
+        return import_module(name)
+    stand_in = ModuleType("scipy")
+    stand_in.__path__ = list(spec.submodule_search_locations)
+    sys.modules.setdefault("scipy", stand_in)
+    try:
+        spec = PathFinder.find_spec(name, [str(Path(folder, "linalg")) for folder in stand_in.__path__])
+        module = module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        return module
+    except Exception:  # a scipy of another build: as anyone would load it
+        pass
+    finally:
+        for loaded in [loaded for loaded in sys.modules if loaded.startswith("scipy") and loaded not in before]:
+            del sys.modules[loaded]
+    return import_module(name)
 
 
 @cache

@@ -35,6 +35,9 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
 
     Raises Pmm3dError if there is none of that name or it is not installed.
+
+        >>> library_named("numpy").on_host
+        True
     """
     if not isinstance(name, str):
         return name
@@ -57,7 +60,11 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
 
 
 def check_matrix_dtype(dtype: str, library: NumpyLibrary) -> str:
-    """The dtype, if matrices of that library can have it; else DTypeError."""
+    """Returns the dtype, if matrices of that library can have it; else raises DTypeError.
+
+        >>> check_matrix_dtype("float32", NumpyLibrary())
+        'float32'
+    """
     usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
     if dtype not in usable:
         raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. Convert first")

@@ -24,7 +24,13 @@ NUMPY_ADVISES = 2**22
 
 @dataclass(frozen=True)
 class NumpyLibrary:
-    """numpy arrays. The other libraries override what differs."""
+    """numpy arrays. The other libraries override what differs.
+
+        >>> library = NumpyLibrary()
+        >>> array = library.empty((2, 3), "float32")
+        >>> library.dtype(array), library.strides(array.T), library.is_contiguous(array.T)
+        ('float32', (1, 3), False)
+    """
 
     name: ClassVar[str] = "numpy"
 

@@ -16,6 +16,12 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     """out = beta out + parts[0] + parts[1] + ..., in that order; low precision is added up in float32.
 
     All arrays are 2D and of one shape; `out` may be strided.
+
+        >>> import numpy as np
+        >>> out = np.ones((1, 2))
+        >>> sum_in_order(NumpyLibrary(), [np.ones((1, 2)), np.ones((1, 2))], out, beta=3)
+        >>> out
+        array([[5., 5.]])
     """
     rows, cols = out.shape
     step = max(1, CACHED_ELEMENTS // max(1, cols)) if library.on_host else max(1, rows)

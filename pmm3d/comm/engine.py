@@ -31,7 +31,14 @@ HELPER_SECONDS = 4e-4
 
 
 class Pending:
-    """A collective under way. Made by `Engine.start`."""
+    """A collective under way. Made by `Engine.start`.
+
+        >>> import numpy as np, pmm3d
+        >>> with pmm3d.Grid() as grid:
+        ...     pending = grid.everyone.shift(np.array([grid.rank]))
+        ...     int(pending.wait()[0]) == (grid.rank - 1) % grid.size, pending.done
+        (True, True)
+    """
 
     def __init__(self, engine: Engine, generator: Steps[Any], record: Record):
         self.record = record

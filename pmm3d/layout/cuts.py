@@ -38,7 +38,11 @@ def offsets(counts: Iterable[int]) -> list[int]:
 
 
 def overlapping(starts: list[int], low: int, high: int) -> range:
-    """Indices of the parts (given by their sorted starts) that may meet low:high. Empty parts may be among them."""
+    """Indices of the parts (given by their sorted starts) that may meet low:high. Empty parts may be among them.
+
+        >>> overlapping([0, 4, 7], 5, 8)
+        range(1, 3)
+    """
     if low >= high:
         return range(0)
     first = bisect_right(starts, low) - 1

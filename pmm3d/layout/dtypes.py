@@ -29,7 +29,10 @@ def itemsize(dtype: str) -> int:
 
 
 def check_same_dtype(a: str, b: str, out: str | None) -> None:
-    """Raises DTypeError unless all operands have one dtype."""
+    """Raises DTypeError unless all operands have one dtype.
+
+        >>> check_same_dtype("float32", "float32", None)
+    """
     if a != b or (out is not None and out != a):
         names = f"A is {a}, B is {b}" + ("" if out is None else f", out is {out}")
         raise DTypeError(f"{names}: convert them to one type; pmm3d does not mix types")

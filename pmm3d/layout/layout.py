@@ -118,7 +118,11 @@ Layout.C = Layout(rows=("z", "y"), cols=("x",))
 
 def batch_layout(cols: str | None = "y") -> Layout:
     """Rows of a batch over data and z; its columns (the features) over an axis, or whole. What the other axes do not
-    split they replicate."""
+    split they replicate.
+
+        >>> batch_layout("y")
+        Layout(rows=('data', 'z'), cols=('y',))
+    """
     return Layout(("data", "z"), cols or ())
 
 

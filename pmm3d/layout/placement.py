@@ -16,7 +16,11 @@ from .shape import AXES, FIRST, GridShape
 
 @dataclass(frozen=True)
 class Placement:
-    """A matrix of some shape in a layout on a grid. Raises LayoutError for what is no shape or no Layout."""
+    """A matrix of some shape in a layout on a grid. Raises LayoutError for what is no shape or no Layout.
+
+        >>> Placement((10, 6), Layout("z"), GridShape(1, 2, 2)).parts(Box(4, 6, 0, 6))
+        [(0, Box(r0=4, r1=5, c0=0, c1=6)), (2, Box(r0=5, r1=6, c0=0, c1=6))]
+    """
 
     shape: tuple[int, int]
     layout: Layout
@@ -60,7 +64,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole matrix on each of the given ranks."""
+    """The whole matrix on each of the given ranks.
+
+        >>> Whole((10, 6), (3,)).box(3), Whole((10, 6), (3,)).box(0).size
+        (Box(r0=0, r1=10, c0=0, c1=6), 0)
+    """
 
     shape: tuple[int, int]
     ranks: tuple[int, ...]
@@ -79,7 +87,11 @@ class Whole:
 
 
 def cuts(size: int, axes: tuple[str, ...], grid: GridShape) -> list[tuple[int, dict[str, int]]]:
-    """Start of each part of a dim and the coordinates that own it, in order."""
+    """Start of each part of a dim and the coordinates that own it, in order.
+
+        >>> cuts(10, ("z",), GridShape(1, 1, 3))
+        [(0, {'z': 0}), (4, {'z': 1}), (7, {'z': 2})]
+    """
     parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {})]
     for axis in axes:
         count = getattr(grid, axis)
@@ -93,7 +105,12 @@ def cuts(size: int, axes: tuple[str, ...], grid: GridShape) -> list[tuple[int, d
 
 
 def incoming(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:
-    """(source rank, box) of each piece of what `rank` holds in the target."""
+    """(source rank, box) of each piece of what `rank` holds in the target.
+
+        >>> grid = GridShape(1, 1, 2)
+        >>> incoming(Placement((4, 4), Layout("z"), grid), Placement((4, 4), Layout((), "z"), grid), 1)
+        [(0, Box(r0=0, r1=2, c0=2, c1=4)), (1, Box(r0=2, r1=4, c0=2, c1=4))]
+    """
     wanted = target.box(rank)
     if not wanted.size:
         return []
@@ -101,7 +118,12 @@ def incoming(source: Placement | Whole, target: Placement | Whole, rank: int) ->
 
 
 def outgoing(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:
-    """(target rank, box) of each piece that `rank` sends: the mirror of `incoming`."""
+    """(target rank, box) of each piece that `rank` sends: the mirror of `incoming`.
+
+        >>> grid = GridShape(1, 1, 2)
+        >>> outgoing(Placement((4, 4), Layout("z"), grid), Placement((4, 4), Layout((), "z"), grid), 0)
+        [(0, Box(r0=0, r1=2, c0=0, c1=2)), (1, Box(r0=0, r1=2, c0=2, c1=4))]
+    """
     held = source.box(rank)
     if not held.size:
         return []

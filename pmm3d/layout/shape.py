@@ -12,7 +12,11 @@ AXES = ("x", "y", "z", "data")
 
 
 class Coords(NamedTuple):
-    """Where a rank is along each axis."""
+    """Where a rank is along each axis.
+
+        >>> Coords(x=1)._replace(z=2)
+        Coords(x=1, y=0, z=2, data=0)
+    """
 
     x: int = 0
     y: int = 0
@@ -65,7 +69,11 @@ class GridShape(NamedTuple):
 
 
 def parse_shape(text: str) -> GridShape:
-    """GxxGyxGz, as in "2x2x2". Raises GridError for any other text."""
+    """The shape that is written GxxGyxGz. Raises GridError for any other text.
+
+        >>> parse_shape("2x3x1")
+        GridShape(x=2, y=3, z=1, data=1)
+    """
     try:
         x, y, z = (int(part) for part in text.lower().split("x"))
     except ValueError:

@@ -35,7 +35,11 @@ ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y"
 
 @dataclass(frozen=True)
 class Operand:
-    """What a plan knows of a matrix. order: "C", or "F" for a transposed view."""
+    """What a plan knows of a matrix. order: "C", or "F" for a transposed view.
+
+        >>> Operand((4, 3), Layout.A).T
+        Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F')
+    """
 
     shape: tuple[int, int]
     layout: Layout
@@ -155,6 +159,10 @@ class RankPlan:
 
     rows, cols, depth      of its blocks: that of C is rows x cols, that of A rows x depth
     a, b                   OperandPart
+
+        >>> rank = ProductPlan(10, 8, 6, "float64", GridShape(2, 1, 2)).on_rank(FIRST)
+        >>> rank.rows, rank.cols, rank.depth, rank.workspace, rank.bytes_received
+        (5, 4, 6, 432, {'x': 96, 'z': 96, 'y': 0})
     """
 
     def __init__(self, plan: ProductPlan, coords: Coords):
@@ -290,6 +298,10 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     max_workspace   bytes of work arrays per rank; kept by more panels
 
     Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
+
+        >>> a, b = Operand((64, 64), Layout.A), Operand((64, 64), Layout.B)
+        >>> plan_product(a, b, None, "float64", GridShape(2, 2, 2), max_workspace=20000).panels
+        6
     """
     (m, k), (k_of_b, n) = a.shape, b.shape
     if k != k_of_b:

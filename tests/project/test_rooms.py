@@ -1,0 +1,101 @@
+"""The architecture: rooms whose imports run down one list, names with types, docstrings with examples that run."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pmm3d
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "tools")
+PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.training")
+
+
+def checker(*command):
+    return subprocess.run([sys.executable, "-c", "import sys; from importlib.metadata import entry_points as e;"
+                           "sys.argv = sys.argv[1:];"
+                           "sys.exit([s for s in e(group='console_scripts') if s.name == sys.argv[0]][0].load()())",
+                           *command], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_imports_run_down_the_list_of_rooms():
+    done = checker("lint-imports", "--no-cache")
+    assert done.returncode == 0 and " 0 broken" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_import_that_runs_up_is_found(tmp_path):
+    """The contracts see what they forbid: also inside a function, and circles inside a room."""
+    package = tmp_path / "pmm3d"
+    for room in ROOMS:
+        (package / room).mkdir(parents=True)
+        (package / room / "__init__.py").write_text("")
+    for name in ("__init__", "__main__", "launcher", "errors"):
+        (package / f"{name}.py").write_text("")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    lint = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"]
+    kept = subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True)
+    assert " 0 broken" in kept.stdout, kept.stdout + kept.stderr
+    (package / "layout" / "cuts.py").write_text("def f():\n    from ..comm import Grid\n    import numpy\n")
+    (package / "io" / "a.py").write_text("from . import b\n")
+    (package / "io" / "b.py").write_text("from . import a\n")
+    assert "3 broken" in subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True).stdout
+
+
+def test_types():
+    done = checker("mypy")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def public_names():
+    for room in PUBLIC:
+        module = importlib.import_module(room)
+        assert module.__doc__, f"{room} does not say its job"
+        for name in getattr(module, "__all__", ()):
+            thing = getattr(module, name)
+            if getattr(thing, "__module__", "").startswith("pmm3d") and callable(thing):
+                yield pytest.param(thing, id=f"{room}.{name}")
+
+
+@pytest.mark.parametrize("thing", list(public_names()))
+def test_a_public_name_is_explained(thing):
+    """What it is and what it returns; an example, but of errors, which cannot be shown without making them."""
+    text = inspect.getdoc(thing)
+    assert text
+    if not (inspect.isclass(thing) and issubclass(thing, Exception)):
+        assert ">>> " in text
+
+
+@pytest.mark.parametrize("module", ["pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.nn.training"])
+def test_names_that_are_loaded_when_used_are_those_that_type_checkers_see(module):
+    found = importlib.import_module(module)
+    [block] = [node for node in ast.parse(Path(found.__file__).read_text()).body if isinstance(node, ast.If)]
+    seen = {alias.asname or alias.name for statement in block.body for alias in statement.names}
+    assert seen == {name for name in found.__all__ if not name.startswith("__")}
+
+
+EXAMPLES = """
+import doctest, importlib, sys
+from mpi4py import MPI
+for name in sys.argv[1:]:
+    found = doctest.testmod(importlib.import_module(name))
+    print("failed" if found.failed else "right", found.attempted, name)
+"""
+
+
+def modules():
+    return [found.name for found in pkgutil.walk_packages(pmm3d.__path__, "pmm3d.")
+            if not found.name.startswith(("pmm3d.tools", "pmm3d.__main__", "pmm3d.launcher"))]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_examples_of_docstrings_are_right(job, ranks):
+    done = job(ranks, EXAMPLES, *modules(), timeout=300)
+    assert done.returncode == 0 and "failed" not in done.stdout, done.stdout + done.stderr
+    attempted = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("right ")]
+    assert len(attempted) == ranks * len(modules()) and sum(attempted) > 40 * ranks
