@@ -9,7 +9,7 @@ import standin_far  # noqa: F401, so that library_named knows it
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
-from pmm3d.arrays.devices import take_device
+from pmm3d.arrays import take_device
 from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([2, 4])

@@ -7,8 +7,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...arrays import library_named
-from ...arrays.devices import take_device
+from ...arrays import library_named, take_device
 from ...comm import Grid
 from ...comm.words import in_bytes
 from ...errors import Pmm3dError

@@ -13,8 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from ...arrays import Workspace, library_named
-from ...arrays.devices import take_device
+from ...arrays import Workspace, library_named, take_device
 from ...comm import Grid
 from ...comm.hosts import Host, hosts, mpi_name
 from ...layout import FIRST, Coords, Layout
