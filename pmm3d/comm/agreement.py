@@ -44,8 +44,8 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
         yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
         agreed = largest[2] == 0 and largest[0] == -largest[1]
     else:
-        told = yield from exchanged(link, np.array([digest, failed, *numbers], np.int64), 2 + len(numbers))
-        agreed, rows = not told[:, 1].any() and len(set(told[:, 0])) == 1, told[:, 2:]
+        all_rows = yield from exchanged(link, np.array([digest, failed, *numbers], np.int64), 2 + len(numbers))
+        agreed, rows = not all_rows[:, 1].any() and len(set(all_rows[:, 0])) == 1, all_rows[:, 2:]
     if agreed:
         return rows
     text = np.frombuffer(pickle.dumps((terms.compared, terms.shown or terms.compared, *_packed(terms.error))), np.uint8)

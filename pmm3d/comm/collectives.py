@@ -134,8 +134,8 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     _check_counts(link, counts, array.shape[0])
     if received is None:
         yield from _agreed_rows(link, library, array)
-        told = yield from exchanged(link, np.array(counts, np.int64), link.size)
-        received = told[:, link.rank].tolist()
+        all_counts = yield from exchanged(link, np.array(counts, np.int64), link.size)
+        received = all_counts[:, link.rank].tolist()
     out = _landing(link, library, out, (sum(received), *array.shape[1:]), array)
     parts, landing = _parts(array, counts), _parts(out, received)
     exchange = link.exchange(library, [(peer, parts[peer]) for peer in link.peers()],
@@ -196,8 +196,8 @@ def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: 
     headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, trailing dims and dtype must be the "
                 f"same{', and the rows too' if same_rows else ''}.")
     terms = Terms(called, called if same_rows else f"{called}, {array.shape[0]} of them")
-    told = yield from agree(link, str(link.record), headline, terms, [array.shape[0]], LayoutError)
-    return [] if told is None else told[:, 0].tolist()
+    rows = yield from agree(link, str(link.record), headline, terms, [array.shape[0]], LayoutError)
+    return [] if rows is None else rows[:, 0].tolist()
 
 
 def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> None:

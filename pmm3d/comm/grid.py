@@ -113,17 +113,17 @@ class Grid:
             self._free()
             raise
         self.coords = self.shape.coords(self.rank)
-        with self._waiting("making the axes"):
-            self._make_axes()
+        self._make_axes()
 
     def _make_axes(self) -> None:
-        active: Any = self.comm.Split(0 if self.active else 1 + self.rank, self.rank)
-        cart = active.Create_cart(tuple(reversed(self.shape)) if self.active else (1, 1, 1, 1), reorder=False)
-        self._made += [active, cart]
-        for position, name in enumerate(AXES):
-            comm = cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))])
-            self._made.append(comm)
-            setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
+        with self._waiting("making the axes"):
+            active: Any = self.comm.Split(0 if self.active else 1 + self.rank, self.rank)
+            cart = active.Create_cart(tuple(reversed(self.shape)) if self.active else (1, 1, 1, 1), reorder=False)
+            self._made += [active, cart]
+            for position, name in enumerate(AXES):
+                comm = cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))])
+                self._made.append(comm)
+                setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
 
     def _members(self, name: str) -> list[int]:
         if self.coords is None:

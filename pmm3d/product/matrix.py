@@ -65,15 +65,15 @@ class DistMatrix(StoredMatrix):
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int) -> DistMatrix:
-        told = None
+        described = None
         with grid.together("DistMatrix.from_global", layout, root):
             if not 0 <= root < grid.size:
                 raise GridError(f"root {root} is not a rank of {grid.size}")
             if grid.rank == root:
                 library = library_of(array)
-                told = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library
-                Placement(told[0], layout, grid.shape)
-        shape, dtype, library = grid.comm.bcast(told, root)
+                described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library
+                Placement(described[0], layout, grid.shape)
+        shape, dtype, library = grid.comm.bcast(described, root)
         target = Placement(shape, layout, grid.shape)
         local = library.empty(target.box(grid.rank).shape, dtype)
         source = Whole(shape, (root,))

@@ -89,12 +89,16 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
         cores=cores, ratio=rate / (cores * core) if core else 0.0, phases=phases,
         computed_seconds=sum(phase["computed"] for phase in phases.values()),
         waited_seconds=sum(phase["waited"] for phase in phases.values()))
-    everyone = [Coords(x, y, z) for x, y, z in product(*map(range, plan.grid[:3]))]
-    model = {axis: max(plan.bytes_sent(coords)[axis] for coords in everyone) for axis in AXES}
-    traffic = Traffic(sent, received, model, lower_bound(case.product, grid.shape.size, case.dtype))
+    traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, max(grid.comm.allgather(machine.peak_memory())),
                     max(grid.comm.allgather(growth)))
     return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes))
+
+
+def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
+    """Bytes sent along each axis by the rank that sends most, as the plan says."""
+    everyone = [Coords(x, y, z) for x, y, z in product(*map(range, plan.grid[:3]))]
+    return {axis: max(plan.bytes_sent(coords)[axis] for coords in everyone) for axis in AXES}
 
 
 def _timed(grid: Grid, work: Callable[[], Any]) -> float:
