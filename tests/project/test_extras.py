@@ -1,0 +1,67 @@
+"""A light install: the product without any extra; what is missing names the extra that brings it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+EXTRAS = ("h5py", "safetensors", "typer", "rich", "threadpoolctl", "pydantic", "array_api_compat", "jinja2", "matplotlib",
+          "prometheus_client", "torch")
+WITHOUT = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS!r})
+"""
+
+PRODUCT = """
+import numpy as np
+from mpi4py import MPI
+import pmm3d
+for name in pmm3d.__all__:
+    getattr(pmm3d, name)
+with pmm3d.Grid(MPI.COMM_WORLD) as grid:
+    a = pmm3d.DistMatrix.random(grid, (30, 20), seed=1, distribution="integers")
+    b = pmm3d.DistMatrix.random(grid, (20, 10), seed=2, distribution="integers", layout=pmm3d.Layout.B)
+    whole_a, whole_b = a.gather(), b.gather()
+    print("right:", np.array_equal((a @ b).gather(), whole_a @ whole_b))
+"""
+
+
+def test_without_any_extra_two_matrices_are_multiplied(job):
+    done = job(2, WITHOUT + PRODUCT)
+    assert done.returncode == 0 and done.stdout.count("right: True") == 2, done.stderr
+
+
+COMMAND = "sys.argv = ['pmm3d', {!r}]; from pmm3d.tools.cli import main; main()"
+MISSING = [
+    ("with pmm3d.Grid() as grid: pmm3d.DistMatrix.from_file(grid, 'a.h5', 'x')", "h5py", "io"),
+    ("from pmm3d.io import DataSet", "h5py", "io"),
+    ("from pmm3d.io import Checkpoints", "h5py", "io"),
+    ("from pmm3d import nn; nn.MLP", "array_api_compat", "train"),
+    ("sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config", "pydantic", "train"),
+    ("from pmm3d.tools.page import write_page; from pathlib import Path; "
+     "Path('a.json').write_text(sys.argv[1]); write_page('a.json')", "jinja2", "report"),
+    (COMMAND.format("bench"), "typer", "cli"),
+    (COMMAND.format("doctor"), "typer", "cli"),
+]
+
+
+@pytest.mark.parametrize("program, package, extra", MISSING, ids=[package + str(i) for i, (_, package, _) in enumerate(MISSING)])
+def test_a_missing_package_names_its_extra(job, program, package, extra):
+    done = job(1, f"{WITHOUT}import pmm3d\n{program}", "[]")
+    assert done.returncode != 0
+    assert f'the package {package} is missing. pip install "pmm3d[{extra}]"' in done.stderr, done.stderr
+
+
+def test_what_a_product_needs_is_little():
+    if sys.version_info < (3, 11):
+        pytest.importorskip("tomli")
+        import tomli as tomllib
+    else:
+        import tomllib
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    names = {need.split(">")[0] for need in project["dependencies"]}
+    assert names == {"numpy", "scipy", "mpi4py"}
+    brought = " ".join(need for extra in ("io", "cli", "train", "report", "monitor", "torch")
+                       for need in project["optional-dependencies"][extra])
+    assert all(name.replace("_", "-") in brought for name in EXTRAS)
