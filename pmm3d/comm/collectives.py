@@ -48,11 +48,11 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
 
 def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Steps[Array]:
     """`all_gather`, with nothing left to look at. The own part is copied while the others travel."""
-    places = _parts(out, counts)
+    parts = _parts(out, counts)
     exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
-                             [(peer, places[peer]) for peer in link.peers()])
-    requests = next(exchange)
-    own = places[link.rank]
+                             [(peer, parts[peer]) for peer in link.peers()])
+    requests = next(exchange)  # posts the messages; `yield from` below goes on with the same generator when they are there
+    own = parts[link.rank]
     if part.shape[0] and library.address(own) != library.address(part):
         own[...] = part
     yield requests
@@ -140,7 +140,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     parts, landing = _parts(array, counts), _parts(out, received)
     exchange = link.exchange(library, [(peer, parts[peer]) for peer in link.peers()],
                              [(peer, landing[peer]) for peer in link.peers()])
-    requests = next(exchange)
+    requests = next(exchange)  # as in `gather_parts`
     if counts[link.rank]:
         landing[link.rank][...] = parts[link.rank]
     yield requests
