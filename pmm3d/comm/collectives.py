@@ -51,7 +51,7 @@ def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, cou
     parts = _parts(out, counts)
     exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
                              [(peer, parts[peer]) for peer in link.peers()])
-    requests = next(exchange)  # posts the messages; `yield from` below goes on with the same generator when they are there
+    requests = next(exchange)  # posts the messages; `yield from` below resumes the same generator when they are there
     own = parts[link.rank]
     if part.shape[0] and library.address(own) != library.address(part):
         own[...] = part
