@@ -11,7 +11,7 @@ devices.py    GPUs, and whether MPI takes their pointers
 network.py    latency and bandwidth of each axis, progress while computing, clocks
 files.py      the folder of the run: file system, how soon others see a file, locks
 locks.py      asking for a lock
-report.py     the table, JSON
+printing.py   the diagnosis as people read it
 guard.py      speaks when MPI_Init ends the process
 command.py    the command line
 """
