@@ -14,7 +14,7 @@ from browser import opened, pictured
 from pmm3d import Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.tools.page import write_page
-from pmm3d.tools.page.text import toml
+from pmm3d.tools.page.words import toml
 
 CONFIG = """
 [grid]
@@ -286,7 +286,7 @@ def test_the_configuration_is_toml_that_says_the_same(trained):
 
 
 def test_the_grid_is_drawn_with_a_box_a_rank():
-    from pmm3d.tools.page.grid import grid_drawing
+    from pmm3d.tools.page.grid_drawing import grid_drawing
 
     hosts = [{"name": "a", "ranks": [[0, 5]], "cores": 6}, {"name": "b", "ranks": [[6, 11]], "cores": 6}]
     drawing = grid_drawing(GridShape(3, 2, 1, 2), hosts)
