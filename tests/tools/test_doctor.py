@@ -1,6 +1,7 @@
 """pmm3d doctor: verdicts on made-up software, launchers, hosts, cores, BLAS and memory; one check among others."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
@@ -46,14 +47,14 @@ def test_facts_are_judged_in_rank_order():
 
 def test_a_check_that_raises_is_a_failure_with_its_text():
     answers = {0: Answer(1), 1: Answer(None, "OSError: no"), 3: Answer(None, "OSError: no"),
-               2: Answer(None, "NoAnswerError: waited for rank 1", waited=True)}
+               2: Answer(None, "NoAnswer: waited for rank 1", waited=True)}
     finding = checks.conclude(check(), answers, FOUR)
     assert_says(finding, FAILURE, "ranks 1, 3: OSError: no")
     assert "waited" not in finding.problems[0].text
     unjudged = checks.conclude(check(lambda finding, facts, hosts: 1 / 0), {0: Answer(1)}, ONE)
     assert_says(unjudged, FAILURE, "ZeroDivision")
-    only_waiting = {0: Answer(None, "NoAnswerError: waited", waited=True)}
-    assert_says(checks.conclude(check(), only_waiting, ONE), FAILURE, "rank 0: NoAnswerError: waited")
+    only_waiting = {0: Answer(None, "NoAnswer: waited", waited=True)}
+    assert_says(checks.conclude(check(), only_waiting, ONE), FAILURE, "rank 0: NoAnswer: waited")
 
 
 def test_ranks_that_do_not_answer_are_named_with_their_hosts():
@@ -141,6 +142,15 @@ def test_hdf5():
     assert_says(judged("HDF5", [None, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
 
 
+def test_h5py_that_is_not_installed_is_a_note_and_no_failure(monkeypatch):
+    session = SimpleNamespace(started=1.0)
+    assert software.gather_hdf5(session) is not None and software.gather_versions(session).versions["h5py"] != "none"
+    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    monkeypatch.setattr(software, "PACKAGES", ("mpi4py", "no-such-package"))
+    assert software.gather_hdf5(session) is None
+    assert_says(judged("software", [software.gather_versions(session)], ONE), OK, "no-such-package none")
+
+
 # Nodes
 
 
@@ -157,8 +167,13 @@ def test_hosts(hosts, verdict, parts):
     assert_says(judged("hosts", [None] * len(hosts), hosts), verdict, *parts)
 
 
-def cores(*allowed, of_host=8, quota=None, threads=1):
-    return nodes.Cores(frozenset(allowed), of_host, quota, threads)
+def node(cores=(0,), of_host=8, quota=None, threads=1, available=64 * GIB, limit=None, shm=8 * GIB, locked=-1,
+         rdma=False):
+    return nodes.Node(frozenset(cores), of_host, quota, threads, available, limit, 8 * GIB, shm, locked, rdma)
+
+
+def cores(*allowed, **more):
+    return node(allowed, **more)
 
 
 @pytest.mark.parametrize(
@@ -245,21 +260,17 @@ def test_the_rate_of_a_product_is_plausible():
     assert 0.1 < nodes.gemm_rate(128) < 1e4
 
 
-def memory(available=64 * GIB, limit=None, shm=8 * GIB, locked=-1, rdma=False):
-    return nodes.Memory(available, limit, 8 * GIB, shm, locked, rdma)
-
-
 @pytest.mark.parametrize(
     "facts, verdict, parts",
     [
-        (memory(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
-        (memory(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
-        (memory(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
-        (memory(available=0), OK, []),
-        (memory(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
-        (memory(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),
-        (memory(locked=2**16), OK, []),
-        (memory(rdma=True), OK, []),
+        (node(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
+        (node(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
+        (node(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
+        (node(available=0), OK, []),
+        (node(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
+        (node(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),
+        (node(locked=2**16), OK, []),
+        (node(rdma=True), OK, []),
     ],
 )
 def test_memory(facts, verdict, parts):
@@ -267,4 +278,4 @@ def test_memory(facts, verdict, parts):
 
 
 def test_one_rank_needs_no_shared_memory():
-    assert_says(judged("memory", [memory(shm=0)], ONE), OK)
+    assert_says(judged("memory", [node(shm=0)], ONE), OK)

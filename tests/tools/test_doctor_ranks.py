@@ -9,7 +9,7 @@ from doctor_verdicts import judged
 
 from pmm3d.tools.doctor import checks, files, locks, network
 from pmm3d.tools.doctor.finding import Diagnosis, Verdict
-from pmm3d.tools.doctor.session import NoAnswerError, Session
+from pmm3d.tools.doctor.session import NoAnswer, Session
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
 several = pytest.mark.parallel([2, 4])
@@ -71,7 +71,7 @@ def test_measuring_goes_on_after_a_failure(comm, shared_path):
 def test_waiting_ends(comm):
     session = Session(comm, 1)
     begun = time.monotonic()
-    with pytest.raises(NoAnswerError, match=f"rank {comm.rank} on .* waited 0.3 s"):
+    with pytest.raises(NoAnswer, match=f"rank {comm.rank} on .* waited 0.3 s"):
         session.wait(session.comm.Irecv(np.empty(1), (comm.rank + 1) % comm.size, 7), 0.3)
     assert time.monotonic() - begun >= 0.3
 

@@ -10,6 +10,7 @@ import pytest
 from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
 from pmm3d.tools.doctor import devices, files, locks, network
+from pmm3d.tools.doctor.nodes import Node
 
 # Devices
 
@@ -89,8 +90,8 @@ def pair(axis, low, high, seconds=2e-6, rate=10e9):
 
 def axes(*pairs, allowed=range(4), rdma=False):
     """The facts of four ranks, all pairs told by the first."""
-    facts = [network.Axes((2, 1, 2), [], rdma, frozenset(allowed)) for _ in range(4)]
-    return [network.Axes((2, 1, 2), pairs, rdma, frozenset(allowed)), *facts[1:]]
+    here = Node(frozenset(allowed), 4, None, 1, 0, None, 0, 0, -1, rdma)
+    return [network.Axes((2, 1, 2), list(pairs), here), *[network.Axes((2, 1, 2), [], here)] * 3]
 
 
 X, Z = [pair("x", 0, 1), pair("x", 2, 3)], [pair("z", 0, 2), pair("z", 1, 3)]

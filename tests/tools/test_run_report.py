@@ -12,6 +12,7 @@ import pytest
 from browser import opened, pictured
 
 from pmm3d import Pmm3dError
+from pmm3d.errors import MissingPackageError
 from pmm3d.layout import GridShape
 from pmm3d.tools.page import write_page
 from pmm3d.tools.page.words import toml
@@ -256,6 +257,12 @@ def test_the_page_of_a_benchmark(job, tmp_path):
 def test_what_is_no_run_is_refused(tmp_path, make, text):
     with pytest.raises(Pmm3dError, match=re.escape(text)):
         write_page(make(tmp_path))
+
+
+def test_without_jinja2_the_extra_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingPackageError, match=re.escape('pip install "pmm3d[report]"')):
+        write_page(run)
 
 
 def _written(path, text):

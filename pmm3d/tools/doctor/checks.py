@@ -10,11 +10,13 @@ from typing import Any
 from ...comm.words import ranks_in_words
 from . import devices, files, network, nodes, software
 from .finding import Diagnosis, Finding, ranks_by
-from .session import Answer, NoAnswerError, Session
+from .session import Answer, NoAnswer, Session
 
 REPORT_THIS = ("pmm3d could not look at this; the text says why. If nothing in it can be mended here, report it with "
                "the whole output")
 ANOTHER_GRID = "if it is the grid: --grid with one that fits, or --grid auto. Else: " + REPORT_THIS
+MOST_PROBLEMS = 8
+"""That a check tells of: many hosts have the same one."""
 LATE_SECONDS = 60.0
 """That a rank waits for the others before a check, while some may still be in the one before."""
 END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
@@ -46,9 +48,9 @@ CHECKS = (
     Check("MPI", software.gather_mpi, software.judge_mpi),
     Check("launcher", software.gather_launcher, software.judge_launcher),
     Check("hosts", lambda session: None, nodes.judge_hosts),
-    Check("cores", nodes.gather_cores, nodes.judge_cores),
+    Check("cores", nodes.gather_node, nodes.judge_cores),
     Check("BLAS", nodes.gather_blas, nodes.judge_blas),
-    Check("memory", nodes.gather_memory, nodes.judge_memory),
+    Check("memory", nodes.gather_node, nodes.judge_memory),
     Check("GPU", devices.gather, devices.judge, seconds=40.0),
     Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID, alone="one rank: no axis to measure"),
     Check("progress", network.gather_progress, network.judge_progress, alone="one rank: nothing to overlap"),
@@ -80,7 +82,7 @@ def _answer(check: Check, session: Session) -> Answer:
         session.barrier(LATE_SECONDS, doze=True)
         return Answer(None if check.alone and session.size == 1 else check.gather(session))
     except Exception as error:
-        return Answer(None, f"{type(error).__name__}: {error}", isinstance(error, NoAnswerError))
+        return Answer(None, f"{type(error).__name__}: {error}", isinstance(error, NoAnswer))
 
 
 def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Finding:
@@ -101,4 +103,5 @@ def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Find
             check.judge(finding, [answers[rank].facts for rank in range(len(hosts))], hosts)
         except Exception as error:
             failure.fail(f"{type(error).__name__}: {error}", REPORT_THIS)
+    del finding.problems[MOST_PROBLEMS:]
     return failure if failure.problems else finding

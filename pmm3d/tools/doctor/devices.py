@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -19,13 +17,14 @@ from ...arrays import library_named
 from ...comm.device_trial import takes_device_pointers
 from ...comm.words import ranks_in_words
 from .finding import Finding, counted, names_in_words, ranks_by
-from .session import Session
+from .session import Session, child_says
 
 DRIVER = "libcuda.so.1"
 LIBRARIES = {"cupy": "cupy", "torch": "torch:cuda:0"}
 LOAD = {"cupy": "import cupy; assert float(cupy.ones(4).sum()) == 4; print(cupy.__version__)",
         "torch": "import torch; assert float(torch.ones(4, device='cuda').sum()) == 4; print(torch.__version__)"}
 CHILD_SECONDS = 15.0
+BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Trial(NamedTuple):
@@ -55,10 +54,8 @@ def gather(session: Session) -> Devices:
     if visible and installed and session.is_first_here:
         with ThreadPoolExecutor() as pool:
             tried = dict(zip(installed, pool.map(try_library, installed)))
-    bound = [f"{name}={os.environ[name]}" for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-             if name in os.environ]
-    return Devices(visible, len(glob.glob("/dev/nvidia[0-9]*")), "".join(bound[:1]), os.path.exists("/dev/kfd"),
-                   installed, tried)
+    bound = next((f"{name}={os.environ[name]}" for name in BINDING if name in os.environ), "")
+    return Devices(visible, len(glob.glob("/dev/nvidia[0-9]*")), bound, os.path.exists("/dev/kfd"), installed, tried)
 
 
 def visible_devices(driver: str = DRIVER) -> tuple[str, ...]:
@@ -79,14 +76,7 @@ def visible_devices(driver: str = DRIVER) -> tuple[str, ...]:
 
 
 def try_library(name: str) -> Trial:
-    """What an array library says in a child process; the last line if it fails."""
-    try:
-        child = subprocess.run([sys.executable, "-c", LOAD[name]], capture_output=True, text=True,
-                               timeout=CHILD_SECONDS, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        return Trial(f"did not load within {CHILD_SECONDS:g} s")
-    lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()
-    text = lines[-1] if lines else f"ended with code {child.returncode}"
+    text = child_says(CHILD_SECONDS, "-c", LOAD[name])
     computes = text[:1].isdigit()
     return Trial(text, takes_device_pointers(library_named(LIBRARIES[name]), CHILD_SECONDS) if computes else None)
 

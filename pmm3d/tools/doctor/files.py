@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +16,7 @@ import numpy as np
 from ...comm.words import in_bytes
 from . import locks
 from .finding import Finding, names_in_words
-from .session import Session
+from .session import Session, child_says
 
 SEEN_SECONDS = 4.0
 CHILD_SECONDS = 10.0
@@ -30,17 +28,14 @@ UNSHARED = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs",
 
 def file_system(path: str, mounts: str = "/proc/mounts") -> tuple[str, str]:
     """(type, mount point) of the file system that a path is on; empty where the system does not tell."""
-    best = ("", "")
-    try:
-        lines = Path(mounts).read_text().splitlines()
-    except OSError:
-        return best
-    for line in lines:
-        _, point, kind, *_ = line.split()
-        point = point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        if Path(path).is_relative_to(point) and len(point) >= len(best[1]):
-            best = (kind, point)
-    return best
+    innermost = ("", "")
+    with suppress(OSError):
+        for line in Path(mounts).read_text().splitlines():
+            _, point, kind, *_ = line.split()
+            point = point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+            if Path(path).is_relative_to(point) and len(point) >= len(innermost[1]):
+                innermost = (kind, point)
+    return innermost
 
 
 @contextmanager
@@ -53,8 +48,8 @@ def scratch(session: Session) -> Iterator[tuple[Path | None, str]]:
             path.mkdir()
         except OSError as error:
             problem = f"{error.strerror} ({session.folder.resolve()})"
-    missing = session.largest(bool(problem), doze=True)
     try:
+        missing = session.largest(bool(problem))
         yield (None if missing else path), problem
     finally:
         if session.rank == 0:
@@ -105,10 +100,9 @@ def _seconds_until_seen(session: Session, path: Path) -> float | None:
 
 
 def _holds(path: Path, contents: bytes) -> bool:
-    try:
+    with suppress(OSError):
         return path.read_bytes() == contents
-    except OSError:
-        return False
+    return False
 
 
 def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str]) -> None:
@@ -174,9 +168,7 @@ def gather_locks(session: Session) -> Locks:
 
 
 def try_lock_in_child(kind: str, path: str) -> str:
-    child = subprocess.run([sys.executable, "-m", locks.__name__, kind, path], capture_output=True, text=True,
-                           timeout=CHILD_SECONDS, stdin=subprocess.DEVNULL)
-    return child.stdout.strip() or child.stderr.strip()[-200:]
+    return child_says(CHILD_SECONDS, "-m", locks.__name__, kind, path)
 
 
 def _hdf5_problem(path: Path) -> str:

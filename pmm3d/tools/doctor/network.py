@@ -14,9 +14,8 @@ from mpi4py import MPI
 from ...arrays import NumpyLibrary, Workspace
 from ...comm import Axis, Grid
 from ...comm.words import in_bytes, ranks_in_words
-from ...model.machine import cores
 from .finding import Finding, ranks_by, spread
-from .nodes import crowded_hosts, has_rdma
+from .nodes import Node, crowded_hosts, gather_node
 from .session import MESSAGE, PATIENCE, Session
 
 LARGE = 2**23
@@ -51,20 +50,18 @@ class Pair(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """shape: of the grid; pairs: those that this rank began; rdma: whether the node has an RDMA network; allowed: the
-    cores of this rank."""
+    """shape: of the grid; pairs: those that this rank began."""
 
     shape: tuple[int, ...]
     pairs: list[Pair]
-    rdma: bool
-    allowed: frozenset[int]
+    node: Node
 
 
 def gather_axes(session: Session) -> Axes:
     with closing(Grid(session.comm, session.grid, timeout=PATIENCE)) as grid:
         axes = [grid.axis(name) for name in "xyz" if getattr(grid.shape, name) > 1]
         pairs = [pair for axis in axes for odd in (0, 1) for pair in _measured(session, axis, odd)]
-        return Axes(grid.shape[:3], pairs, has_rdma(), cores())
+        return Axes(grid.shape[:3], pairs, gather_node(session))
 
 
 def _measured(session: Session, axis: Axis, odd: int) -> list[Pair]:
@@ -116,12 +113,11 @@ def judge_axes(finding: Finding, facts: list[Axes], hosts: list[str]) -> None:
         axes[name] = {"pairs": len(along), "crossing_hosts": crossing, "latency_seconds": median(latency),
                       "latency_seconds_max": max(latency), "bytes_per_second": median(bandwidth),
                       "bytes_per_second_min": min(bandwidth)}
-    shape = facts[0].shape
-    finding.found = (f"grid {'x'.join(map(str, shape))}, all pairs of an axis at once, {in_bytes(LARGE)}: "
-                     f"{'; '.join(words)}")
-    finding.figures = {"grid": shape, "message_bytes": LARGE, "axes": axes}
-    if not crowded_hosts([fact.allowed for fact in facts], hosts):
-        _judge_speed(finding, pairs, hosts, any(fact.rdma for fact in facts))
+    grid = "x".join(map(str, facts[0].shape))
+    finding.found = f"grid {grid}, all pairs of an axis at once, {in_bytes(LARGE)}: {'; '.join(words)}"
+    finding.figures = {"grid": facts[0].shape, "message_bytes": LARGE, "axes": axes}
+    if not crowded_hosts([fact.node.cores for fact in facts], hosts):
+        _judge_speed(finding, pairs, hosts, any(fact.node.rdma for fact in facts))
         if {"x", "z"} <= axes.keys() and axes["x"]["bytes_per_second"] * SLOWER_INNER < axes["z"]["bytes_per_second"]:
             finding.warn("the x axis is slower than the z axis, though its ranks are neighbours",
                          "place ranks in blocks: srun --distribution=block:block, mpiexec --map-by core")

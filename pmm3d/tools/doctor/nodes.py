@@ -46,18 +46,37 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
     finding.figures = {"ranks_per_host": counts}
 
 
-class Cores(NamedTuple):
-    """allowed: the cores this rank may run on; of_host: how many the machine has; quota: cores' worth of time that a
-    container or job may use, if limited; threads: of the BLAS."""
+class Node(NamedTuple):
+    """What a rank sees of its node. Memory is in bytes.
 
-    allowed: frozenset[int]
+    cores, of_host       that the rank may run on; how many the machine has
+    quota, threads       cores' worth of time that a container or job may use, if limited; threads of the BLAS
+    available, limit     memory of the node; what a container or job may use, if limited
+    shm_size, shm_free   of /dev/shm
+    locked, rdma         memory that may be pinned, -1 for any number; whether there is an RDMA network
+    """
+
+    cores: frozenset[int]
     of_host: int
     quota: float | None
     threads: int
+    available: int
+    limit: float | None
+    shm_size: int
+    shm_free: int
+    locked: int
+    rdma: bool
 
 
-def gather_cores(session: Session) -> Cores:
-    return Cores(machine.cores(), os.cpu_count() or 1, cgroup_limit("cpu.max"), machine.loaded_blas().threads)
+def gather_node(session: Session) -> Node:
+    shm_size = shm_free = 0
+    with suppress(OSError):
+        shm = os.statvfs("/dev/shm")
+        shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+    networks = "/sys/class/infiniband"
+    return Node(machine.cores(), os.cpu_count() or 1, cgroup_limit("cpu.max"), machine.loaded_blas().threads,
+                machine.available_memory(), cgroup_limit("memory.max"), shm_size, shm_free,
+                resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.path.isdir(networks) and bool(os.listdir(networks)))
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
@@ -75,22 +94,22 @@ def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs
     return min(limits, default=None)
 
 
-def crowded_hosts(allowed: list[frozenset[int]], hosts: list[str]) -> list[str]:
+def crowded_hosts(cores: list[frozenset[int]], hosts: list[str]) -> list[str]:
     """Where ranks have fewer cores than there are ranks, and take turns, so that times say little."""
     return [host for host, ranks in ranks_by(hosts).items()
-            if len(frozenset[int]().union(*(allowed[rank] for rank in ranks))) < len(ranks)]
+            if len(frozenset[int]().union(*(cores[rank] for rank in ranks))) < len(ranks)]
 
 
-def judge_cores(finding: Finding, facts: list[Cores], hosts: list[str]) -> None:
+def judge_cores(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
     """Per host: ranks that share cores though others are free, more ranks or threads than cores, cores left idle."""
     figures: dict[str, dict[str, Any]] = {}
     for host, ranks in ranks_by(hosts).items():
         here = {rank: facts[rank] for rank in ranks}
-        usable = len(frozenset[int]().union(*(fact.allowed for fact in here.values())))
+        usable = len(frozenset[int]().union(*(fact.cores for fact in here.values())))
         _judge_binding(finding, host, here)
         _judge_load(finding, host, list(here.values()), usable)
         figures[host] = {"ranks": len(ranks), "cores": usable, "threads_per_rank": facts[ranks[0]].threads,
-                         "cores_per_rank": min(len(fact.allowed) for fact in here.values()),
+                         "cores_per_rank": min(len(fact.cores) for fact in here.values()),
                          "cores_of_host": facts[ranks[0]].of_host, "quota_cores": facts[ranks[0]].quota}
     first = figures[hosts[0]]
     bound = "bound to" if first["cores_per_rank"] < first["cores"] else "free to use"
@@ -100,11 +119,11 @@ def judge_cores(finding: Finding, facts: list[Cores], hosts: list[str]) -> None:
     finding.figures = {"hosts": figures}
 
 
-def _judge_binding(finding: Finding, host: str, here: dict[int, Cores]) -> None:
+def _judge_binding(finding: Finding, host: str, here: dict[int, Node]) -> None:
     of_host = max(fact.of_host for fact in here.values())
     fair = math.ceil(len(here) / of_host)
-    for allowed in sorted({fact.allowed for fact in here.values()}, key=sorted):
-        inside = [rank for rank, fact in here.items() if fact.allowed <= allowed]
+    for allowed in sorted({fact.cores for fact in here.values()}, key=sorted):
+        inside = [rank for rank, fact in here.items() if fact.cores <= allowed]
         if len(inside) > fair * len(allowed):
             cores = f"core{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)[:8]))}"
             finding.fail(f"{host}: {ranks_in_words(inside)} share {cores}, of {of_host} on that host",
@@ -114,7 +133,7 @@ def _judge_binding(finding: Finding, host: str, here: dict[int, Cores]) -> None:
             return
 
 
-def _judge_load(finding: Finding, host: str, here: list[Cores], usable: int) -> None:
+def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> None:
     ranks, threads, quota = len(here), sum(fact.threads for fact in here), here[0].quota
     fit = f"set OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and MKL_NUM_THREADS to {max(1, usable // ranks)}"
     if ranks > usable:
@@ -139,7 +158,7 @@ class BlasRates(NamedTuple):
     chosen: str
     alone: float | None
     together: float
-    allowed: frozenset[int]
+    cores: frozenset[int]
 
 
 def gather_blas(session: Session) -> BlasRates:
@@ -152,11 +171,10 @@ def gather_blas(session: Session) -> BlasRates:
 
 def at_start(name: str, environ: str = "/proc/self/environ") -> str:
     """A variable as this process was started with: the command pmm3d itself chooses a kernel for OpenBLAS."""
-    try:
+    with suppress(OSError):
         variables = Path(environ).read_text(errors="replace").split("\0")
-    except OSError:
-        return os.environ.get(name, "")
-    return dict(text.partition("=")[::2] for text in variables).get(name, "")
+        return dict(text.partition("=")[::2] for text in variables).get(name, "")
+    return os.environ.get(name, "")
 
 
 def gemm_rate(size: int = GEMM_SIZE) -> float:
@@ -197,7 +215,7 @@ def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> No
 
 def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alone: float) -> None:
     """Ranks that are slow though they have a core to themselves."""
-    crowded = crowded_hosts([fact.allowed for fact in facts], hosts)
+    crowded = crowded_hosts([fact.cores for fact in facts], hosts)
     roomy = {rank: fact.together for rank, fact in enumerate(facts) if hosts[rank] not in crowded}
     if not roomy:
         return
@@ -212,32 +230,7 @@ def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alo
                      "ranks share physical cores (srun --hint=nomultithread), or other programs run here")
 
 
-class Memory(NamedTuple):
-    """Bytes. available: of the node; limit: of the container or job; locked: that may be pinned, -1 for any number."""
-
-    available: int
-    limit: float | None
-    shm_size: int
-    shm_free: int
-    locked: int
-    rdma: bool
-
-
-def gather_memory(session: Session) -> Memory:
-    try:
-        shm = os.statvfs("/dev/shm")
-        size, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    except OSError:
-        size = free = 0
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return Memory(machine.available_memory(), cgroup_limit("memory.max"), size, free, locked, has_rdma())
-
-
-def has_rdma(folder: str = "/sys/class/infiniband") -> bool:
-    return os.path.isdir(folder) and bool(os.listdir(folder))
-
-
-def judge_memory(finding: Finding, facts: list[Memory], hosts: list[str]) -> None:
+def judge_memory(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
     shares = {}
     for host, ranks in ranks_by(hosts).items():
         fact = facts[ranks[0]]

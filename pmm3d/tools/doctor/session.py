@@ -1,10 +1,12 @@
-"""What checks stand on: the ranks and their hosts, waiting with a time limit, answers to rank 0. Nothing here hangs,
-but for making communicators."""
+"""What checks stand on: the ranks and their hosts, waiting with a time limit, answers to rank 0, child processes.
+Nothing here hangs, but for making communicators."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ MESSAGE, ANSWER = 1, 2
 """Tags: of what checks send each other, and of what they tell rank 0."""
 
 
-class NoAnswerError(Exception):
+class NoAnswer(Exception):
     """Other ranks did not come, or a message did not arrive."""
 
 
@@ -71,14 +73,14 @@ class Session:
     def wait(self, request: MPI.Request, seconds: float = PATIENCE, doze: bool = False) -> None:
         """Complete a nonblocking operation. doze: sleep between looks, to leave the core to others.
 
-        Raises NoAnswerError if that takes longer. The buffers are kept then, since MPI may still write to them.
+        Raises NoAnswer if that takes longer. The buffers are kept then, since MPI may still write to them.
         """
         begun = time.perf_counter()
         while not request.Test():
             elapsed = time.perf_counter() - begun
             if elapsed > seconds:
                 self._stranded.append(request)
-                raise NoAnswerError(f"rank {self.rank} on {self.hosts[self.rank]} waited {seconds:g} s for another "
+                raise NoAnswer(f"rank {self.rank} on {self.hosts[self.rank]} waited {seconds:g} s for another "
                                     "rank in vain")
             if doze:
                 time.sleep(DOZE_SECONDS)
@@ -88,10 +90,10 @@ class Session:
     def barrier(self, seconds: float = PATIENCE, doze: bool = False) -> None:
         self.wait(self.comm.Ibarrier(), seconds, doze)
 
-    def largest(self, value: float, seconds: float = PATIENCE, doze: bool = False) -> float:
+    def largest(self, value: float) -> float:
         """The largest of the ranks' values, on every rank."""
         mine, largest = np.array([value], np.float64), np.empty(1)
-        self.wait(self.comm.Iallreduce(mine, largest, MPI.MAX), seconds, doze)
+        self.wait(self.comm.Iallreduce(mine, largest, MPI.MAX))
         return float(largest[0])
 
     def send(self, answer: Answer) -> None:
@@ -120,3 +122,14 @@ class Session:
         if not self._stranded:
             for comm in self._comms:
                 comm.Free()
+
+
+def child_says(seconds: float, *arguments: str) -> str:
+    """The last line that Python prints when started with these arguments, or the last one of why it failed."""
+    try:
+        child = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=seconds,
+                               stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {seconds:g} s"
+    lines = (child.stderr if child.returncode else child.stdout).strip().splitlines()
+    return lines[-1] if lines else f"ended with code {child.returncode}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,11 +48,10 @@ def _version(name: str) -> str:
 
 def seconds_since_start(stat: str, uptime: str = "/proc/uptime") -> float:
     """Seconds that the process of that stat file has lived; 0 where the system does not tell."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         ticks = int(Path(stat).read_text().rpartition(")")[2].split()[19])
         return max(0.0, float(Path(uptime).read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    return 0.0
 
 
 def numbers(text: str) -> tuple[int, ...]:
