@@ -57,6 +57,14 @@ def test_a_check_that_raises_is_a_failure_with_its_text():
     assert_says(checks.conclude(check(), only_waiting, ONE), FAILURE, "rank 0: NoAnswer: waited")
 
 
+def test_one_rank_has_no_axes_and_many_hosts_are_not_all_listed():
+    lonely = checks.Check("mine", lambda session: 1 / 0, lambda finding, facts, hosts: 1 / 0, alone="one rank")
+    assert checks.conclude(lonely, {0: Answer()}, ONE).found == "one rank"
+    assert_says(checks.conclude(lonely, {0: Answer(), 1: Answer()}, ["n1"] * 2), FAILURE, "ZeroDivision")
+    many = check(lambda finding, facts, hosts: [finding.warn("slow", "wait") for _ in range(100)])
+    assert len(checks.conclude(many, {0: Answer()}, ONE).problems) == checks.MOST_PROBLEMS
+
+
 def test_ranks_that_do_not_answer_are_named_with_their_hosts():
     assert_says(checks.conclude(check(), {0: Answer(1), 1: Answer(1)}, TWO_HOSTS), FAILURE,
                 "no answer from ranks 2-3 on n2", "srun --exclude")

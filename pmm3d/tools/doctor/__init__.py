@@ -1,4 +1,4 @@
-"""`pmm3d doctor`: what is right and wrong with the place that pmm3d runs in, each with a verdict and the remedy.
+"""`pmm3d doctor`: what is right and wrong with what pmm3d runs on, each with a verdict and the remedy.
 
 A check gathers facts on every rank (with the help of session.py) and judges those of all ranks on rank 0, which fills
 in a Finding (finding.py); judging is plain code without MPI. The checks are in software.py, nodes.py, devices.py,

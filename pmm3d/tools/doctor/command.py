@@ -29,7 +29,7 @@ def doctor_command(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which doctor gives up and says where it was "
                                                        "stuck.")] = 120,
 ) -> None:
-    """Examine the place that pmm3d runs in: what is found, a verdict on it, and what to do where it is not fine.
+    """Examine what pmm3d runs on: what is found, a verdict on it, and what to do where it is not fine.
 
     Software and MPI, launcher, hosts, core binding and threads, BLAS against the CPU, memory, GPUs and whether MPI
     takes their pointers, latency and bandwidth of each axis, progress while computing, clocks, the folder, file locks,
