@@ -2,11 +2,19 @@
 
 import json
 
-from pmm3d.tools.doctor.finding import Verdict
+from pmm3d.tools.doctor.checks import CHECKS
+from pmm3d.tools.doctor.finding import Finding, Verdict
 
 ONE, FOUR, TWO_HOSTS = ["n1"], ["n1"] * 4, ["n1", "n1", "n2", "n2"]
 OK, NOTE, WARNING, FAILURE = Verdict
 GIB = 2**30
+
+
+def judged(name, facts, hosts):
+    """The finding of the check of that name from the facts of all ranks."""
+    finding = Finding(name)
+    next(check for check in CHECKS if check.name == name).judge(finding, facts, hosts)
+    return finding
 
 
 def assert_says(finding, verdict, *parts):

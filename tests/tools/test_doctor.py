@@ -1,56 +1,72 @@
 """pmm3d doctor: verdicts on made-up software, launchers, hosts, cores, BLAS and memory; one check among others."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
-from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says
+from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
 from pmm3d.model.machine import AVX512, Blas, Cpu
 from pmm3d.tools.doctor import checks, nodes, software
-from pmm3d.tools.doctor.finding import Finding, Problem, by_host, spread
+from pmm3d.tools.doctor.finding import Diagnosis, Finding, Problem, names_in_words, ranks_by, spread, unlike_first
+from pmm3d.tools.doctor.session import Answer
 
 # What a check says
 
 
 def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
     problems = [Problem(NOTE, "a", "b"), Problem(FAILURE, "c", "d"), Problem(WARNING, "e", "f")]
-    codes = [checks.Diagnosis([], [Finding("x", "y", tuple(problems[:count]))]).exit_code for count in range(4)]
+    codes = [Diagnosis([], [Finding("x", "y", problems[:count])]).verdict.exit_code for count in range(4)]
     assert codes == [0, 0, 2, 2]
-    assert checks.Diagnosis([], [Finding("x", "y", (problems[2],)), Finding("z", "y")]).exit_code == 1
-    assert Finding("x", "y", (problems[2],)).as_json() == {
+    assert Diagnosis([], [Finding("x", "y", [problems[2]]), Finding("z", "y")]).verdict.exit_code == 1
+    assert Finding("x", "y", [problems[2]]).as_json() == {
         "check": "x", "verdict": "warning", "found": "y", "figures": {},
         "problems": [{"verdict": "warning", "text": "e", "remedy": "f"}]}
 
 
-def test_spreads_in_words():
+def test_spreads_and_ranks_in_words():
     assert spread([1.0, 1.04]) == "1.0" and spread([1, 2, 9]) == "2.0 (from 1.0 to 9.0)"
-    assert by_host(["b", "a", "b"]) == {"b": [0, 2], "a": [1]}
+    assert ranks_by(["b", "a", "b"]) == {"b": [0, 2], "a": [1]} and unlike_first(["b", "a", "b"]) == [1]
+    assert names_in_words("aabcde") == "a, b, c, d and 1 more"
 
 
 # One check among others
 
 
-def check(judge=lambda facts, hosts: Finding("mine", f"{facts}")):
+def quote(finding, facts, hosts):
+    finding.found = f"{facts}"
+
+
+def check(judge=quote):
     return checks.Check("mine", lambda session: None, judge)
 
 
 def test_facts_are_judged_in_rank_order():
-    assert checks.conclude(check(), {1: ("b", "", False), 0: ("a", "", False)}, ["n1", "n1"]).found == "['a', 'b']"
+    assert checks.conclude(check(), {1: Answer("b"), 0: Answer("a")}, ["n1", "n1"]).found == "['a', 'b']"
 
 
 def test_a_check_that_raises_is_a_failure_with_its_text():
-    told = {0: (1, "", False), 1: (None, "OSError: no", False), 2: (None, "Silence: waited for rank 1", True),
-            3: (None, "OSError: no", False)}
-    finding = checks.conclude(check(), told, FOUR)
+    answers = {0: Answer(1), 1: Answer(None, "OSError: no"), 3: Answer(None, "OSError: no"),
+               2: Answer(None, "NoAnswer: waited for rank 1", waited=True)}
+    finding = checks.conclude(check(), answers, FOUR)
     assert_says(finding, FAILURE, "ranks 1, 3: OSError: no")
     assert "waited" not in finding.problems[0].text
-    assert_says(checks.conclude(check(lambda facts, hosts: 1 / 0), {0: (1, "", False)}, ONE), FAILURE, "ZeroDivision")
-    only_waiting = {0: (None, "Silence: waited", True)}
-    assert_says(checks.conclude(check(), only_waiting, ONE), FAILURE, "rank 0: Silence: waited")
+    unjudged = checks.conclude(check(lambda finding, facts, hosts: 1 / 0), {0: Answer(1)}, ONE)
+    assert_says(unjudged, FAILURE, "ZeroDivision")
+    only_waiting = {0: Answer(None, "NoAnswer: waited", waited=True)}
+    assert_says(checks.conclude(check(), only_waiting, ONE), FAILURE, "rank 0: NoAnswer: waited")
+
+
+def test_one_rank_has_no_axes_and_many_hosts_are_not_all_listed():
+    lonely = checks.Check("mine", lambda session: 1 / 0, lambda finding, facts, hosts: 1 / 0, alone="one rank")
+    assert checks.conclude(lonely, {0: Answer()}, ONE).found == "one rank"
+    assert_says(checks.conclude(lonely, {0: Answer(), 1: Answer()}, ["n1"] * 2), FAILURE, "ZeroDivision")
+    many = check(lambda finding, facts, hosts: [finding.warn("slow", "wait") for _ in range(100)])
+    assert len(checks.conclude(many, {0: Answer()}, ONE).problems) == checks.MOST_PROBLEMS
 
 
 def test_ranks_that_do_not_answer_are_named_with_their_hosts():
-    assert_says(checks.conclude(check(), {0: (1, "", False), 1: (1, "", False)}, TWO_HOSTS), FAILURE,
+    assert_says(checks.conclude(check(), {0: Answer(1), 1: Answer(1)}, TWO_HOSTS), FAILURE,
                 "no answer from ranks 2-3 on n2", "srun --exclude")
 
 
@@ -58,8 +74,8 @@ def test_ranks_that_do_not_answer_are_named_with_their_hosts():
 
 
 def packages(mpi4py="4.1.0", seconds=1.0, python="3.11.2", numpy="2.0"):
-    versions = dict(pmm3d="0.1.0", numpy=numpy, scipy="1.15", mpi4py=mpi4py, h5py="3.12")
-    return software.Packages(python, versions, seconds)
+    versions = dict(Python=python, pmm3d="0.1.0", numpy=numpy, scipy="1.15", mpi4py=mpi4py, h5py="3.12")
+    return software.Versions(versions, seconds)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +90,7 @@ def packages(mpi4py="4.1.0", seconds=1.0, python="3.11.2", numpy="2.0"):
     ],
 )
 def test_packages(facts, verdict, parts):
-    assert_says(software.judge_packages(facts, ["n1"] * 2), verdict, *parts)
+    assert_says(judged("software", facts, ["n1"] * 2), verdict, *parts)
 
 
 def test_versions_are_compared_as_numbers():
@@ -107,7 +123,7 @@ def mpi(library="MPICH 5.0", standard=(4, 1), built=(4, 1), level=3):
     ],
 )
 def test_mpi(facts, verdict, parts):
-    assert_says(software.judge_mpi(facts, ["n1"] * 2), verdict, *parts)
+    assert_says(judged("MPI", facts, ["n1"] * 2), verdict, *parts)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +138,25 @@ def test_mpi(facts, verdict, parts):
     ],
 )
 def test_launcher(facts, verdict, parts):
-    assert_says(software.judge_launcher([facts], ONE), verdict, *parts)
+    assert_says(judged("launcher", [facts], ONE), verdict, *parts)
 
 
 def test_hdf5():
     serial, parallel = software.Hdf5("3.12", "1.14", False), software.Hdf5("3.12", "1.14", True)
-    assert_says(software.judge_hdf5([parallel], ONE), OK, "h5py 3.12, HDF5 1.14, parallel")
-    assert_says(software.judge_hdf5([serial], ONE), NOTE, "file of each rank", "HDF5_MPI=ON")
-    assert_says(software.judge_hdf5([serial, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
+    assert_says(judged("HDF5", [parallel], ONE), OK, "h5py 3.12, HDF5 1.14, parallel")
+    assert_says(judged("HDF5", [serial], ONE), NOTE, "file of each rank", "HDF5_MPI=ON")
+    assert_says(judged("HDF5", [serial, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
+    assert_says(judged("HDF5", [None, None], ["n1"] * 2), NOTE, "no h5py", 'pip install "pmm3d[io]"')
+    assert_says(judged("HDF5", [None, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
+
+
+def test_h5py_that_is_not_installed_is_a_note_and_no_failure(monkeypatch):
+    session = SimpleNamespace(started=1.0)
+    assert software.gather_hdf5(session) is not None and software.gather_versions(session).versions["h5py"] != "none"
+    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    monkeypatch.setattr(software, "PACKAGES", ("mpi4py", "no-such-package"))
+    assert software.gather_hdf5(session) is None
+    assert_says(judged("software", [software.gather_versions(session)], ONE), OK, "no-such-package none")
 
 
 # Nodes
@@ -145,11 +172,16 @@ def test_hdf5():
     ],
 )
 def test_hosts(hosts, verdict, parts):
-    assert_says(nodes.judge_hosts([None] * len(hosts), hosts), verdict, *parts)
+    assert_says(judged("hosts", [None] * len(hosts), hosts), verdict, *parts)
 
 
-def cores(*allowed, of_host=8, quota=None, threads=1):
-    return nodes.Cores(frozenset(allowed), of_host, quota, threads)
+def node(cores=(0,), of_host=8, quota=None, threads=1, available=64 * GIB, limit=None, shm=8 * GIB, locked=-1,
+         rdma=False):
+    return nodes.Node(frozenset(cores), of_host, quota, threads, available, limit, 8 * GIB, shm, locked, rdma)
+
+
+def cores(*allowed, **more):
+    return node(allowed, **more)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +203,12 @@ def cores(*allowed, of_host=8, quota=None, threads=1):
     ],
 )
 def test_cores(facts, verdict, parts):
-    assert_says(nodes.judge_cores(facts, FOUR), verdict, *parts)
+    assert_says(judged("cores", facts, FOUR), verdict, *parts)
 
 
 def test_cores_of_each_host_are_their_own():
-    assert_says(nodes.judge_cores([cores(0), cores(1), cores(0), cores(1)], TWO_HOSTS), OK)
-    assert_says(nodes.judge_cores([cores(0), cores(1), cores(0), cores(0)], TWO_HOSTS), FAILURE, "n2: ranks 2-3 share")
+    assert_says(judged("cores", [cores(0), cores(1), cores(0), cores(1)], TWO_HOSTS), OK)
+    assert_says(judged("cores", [cores(0), cores(1), cores(0), cores(0)], TWO_HOSTS), FAILURE, "n2: ranks 2-3 share")
 
 
 def test_limits_of_control_groups(tmp_path):
@@ -188,11 +220,13 @@ def test_limits_of_control_groups(tmp_path):
     (inner.parent / "cpu.max").write_text("250000 100000")
     (inner / "memory.max").write_text("max")
     (inner.parent / "memory.max").write_text("1048576")
-    found = nodes.cgroups(str(own), str(tmp_path / "groups"))
-    assert found == [inner, inner.parent, inner.parent.parent]
-    assert nodes.cpu_quota(found) == 2.5 and nodes.memory_limit(found) == 2**20
-    assert nodes.cpu_quota([tmp_path]) is None and nodes.memory_limit([tmp_path]) is None
-    assert nodes.cgroups(str(tmp_path / "none"), str(tmp_path / "nowhere")) == []
+    (inner.parent.parent / "cpu.max").write_text("300000 100000")
+    root = str(tmp_path / "groups")
+    assert nodes.cgroup_limit("cpu.max", str(own), root) == 2.5
+    assert nodes.cgroup_limit("memory.max", str(own), root) == 2**20
+    assert nodes.cgroup_limit("cpu.max", str(tmp_path / "none"), root) == 3.0
+    assert nodes.cgroup_limit("memory.max", str(tmp_path / "none"), root) is None
+    assert nodes.cgroup_limit("cpu.max", str(own), str(tmp_path / "nowhere")) is None
 
 
 AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))
@@ -200,7 +234,7 @@ INTEL = Cpu("GenuineIntel", "Xeon", frozenset(AVX512))
 
 
 def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, chosen="", name="openblas"):
-    return nodes.BlasFacts(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]))
+    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +254,7 @@ def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL,
     ],
 )
 def test_blas(facts, verdict, parts):
-    assert_says(nodes.judge_blas(facts, FOUR), verdict, *parts)
+    assert_says(judged("BLAS", facts, FOUR), verdict, *parts)
 
 
 def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):
@@ -234,26 +268,22 @@ def test_the_rate_of_a_product_is_plausible():
     assert 0.1 < nodes.gemm_rate(128) < 1e4
 
 
-def memory(available=64 * GIB, limit=None, shm=8 * GIB, locked=-1, rdma=False):
-    return nodes.Memory(available, limit, 8 * GIB, shm, locked, rdma)
-
-
 @pytest.mark.parametrize(
     "facts, verdict, parts",
     [
-        (memory(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
-        (memory(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
-        (memory(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
-        (memory(available=0), OK, []),
-        (memory(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
-        (memory(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),
-        (memory(locked=2**16), OK, []),
-        (memory(rdma=True), OK, []),
+        (node(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
+        (node(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
+        (node(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
+        (node(available=0), OK, []),
+        (node(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
+        (node(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),
+        (node(locked=2**16), OK, []),
+        (node(rdma=True), OK, []),
     ],
 )
 def test_memory(facts, verdict, parts):
-    assert_says(nodes.judge_memory([facts] * 4, FOUR), verdict, *parts)
+    assert_says(judged("memory", [facts] * 4, FOUR), verdict, *parts)
 
 
 def test_one_rank_needs_no_shared_memory():
-    assert_says(nodes.judge_memory([memory(shm=0)], ONE), OK)
+    assert_says(judged("memory", [node(shm=0)], ONE), OK)

@@ -127,7 +127,11 @@ def test_an_end_in_mpi_init_is_explained_once(job, ranks):
 
 @pytest.mark.parametrize("ending, code", [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
 def test_the_guard_ends_as_the_rank_does(ending, code):
-    script = f"import os, sys; from pmm3d.tools.doctor import guard; guard.started(guard.become_a_child()); {ending}"
+    script = f"""if True:
+        import os, sys
+        from pmm3d.tools.doctor import guard
+        guard.mpi_started(guard.become_a_child())
+        {ending}"""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, "")
@@ -140,7 +144,7 @@ def test_a_signal_after_the_rank_s_end_changes_nothing():
         from pmm3d.tools.doctor import guard
         read = os.read
         os.read = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or read(*arguments)
-        guard.started(guard.become_a_child())
+        guard.mpi_started(guard.become_a_child())
         os._exit(7)
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

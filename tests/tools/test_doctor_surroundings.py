@@ -7,18 +7,19 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says
+from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
 from pmm3d.tools.doctor import devices, files, locks, network
+from pmm3d.tools.doctor.nodes import Node
 
 # Devices
 
 
-def gpu(*visible, of_host=4, bound="", installed=("cupy",), usable=None, direct=None, amd=False):
-    return devices.Devices(visible, of_host, bound, amd, installed, usable or {}, direct or {})
+def gpu(*visible, of_host=4, bound="", installed=("cupy",), tried=None, amd=False):
+    return devices.Devices(visible, of_host, bound, amd, installed, tried or {})
 
 
-FINE = dict(usable={"cupy": "14.0"}, direct={"cupy": True})
+FINE = dict(tried={"cupy": devices.Trial("14.0", True)})
 
 
 @pytest.mark.parametrize(
@@ -33,14 +34,14 @@ FINE = dict(usable={"cupy": "14.0"}, direct={"cupy": True})
          ["each rank sees one GPU of 4 (CUDA_VISIBLE_DEVICES=0)", "--gpu-bind=none"]),
         ([gpu("a", of_host=1, **FINE), gpu("a", of_host=1)], WARNING, ["2 ranks use 1 GPU", "MPS"]),
         ([gpu(*"ab", installed=())] * 2, WARNING, ["neither cupy nor torch"]),
-        ([gpu(*"ab", usable={"cupy": "CUDARuntimeError: x"}), gpu(*"ab")], WARNING,
+        ([gpu(*"ab", tried={"cupy": devices.Trial("CUDARuntimeError: x")}), gpu(*"ab")], WARNING,
          ["does not compute on the GPU of n1: CUDARuntimeError: x"]),
-        ([gpu(*"ab", usable={"cupy": "14.0"}, direct={"cupy": False}), gpu(*"ab")], NOTE,
+        ([gpu(*"ab", tried={"cupy": devices.Trial("14.0", False)}), gpu(*"ab")], NOTE,
          ["does not take cupy's device pointers", "pinned host memory"]),
     ],
 )
 def test_gpus(facts, verdict, parts):
-    assert_says(devices.judge(facts, ["n1"] * 2), verdict, *parts)
+    assert_says(judged("GPU", facts, ["n1"] * 2), verdict, *parts)
 
 
 class Driver:
@@ -73,9 +74,11 @@ def test_devices_are_found_through_the_driver(monkeypatch):
 
 def test_a_library_that_does_not_compute_says_why(monkeypatch):
     monkeypatch.setitem(devices.LOAD, "cupy", "raise RuntimeError('no device here')")
-    assert devices._tried("cupy") == ("RuntimeError: no device here", None)
+    assert devices.try_library("cupy") == ("RuntimeError: no device here", None)
     monkeypatch.setitem(devices.LOAD, "cupy", "print('14.0')")
-    assert devices._loaded("cupy") == "14.0"
+    monkeypatch.setattr(devices, "library_named", lambda name: name)
+    monkeypatch.setattr(devices, "takes_device_pointers", lambda library, seconds: library == "cupy")
+    assert devices.try_library("cupy") == ("14.0", True)
 
 
 # Network
@@ -87,8 +90,8 @@ def pair(axis, low, high, seconds=2e-6, rate=10e9):
 
 def axes(*pairs, allowed=range(4), rdma=False):
     """The facts of four ranks, all pairs told by the first."""
-    facts = [network.Axes((2, 1, 2), (), rdma, frozenset(allowed)) for _ in range(4)]
-    return [network.Axes((2, 1, 2), pairs, rdma, frozenset(allowed)), *facts[1:]]
+    here = Node(frozenset(allowed), 4, None, 1, 0, None, 0, 0, -1, rdma)
+    return [network.Axes((2, 1, 2), list(pairs), here), *[network.Axes((2, 1, 2), [], here)] * 3]
 
 
 X, Z = [pair("x", 0, 1), pair("x", 2, 3)], [pair("z", 0, 2), pair("z", 1, 3)]
@@ -112,7 +115,7 @@ SLOW_Z = [pair("z", 0, 2, 5e-5, 1e9), pair("z", 1, 3, 5e-5, 1e9)]
     ],
 )
 def test_axes(facts, hosts, verdict, parts):
-    assert_says(network.judge_axes(facts, hosts), verdict, *parts)
+    assert_says(judged("axes", facts, hosts), verdict, *parts)
 
 
 def progress(ring, native, own, helper=True):
@@ -132,21 +135,26 @@ def progress(ring, native, own, helper=True):
     ],
 )
 def test_progress(facts, verdict, parts):
-    assert_says(network.judge_progress(facts, ["n1"] * 2), verdict, *parts)
+    assert_says(judged("progress", facts, ["n1"] * 2), verdict, *parts)
 
 
 @pytest.mark.parametrize(
-    "ahead, verdict, parts",
+    "ahead, uncertain, verdict, parts",
     [
-        ({}, OK, ["one host"]),
-        ({"n2": (2e-4, 1e-5)}, OK, ["2 hosts within 0.20 ms"]),
-        ({"n2": (-3.0, 1e-3), "n3": (0.1, 1e-3)}, WARNING, ["1 of 3 hosts' clocks", "n2 by -3.0 s from n1", "chrony"]),
-        ({"n2": (1.5, 0.9)}, OK, []),
+        ({}, 1e-5, OK, ["one host"]),
+        ({"n2": 2e-4}, 1e-5, OK, ["2 hosts within 0.20 ms", "(known to 0.01 ms)"]),
+        ({"n2": -3.0, "n3": 0.1}, 1e-3, WARNING, ["1 of 3 hosts' clocks", "n2 by -3.0 s from n1", "chrony"]),
+        ({"n2": 1.5}, 0.9, OK, []),
     ],
 )
-def test_clocks(ahead, verdict, parts):
-    hosts = ["n1", *ahead]
-    assert_says(network.judge_clocks([network.Clocks(ahead)] * len(hosts), hosts), verdict, *parts)
+def test_clocks(ahead, uncertain, verdict, parts):
+    """The second of two readings took less time, so it counts."""
+    Reading = network.ClockReading
+    facts = [[Reading(50.0, 52.0, 60.0), Reading(100 - uncertain, 100.0, 100 + uncertain)],
+             *([Reading(0, 0, 0), Reading(0, 100 + seconds, 0)] for seconds in ahead.values())]
+    finding = judged("clocks", facts, ["n1", *ahead])
+    assert_says(finding, verdict, *parts)
+    assert finding.figures.get("ahead_seconds", {}) == pytest.approx(ahead)
 
 
 # Files
@@ -170,7 +178,7 @@ def folder(seen=0.0, kind="lustre", free=100 * GIB, exists=True, unwritable=""):
     ],
 )
 def test_folder(facts, verdict, parts):
-    assert_says(files.judge_folder([facts[0], None, facts[1], None], TWO_HOSTS), verdict, *parts)
+    assert_says(judged("folder", [facts[0], None, facts[1], None], TWO_HOSTS), verdict, *parts)
 
 
 def tried(flock="refused", fcntl="refused", hdf5="", possible=True):
@@ -189,7 +197,7 @@ def tried(flock="refused", fcntl="refused", hdf5="", possible=True):
     ],
 )
 def test_locks(facts, verdict, parts):
-    assert_says(files.judge_locks([facts], ONE), verdict, *parts)
+    assert_says(judged("file locks", [facts], ONE), verdict, *parts)
 
 
 def test_a_lock_that_another_process_holds_is_refused(tmp_path):

@@ -12,9 +12,10 @@ import pytest
 from browser import opened, pictured
 
 from pmm3d import Pmm3dError
+from pmm3d.errors import MissingPackageError
 from pmm3d.layout import GridShape
 from pmm3d.tools.page import write_page
-from pmm3d.tools.page.text import toml
+from pmm3d.tools.page.words import toml
 
 CONFIG = """
 [grid]
@@ -258,6 +259,12 @@ def test_what_is_no_run_is_refused(tmp_path, make, text):
         write_page(make(tmp_path))
 
 
+def test_without_jinja2_the_extra_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingPackageError, match=re.escape('pip install "pmm3d[report]"')):
+        write_page(run)
+
+
 def _written(path, text):
     path.write_text(text)
     return path
@@ -286,7 +293,7 @@ def test_the_configuration_is_toml_that_says_the_same(trained):
 
 
 def test_the_grid_is_drawn_with_a_box_a_rank():
-    from pmm3d.tools.page.grid import grid_drawing
+    from pmm3d.tools.page.grid_drawing import grid_drawing
 
     hosts = [{"name": "a", "ranks": [[0, 5]], "cores": 6}, {"name": "b", "ranks": [[6, 11]], "cores": 6}]
     drawing = grid_drawing(GridShape(3, 2, 1, 2), hosts)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from ...comm.words import ranks_in_words
 from . import devices, files, network, nodes, software
-from .finding import EXIT_CODES, Finding, Problem, Verdict, by_host
-from .session import Session
+from .finding import Diagnosis, Finding, ranks_by
+from .session import Answer, NoAnswer, Session
 
 REPORT_THIS = ("pmm3d could not look at this; the text says why. If nothing in it can be mended here, report it with "
                "the whole output")
 ANOTHER_GRID = "if it is the grid: --grid with one that fits, or --grid auto. Else: " + REPORT_THIS
+MOST_PROBLEMS = 8
+"""That a check tells of: many hosts have the same one."""
 LATE_SECONDS = 60.0
 """That a rank waits for the others before a check, while some may still be in the one before."""
 END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
@@ -24,62 +27,38 @@ END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a dr
 class Check:
     """One examination.
 
-    gather(session)       this rank's facts; may talk to other ranks, each time with a limit
-    judge(facts, hosts)   the Finding from the facts of all ranks, in rank order; rank 0 calls it, without MPI
-    seconds               that rank 0 gives the others after it is done itself
-    remedy                if it cannot be made
+    gather(session)                this rank's facts; may talk to other ranks, each time with a limit
+    judge(finding, facts, hosts)   fills in the finding from the facts of all ranks, in rank order; on rank 0, without
+                                   MPI
+    seconds                        that rank 0 gives the others after it is done itself
+    remedy                         if it cannot be made
+    alone                          what is found where there is one rank, if the check is of what is between ranks
     """
 
     name: str
     gather: Callable[[Session], object]
-    judge: Callable[[list, list[str]], Finding]
+    judge: Callable[[Finding, list[Any], list[str]], None]
     seconds: float = 15.0
     remedy: str = REPORT_THIS
+    alone: str = ""
 
 
 CHECKS = (
-    Check("software", software.gather_packages, software.judge_packages),
+    Check("software", software.gather_versions, software.judge_versions),
     Check("MPI", software.gather_mpi, software.judge_mpi),
     Check("launcher", software.gather_launcher, software.judge_launcher),
     Check("hosts", lambda session: None, nodes.judge_hosts),
-    Check("cores", nodes.gather_cores, nodes.judge_cores),
+    Check("cores", nodes.gather_node, nodes.judge_cores),
     Check("BLAS", nodes.gather_blas, nodes.judge_blas),
-    Check("memory", nodes.gather_memory, nodes.judge_memory),
+    Check("memory", nodes.gather_node, nodes.judge_memory),
     Check("GPU", devices.gather, devices.judge, seconds=40.0),
-    Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID),
-    Check("progress", network.gather_progress, network.judge_progress),
+    Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID, alone="one rank: no axis to measure"),
+    Check("progress", network.gather_progress, network.judge_progress, alone="one rank: nothing to overlap"),
     Check("clocks", network.gather_clocks, network.judge_clocks),
     Check("folder", files.gather_folder, files.judge_folder),
     Check("file locks", files.gather_locks, files.judge_locks),
     Check("HDF5", software.gather_hdf5, software.judge_hdf5),
 )
-
-
-@dataclass
-class Diagnosis:
-    """What rank 0 knows. doing: the check under way; stuck: some ranks gave no answer, so nothing more can be asked."""
-
-    hosts: list[str]
-    findings: list[Finding] = field(default_factory=list)
-    seconds: float = 0.0
-    doing: str = ""
-    stuck: bool = False
-
-    @property
-    def verdict(self) -> Verdict:
-        return max((finding.verdict for finding in self.findings), default=Verdict.OK)
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.verdict]
-
-    def as_json(self) -> dict:
-        return {
-            "verdict": self.verdict.word, "exit_code": self.exit_code, "seconds": self.seconds,
-            "ranks": len(self.hosts),
-            "ranks_per_host": {host: len(ranks) for host, ranks in by_host(self.hosts).items()},
-            "checks": [finding.as_json() for finding in self.findings],
-        }
 
 
 def examine(session: Session, diagnosis: Diagnosis, checks: Sequence[Check]) -> None:
@@ -88,49 +67,41 @@ def examine(session: Session, diagnosis: Diagnosis, checks: Sequence[Check]) -> 
     for number, check in enumerate(checks):
         session.begin(number)
         diagnosis.doing = check.name
-        session.tell(number, _facts(check, session))
+        session.send(_answer(check, session))
         if session.rank == 0:
-            told = session.told(number, check.seconds)
-            diagnosis.findings.append(conclude(check, told, session.hosts))
+            answers = session.receive(check.seconds)
+            diagnosis.findings.append(conclude(check, answers, session.hosts))
             diagnosis.seconds = time.perf_counter() - begun
-            if len(told) < session.size:
+            if len(answers) < session.size:
                 diagnosis.stuck = True
                 return
 
 
-def _facts(check: Check, session: Session) -> tuple[object, str, bool]:
-    """(facts, error, whether another rank is to blame) of this rank."""
+def _answer(check: Check, session: Session) -> Answer:
     try:
         session.barrier(LATE_SECONDS, doze=True)
-        return check.gather(session), "", False
+        return Answer(None if check.alone and session.size == 1 else check.gather(session))
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+        return Answer(None, f"{type(error).__name__}: {error}", isinstance(error, NoAnswer))
 
 
-def conclude(check: Check, told: dict[int, tuple[object, str, bool]], hosts: list[str]) -> Finding:
-    """The finding of a check from what each rank told: a failure if one told nothing, or could not look."""
-    missing = [rank for rank in range(len(hosts)) if rank not in told]
-    errors = {rank: (text, waited) for rank, (_, text, waited) in told.items() if text}
-    if missing:
-        where = ", ".join(dict.fromkeys(hosts[rank] for rank in missing))
-        return _failed(check, f"no answer from {ranks_in_words(missing)} on {where}", END_OF_THE_JOB)
-    if errors:
-        causes = {rank: text for rank, (text, waited) in errors.items() if not waited}
-        shown = causes or {rank: text for rank, (text, _) in errors.items()}
-        return _failed(check, "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in _grouped(shown).items()),
-                       check.remedy)
-    try:
-        return check.judge([told[rank][0] for rank in range(len(hosts))], hosts)
-    except Exception as error:
-        return _failed(check, f"{type(error).__name__}: {error}", REPORT_THIS)
-
-
-def _failed(check: Check, text: str, remedy: str) -> Finding:
-    return Finding(check.name, "could not be examined", (Problem(Verdict.FAILURE, text, remedy),))
-
-
-def _grouped(texts: dict[int, str]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        groups.setdefault(text, []).append(rank)
-    return groups
+def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Finding:
+    """The finding from the ranks' answers: a failure if one gave none, or could not look, or they cannot be judged."""
+    finding, failure = Finding(check.name, check.alone), Finding(check.name, "could not be examined")
+    silent = [rank for rank in range(len(hosts)) if rank not in answers]
+    errors = [answer for answer in answers.values() if answer.error]
+    if silent:
+        where = ", ".join(dict.fromkeys(hosts[rank] for rank in silent))
+        failure.fail(f"no answer from {ranks_in_words(silent)} on {where}", END_OF_THE_JOB)
+    elif errors:
+        caused = any(not answer.waited for answer in errors)
+        shown = ranks_by("" if caused and answer.waited else answer.error for _, answer in sorted(answers.items()))
+        failure.fail("; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in shown.items() if text),
+                     check.remedy)
+    elif not (check.alone and len(hosts) == 1):
+        try:
+            check.judge(finding, [answers[rank].facts for rank in range(len(hosts))], hosts)
+        except Exception as error:
+            failure.fail(f"{type(error).__name__}: {error}", REPORT_THIS)
+    del finding.problems[MOST_PROBLEMS:]
+    return failure if failure.problems else finding

@@ -7,14 +7,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from . import guard
+from .finding import Diagnosis, Finding
 
 LAST_RESORT_SECONDS = 15
 """After the time limit: when a driver or MPI itself does not let Python go on, the stacks are printed instead."""
@@ -29,7 +29,7 @@ def doctor_command(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which doctor gives up and says where it was "
                                                        "stuck.")] = 120,
 ) -> None:
-    """Examine the place that pmm3d runs in: what is found, a verdict on it, and what to do where it is not fine.
+    """Examine what pmm3d runs on: what is found, a verdict on it, and what to do where it is not fine.
 
     Software and MPI, launcher, hosts, core binding and threads, BLAS against the CPU, memory, GPUs and whether MPI
     takes their pointers, latency and bandwidth of each axis, progress while computing, clocks, the folder, file locks,
@@ -53,12 +53,12 @@ def doctor_command(
     faulthandler.dump_traceback_later(timeout + LAST_RESORT_SECONDS, exit=True)
     from mpi4py import MPI
 
-    guard.started(lifeline)
+    guard.mpi_started(lifeline)
     if MPI.COMM_WORLD.size == 1 and _is_another_task():
         return
-    code = _examine(MPI.COMM_WORLD, grid, folder, json, timeout)
+    diagnosis = _examine(grid, folder, json, timeout)
     faulthandler.cancel_dump_traceback_later()
-    raise typer.Exit(code)
+    raise typer.Exit(diagnosis.verdict.exit_code)
 
 
 def _is_another_task() -> bool:
@@ -69,63 +69,53 @@ def _is_another_task() -> bool:
     return tasks > 1 and task_rank(os.environ) > 0
 
 
-def _examine(comm, grid: str, folder: Path, json: Path | None, timeout: float) -> int:
-    """Run all checks; rank 0 reports. The exit code, on every rank."""
-    from .checks import CHECKS, Diagnosis, examine
+def _examine(grid: str, folder: Path, json: Path | None, timeout: float) -> Diagnosis:
+    """Run all checks; rank 0 shows what they found, and its exit code is that of the job: others know of nothing."""
+    from mpi4py import MPI
+
+    from .checks import CHECKS, examine
     from .session import Session
     from .software import seconds_since_start
 
     started = seconds_since_start(f"/proc/{os.getppid()}/stat")
     diagnosis = Diagnosis([socket.gethostname()])
-    with _time_limit(timeout if comm.rank == 0 else None, lambda: _give_up(diagnosis, json, timeout)):
-        session = Session(comm, len(CHECKS), folder, grid, started)
-        diagnosis.hosts = session.hosts
-        examine(session, diagnosis, CHECKS)
-    if comm.rank == 0:
-        _report(diagnosis, json)
+    limit = threading.Timer(timeout, _give_up, (diagnosis, json, timeout))
+    limit.daemon = True
+    if MPI.COMM_WORLD.rank == 0:
+        limit.start()
+    session = Session(MPI.COMM_WORLD, len(CHECKS), folder, grid, started)
+    diagnosis.hosts = session.hosts
+    examine(session, diagnosis, CHECKS)
+    limit.cancel()
+    if session.rank == 0:
+        _show(diagnosis, json)
         if diagnosis.stuck:
-            os._exit(diagnosis.exit_code)  # Open MPI's MPI_Abort did not return, called in a child of what it started
-    code = session.broadcast_code(diagnosis.exit_code, timeout)
+            os._exit(diagnosis.verdict.exit_code)  # Open MPI's MPI_Abort did not return in a child of what it started
     session.close()
-    return code
+    return diagnosis
 
 
-@contextmanager
-def _time_limit(seconds: float | None, expired: Callable[[], None]) -> Iterator[None]:
-    """Call expired() from another thread if the body takes longer."""
-    timer = threading.Timer(seconds or 0.0, expired)
-    timer.daemon = True
-    if seconds is not None:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _give_up(diagnosis, json: Path | None, timeout: float) -> None:
-    """Report what is known, and end the job: the thread that examines is stuck."""
+def _give_up(diagnosis: Diagnosis, json: Path | None, timeout: float) -> None:
+    """Show what is known, and end the job: the thread that examines is stuck."""
     from .checks import END_OF_THE_JOB
-    from .finding import Finding, Problem, Verdict
 
-    where = diagnosis.doing or "making communicators"
-    problem = Problem(Verdict.FAILURE, f"rank 0 is stuck here; given up after {timeout:g} s "
-                                       "(--timeout)", END_OF_THE_JOB)
-    diagnosis.findings.append(Finding(where, "did not end", (problem,)))
+    finding = Finding(diagnosis.doing or "making communicators", "did not end")
+    finding.fail(f"rank 0 is stuck here; given up after {timeout:g} s (--timeout)", END_OF_THE_JOB)
+    diagnosis.findings.append(finding)
     diagnosis.seconds = timeout
-    _report(diagnosis, json)
-    os._exit(diagnosis.exit_code)
+    _show(diagnosis, json)
+    os._exit(diagnosis.verdict.exit_code)
 
 
-def _report(diagnosis, json: Path | None) -> None:
-    from .finding import Finding, Problem, Verdict
-    from .report import console, print_diagnosis, write_json
+def _show(diagnosis: Diagnosis, json: Path | None) -> None:
+    from .printing import print_diagnosis
 
     try:
         if json:
-            write_json(diagnosis, json)
+            json.write_text(dumps(diagnosis.as_json(), indent=1) + "\n")
     except OSError as error:
-        problem = Problem(Verdict.FAILURE, f"{json}: {error.strerror}", "another path for --json")
-        diagnosis.findings.append(Finding("--json", "could not be written", (problem,)))
-    print_diagnosis(diagnosis, console())
+        finding = Finding("--json", "could not be written")
+        finding.fail(f"{json}: {error.strerror}", "another path for --json")
+        diagnosis.findings.append(finding)
+    print_diagnosis(diagnosis)
     sys.stdout.flush()

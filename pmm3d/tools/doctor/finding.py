@@ -1,11 +1,12 @@
-"""What a check says. No MPI, no numpy."""
+"""What a check says, and the words that checks have in common. No MPI, no numpy."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, NamedTuple
 
 
 class Verdict(enum.IntEnum):
@@ -20,22 +21,23 @@ class Verdict(enum.IntEnum):
     def word(self) -> str:
         return self.name.lower()
 
+    @property
+    def exit_code(self) -> int:
+        """0 of ok and note, 1 of warning, 2 of failure."""
+        return max(0, self.value - 1)
 
-EXIT_CODES = {Verdict.OK: 0, Verdict.NOTE: 0, Verdict.WARNING: 1, Verdict.FAILURE: 2}
 
-
-@dataclass(frozen=True)
-class Problem:
-    """Something found, how bad it is, and what to do about it."""
+class Problem(NamedTuple):
+    """How bad it is, what it is, and what to do about it."""
 
     verdict: Verdict
     text: str
     remedy: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
-    """The outcome of one check.
+    """The outcome of one check, which the check's judge fills in.
 
     found      in one line, whether good or bad
     problems   none if all is well
@@ -43,48 +45,77 @@ class Finding:
     """
 
     check: str
-    found: str
-    problems: tuple[Problem, ...] = ()
-    figures: dict = field(default_factory=dict)
+    found: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
         return max((problem.verdict for problem in self.problems), default=Verdict.OK)
 
-    def as_json(self) -> dict:
-        problems = [{"verdict": problem.verdict.word, "text": problem.text, "remedy": problem.remedy}
-                    for problem in self.problems]
+    def note(self, text: str, remedy: str) -> None:
+        self.problems.append(Problem(Verdict.NOTE, text, remedy))
+
+    def warn(self, text: str, remedy: str) -> None:
+        self.problems.append(Problem(Verdict.WARNING, text, remedy))
+
+    def fail(self, text: str, remedy: str) -> None:
+        self.problems.append(Problem(Verdict.FAILURE, text, remedy))
+
+    def as_json(self) -> dict[str, Any]:
+        problems = [problem._asdict() | {"verdict": problem.verdict.word} for problem in self.problems]
         return {"check": self.check, "verdict": self.verdict.word, "found": self.found, "problems": problems,
                 "figures": self.figures}
 
 
-class Problems(list):
-    """Problems as a judge comes upon them."""
+@dataclass
+class Diagnosis:
+    """What rank 0 knows. doing: the check under way; stuck: some ranks gave no answer, so nothing more can be asked."""
 
-    def note(self, text: str, remedy: str) -> None:
-        self.append(Problem(Verdict.NOTE, text, remedy))
+    hosts: list[str]
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+    doing: str = ""
+    stuck: bool = False
 
-    def warn(self, text: str, remedy: str) -> None:
-        self.append(Problem(Verdict.WARNING, text, remedy))
+    @property
+    def verdict(self) -> Verdict:
+        return max((finding.verdict for finding in self.findings), default=Verdict.OK)
 
-    def fail(self, text: str, remedy: str) -> None:
-        self.append(Problem(Verdict.FAILURE, text, remedy))
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict.word, "exit_code": self.verdict.exit_code, "seconds": self.seconds,
+            "ranks": len(self.hosts),
+            "ranks_per_host": {host: len(ranks) for host, ranks in ranks_by(self.hosts).items()},
+            "checks": [finding.as_json() for finding in self.findings],
+        }
 
 
 def names_in_words(names: Iterable[str], most: int = 4) -> str:
-    listed = list(names)
+    """The first names, each once, and how many more there are."""
+    listed = list(dict.fromkeys(names))
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def by_host(hosts: list[str]) -> dict[str, list[int]]:
-    """The ranks on each host, in the order of their first ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
+def counted(number: int, noun: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def spread(values, form="{:.1f}") -> str:
+def spread(values: Collection[float], form: str = "{:.1f}") -> str:
     """12.3, or 12.3 (from 11.0 to 13.5): the median of several, with the extremes where they differ as printed."""
     low, middle, high = (form.format(value) for value in (min(values), median(values), max(values)))
     return middle if low == high else f"{middle} (from {low} to {high})"
+
+
+def ranks_by(labels: Iterable[str]) -> dict[str, list[int]]:
+    """The ranks that have each label, as a host, from the labels of all ranks; in the order of their first ranks."""
+    groups: dict[str, list[int]] = {}
+    for rank, label in enumerate(labels):
+        groups.setdefault(label, []).append(rank)
+    return groups
+
+
+def unlike_first(facts: Sequence[object]) -> list[int]:
+    """The ranks whose facts are not those of rank 0."""
+    return [rank for rank, fact in enumerate(facts) if fact != facts[0]]

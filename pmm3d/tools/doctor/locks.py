@@ -1,17 +1,18 @@
-"""Asking for a lock on a file. Without MPI, so that a child process can run it: python -m pmm3d.tools.doctor.locks KIND "
-  "FILE."""
+"""Asking for a lock on a file. Without MPI, so that a child process can run it: python -m pmm3d.tools.doctor.locks KIND
+FILE."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import sys
+from typing import IO
 
 LOCKS = {"flock": fcntl.flock, "fcntl": fcntl.lockf}
 REFUSED, GRANTED = "refused", "granted"
 
 
-def lock(kind: str, file) -> None:
+def lock(kind: str, file: IO[bytes]) -> None:
     """Take an exclusive lock on an open file, or raise OSError at once."""
     LOCKS[kind](file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

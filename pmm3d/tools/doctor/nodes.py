@@ -6,12 +6,18 @@ import math
 import os
 import resource
 import time
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from ...arrays import NumpyLibrary, Workspace
 from ...comm.words import in_bytes, ranks_in_words
 from ...model import machine
-from .finding import Finding, Problems, by_host, names_in_words, spread
+from .finding import Finding, counted, names_in_words, ranks_by, spread, unlike_first
 from .session import Session
 
 GEMM_SIZE = 768
@@ -24,124 +30,126 @@ SHM_PER_RANK = 2**24
 LEAST_MEMORY = 2**30
 
 
-def judge_hosts(facts: list, hosts: list[str]) -> Finding:
-    problems = Problems()
-    placed = by_host(hosts)
-    counts = [len(ranks) for ranks in placed.values()]
-    if any(ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in placed.values()):
-        problems.warn("neighbouring ranks are on different hosts, so the x axis, which talks most, crosses the network",
-                      "srun --distribution=block:block; Open MPI: mpiexec --map-by slot; MPICH: mpiexec -ppn N")
-    if max(counts) > min(counts):
-        sparse = [host for host, ranks in placed.items() if len(ranks) < max(counts)]
-        problems.warn(f"from {min(counts)} to {max(counts)} ranks on a host (fewer on {names_in_words(sparse)}): the "
-                      "fullest host sets the pace", "srun --ntasks-per-node=N; mpiexec -ppn N or --map-by ppr:N:node")
-    each = names_in_words([f"{host} ({len(ranks)})" for host, ranks in placed.items()], 8)
-    return Finding("hosts", f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {len(placed)} "
-                            f"host{'s' * (len(placed) > 1)}: {each}", tuple(problems),
-                   {"ranks_per_host": {host: len(ranks) for host, ranks in placed.items()}})
+def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
+    placed = ranks_by(hosts)
+    counts = {host: len(ranks) for host, ranks in placed.items()}
+    low, high = min(counts.values()), max(counts.values())
+    if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in placed.values()):
+        finding.warn("neighbouring ranks are on different hosts, so the x axis, which talks most, crosses the network",
+                     "srun --distribution=block:block; Open MPI: mpiexec --map-by slot; MPICH: mpiexec -ppn N")
+    if high > low:
+        sparse = names_in_words(host for host, count in counts.items() if count < high)
+        finding.warn(f"from {low} to {high} ranks on a host (fewer on {sparse}): the fullest host sets the pace",
+                     "srun --ntasks-per-node=N; mpiexec -ppn N or --map-by ppr:N:node")
+    each = names_in_words((f"{host} ({count})" for host, count in counts.items()), 8)
+    finding.found = f"{counted(len(hosts), 'rank')} on {counted(len(placed), 'host')}: {each}"
+    finding.figures = {"ranks_per_host": counts}
 
 
-@dataclass(frozen=True)
-class Cores:
-    """allowed: the cores this rank may run on; of_host: how many the machine has; quota: cores' worth of time that a
-    container or job may use, if limited; threads: of the BLAS."""
+class Node(NamedTuple):
+    """What a rank sees of its node. Memory is in bytes.
 
-    allowed: frozenset[int]
+    cores, of_host       that the rank may run on; how many the machine has
+    quota, threads       cores' worth of time that a container or job may use, if limited; threads of the BLAS
+    available, limit     memory of the node; what a container or job may use, if limited
+    shm_size, shm_free   of /dev/shm
+    locked, rdma         memory that may be pinned, -1 for any number; whether there is an RDMA network
+    """
+
+    cores: frozenset[int]
     of_host: int
     quota: float | None
     threads: int
+    available: int
+    limit: float | None
+    shm_size: int
+    shm_free: int
+    locked: int
+    rdma: bool
 
 
-def gather_cores(session: Session) -> Cores:
-    return Cores(machine.cores(), os.cpu_count() or 1, cpu_quota(), machine.loaded_blas().threads)
+def gather_node(session: Session) -> Node:
+    shm_size = shm_free = 0
+    with suppress(OSError):
+        shm = os.statvfs("/dev/shm")
+        shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+    networks = "/sys/class/infiniband"
+    return Node(machine.cores(), os.cpu_count() or 1, cgroup_limit("cpu.max"), machine.loaded_blas().threads,
+                machine.available_memory(), cgroup_limit("memory.max"), shm_size, shm_free,
+                resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.path.isdir(networks) and bool(os.listdir(networks)))
 
 
-def cgroups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[Path]:
-    """The control groups (version 2) of this process, innermost first; where there are none, the root."""
-    try:
+def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
+    """The tightest limit that the control groups (version 2) of this process set in the file of that name.
+
+    cpu.max is cores' worth of time, memory.max bytes. None where there is no limit ("max"), or no control group.
+    """
+    limits, inner = [], "/"
+    with suppress(OSError, StopIteration):
         inner = next(line.strip()[3:] for line in Path(own).read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        inner = "/"
-    here = Path(root + inner)
-    return [path for path in (here, *here.parents) if path.is_relative_to(root) and path.is_dir()]
-
-
-def _tightest(file: str, read, groups: list[Path] | None = None) -> float | None:
-    """The least of the limits that the control groups set in a file of that name; None if it is "max" everywhere."""
-    limits = []
-    for group in cgroups() if groups is None else groups:
-        try:
-            limits.append(read((group / file).read_text()))
-        except (OSError, ValueError):
-            continue
+    for group in (Path(root + inner), *Path(root + inner).parents):
+        with suppress(OSError, ValueError):
+            amount, *period = map(int, (group / file).read_text().split())
+            limits.append(amount / period[0] if period else amount)
     return min(limits, default=None)
 
 
-def cpu_quota(groups: list[Path] | None = None) -> float | None:
-    """Cores' worth of time that the tightest control group allows."""
-
-    def cores(text: str) -> float:
-        quota, period = text.split()
-        return int(quota) / int(period)
-
-    return _tightest("cpu.max", cores, groups)
+def crowded_hosts(cores: list[frozenset[int]], hosts: list[str]) -> list[str]:
+    """Where ranks have fewer cores than there are ranks, and take turns, so that times say little."""
+    return [host for host, ranks in ranks_by(hosts).items()
+            if len(frozenset[int]().union(*(cores[rank] for rank in ranks))) < len(ranks)]
 
 
-def judge_cores(facts: list[Cores], hosts: list[str]) -> Finding:
+def judge_cores(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
     """Per host: ranks that share cores though others are free, more ranks or threads than cores, cores left idle."""
-    problems = Problems()
-    told = {}
-    for host, ranks in by_host(hosts).items():
+    figures: dict[str, dict[str, Any]] = {}
+    for host, ranks in ranks_by(hosts).items():
         here = {rank: facts[rank] for rank in ranks}
-        usable = frozenset().union(*(fact.allowed for fact in here.values()))
-        _judge_binding(problems, host, here)
-        _judge_load(problems, host, here, usable)
-        told[host] = {"ranks": len(ranks), "cores": len(usable), "threads_per_rank": facts[ranks[0]].threads,
-                      "cores_per_rank": min(len(fact.allowed) for fact in here.values()),
-                      "cores_of_host": facts[ranks[0]].of_host, "quota_cores": facts[ranks[0]].quota}
-    host, first = next(iter(told.items()))
+        usable = len(frozenset[int]().union(*(fact.cores for fact in here.values())))
+        _judge_binding(finding, host, here)
+        _judge_load(finding, host, list(here.values()), usable)
+        figures[host] = {"ranks": len(ranks), "cores": usable, "threads_per_rank": facts[ranks[0]].threads,
+                         "cores_per_rank": min(len(fact.cores) for fact in here.values()),
+                         "cores_of_host": facts[ranks[0]].of_host, "quota_cores": facts[ranks[0]].quota}
+    first = figures[hosts[0]]
     bound = "bound to" if first["cores_per_rank"] < first["cores"] else "free to use"
-    found = (f"{first['ranks']} rank{'s' * (first['ranks'] > 1)} on {first['cores']} of {first['cores_of_host']} "
-             f"cores, each {bound} {first['cores_per_rank']}, with {first['threads_per_rank']} "
-             f"thread{'s' * (first['threads_per_rank'] != 1)}")
-    return Finding("cores", found + (f" ({host})" if len(told) > 1 else ""), tuple(problems[:6]), {"hosts": told})
+    finding.found = (f"{counted(first['ranks'], 'rank')} on {first['cores']} of {first['cores_of_host']} cores, each "
+                     f"{bound} {first['cores_per_rank']}, with {counted(first['threads_per_rank'], 'thread')}"
+                     + f" ({hosts[0]})" * (len(figures) > 1))
+    finding.figures = {"hosts": figures}
 
 
-def _judge_binding(problems: Problems, host: str, here: dict[int, Cores]) -> None:
+def _judge_binding(finding: Finding, host: str, here: dict[int, Node]) -> None:
     of_host = max(fact.of_host for fact in here.values())
     fair = math.ceil(len(here) / of_host)
-    for allowed in sorted({fact.allowed for fact in here.values()}, key=sorted):
-        inside = [rank for rank, fact in here.items() if fact.allowed <= allowed]
+    for allowed in sorted({fact.cores for fact in here.values()}, key=sorted):
+        inside = [rank for rank, fact in here.items() if fact.cores <= allowed]
         if len(inside) > fair * len(allowed):
             cores = f"core{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)[:8]))}"
-            problems.fail(f"{host}: {ranks_in_words(inside)} share {cores}, of {of_host} on that host",
-                          "bind each rank to cores of its own: srun --cpu-bind=cores -c CORES_PER_RANK; Open MPI: "
-                          "mpiexec --bind-to core; MPICH: mpiexec -bind-to core; and ask the batch system for as many "
-                          "cores as ranks. In two jobs on one node: --bind-to none")
+            finding.fail(f"{host}: {ranks_in_words(inside)} share {cores}, of {of_host} on that host",
+                         "bind each rank to cores of its own: srun --cpu-bind=cores -c CORES_PER_RANK; Open MPI: "
+                         "mpiexec --bind-to core; MPICH: mpiexec -bind-to core; and ask the batch system for as many "
+                         "cores as ranks. In two jobs on one node: --bind-to none")
             return
 
 
-def _judge_load(problems: Problems, host: str, here: dict[int, Cores], usable: frozenset[int]) -> None:
-    first = next(iter(here.values()))
-    ranks, threads = len(here), sum(fact.threads for fact in here.values())
-    fitting = max(1, len(usable) // ranks)
-    variables = "OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and MKL_NUM_THREADS"
-    if ranks > len(usable):
-        problems.warn(f"{host}: {ranks} ranks on {len(usable)} core{'s' * (len(usable) > 1)}; they take turns",
-                      "fewer ranks (-n), or more cores from the batch system")
-    elif threads > len(usable):
-        problems.warn(f"{host}: {threads} BLAS threads of {ranks} ranks on {len(usable)} cores",
-                      f"set {variables} to {fitting}")
-    elif 2 * threads <= len(usable) and ranks > 1:
-        problems.note(f"{host}: {threads} BLAS threads leave {len(usable) - threads} of {len(usable)} cores idle",
-                      f"more ranks, or set {variables} to {fitting}")
-    if first.quota is not None and first.quota < min(threads, len(usable)) - 0.5:
-        problems.warn(f"{host}: the container or job may use {first.quota:g} cores' worth of time, for {threads} "
-                      "threads", f"raise the limit (docker run --cpus, Slurm -c), or start {int(first.quota) or 1}")
+def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> None:
+    ranks, threads, quota = len(here), sum(fact.threads for fact in here), here[0].quota
+    fit = f"set OPENBLAS_NUM_THREADS, OMP_NUM_THREADS and MKL_NUM_THREADS to {max(1, usable // ranks)}"
+    if ranks > usable:
+        finding.warn(f"{host}: {ranks} ranks on {counted(usable, 'core')}; they take turns",
+                     "fewer ranks (-n), or more cores from the batch system")
+    elif threads > usable:
+        finding.warn(f"{host}: {threads} BLAS threads of {ranks} ranks on {usable} cores", fit)
+    elif 2 * threads <= usable and ranks > 1:
+        finding.note(f"{host}: {threads} BLAS threads leave {usable - threads} of {usable} cores idle",
+                     f"more ranks, or {fit}")
+    if quota is not None and quota < min(threads, usable) - 0.5:
+        finding.warn(f"{host}: the container or job may use {quota:g} cores' worth of time, for {threads} threads",
+                     f"raise the limit (docker run --cpus, Slurm -c), or start {int(quota) or 1}")
 
 
-@dataclass(frozen=True)
-class BlasFacts:
+class BlasRates(NamedTuple):
     """alone: GFLOP/s of one core while the other ranks of the host sleep (first rank of each host); together: while all
     ranks multiply. chosen: OPENBLAS_CORETYPE as the process was started with."""
 
@@ -150,33 +158,27 @@ class BlasFacts:
     chosen: str
     alone: float | None
     together: float
-    allowed: frozenset[int]
+    cores: frozenset[int]
 
 
-def gather_blas(session: Session) -> BlasFacts:
+def gather_blas(session: Session) -> BlasRates:
     alone = gemm_rate() if session.is_first_here else None
     session.barrier(doze=True)
     together = gemm_rate()
-    return BlasFacts(machine.loaded_blas(), machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together,
+    return BlasRates(machine.loaded_blas(), machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together,
                      machine.cores())
 
 
 def at_start(name: str, environ: str = "/proc/self/environ") -> str:
     """A variable as this process was started with: the command pmm3d itself chooses a kernel for OpenBLAS."""
-    try:
-        variables = Path(environ).read_bytes().split(b"\0")
-    except OSError:
-        return os.environ.get(name, "")
-    return next((text.partition(b"=")[2].decode() for text in variables if text.startswith(f"{name}=".encode())), "")
+    with suppress(OSError):
+        variables = Path(environ).read_text(errors="replace").split("\0")
+        return dict(text.partition("=")[::2] for text in variables).get(name, "")
+    return os.environ.get(name, "")
 
 
 def gemm_rate(size: int = GEMM_SIZE) -> float:
     """GFLOP/s of a product of float64 on one thread: the best of a few."""
-    import numpy as np
-    from threadpoolctl import threadpool_limits
-
-    from ...arrays import NumpyLibrary, Workspace
-
     a, b, c = (np.full((size, size), value) for value in (0.5, 0.25, 0.0))
     times = []
     with threadpool_limits(1):
@@ -187,105 +189,69 @@ def gemm_rate(size: int = GEMM_SIZE) -> float:
     return 2 * size**3 / min(times) / 1e9
 
 
-def judge_blas(facts: list[BlasFacts], hosts: list[str]) -> Finding:
-    problems = Problems()
+def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
     first = facts[0]
+    blas, processor = first.blas, first.processor
     advised = {advice for fact in facts if (advice := fact.blas.advice(fact.processor))}
     for advice in sorted(advised):
-        problems.warn(advice.partition(":")[0], advice.partition(": ")[2])
-    kernel = machine.better_kernel(first.processor)
-    if kernel and not advised and first.blas.name == "openblas" and not first.chosen:
-        problems.note(f"OpenBLAS takes this CPU for a lesser one; the pmm3d command told it better ({kernel})",
-                      f"for programs of your own: export OPENBLAS_CORETYPE={kernel}")
-    if first.blas.name == "unknown":
-        problems.warn("no known BLAS is loaded", "install scipy from PyPI or conda-forge, which carry OpenBLAS or MKL")
-    elif len({fact.blas for fact in facts}) > 1:
-        problems.warn("the ranks' BLAS, kernels or threads differ",
-                      "one environment, and the same variables, on all nodes; nodes of one kind (srun --constraint)")
-    _judge_rates(problems, facts, hosts)
-    alone = [fact.alone for fact in facts if fact.alone]
-    together = [fact.together for fact in facts]
-    found = (f"{first.blas.name} {first.blas.version}, kernel {first.blas.kernel or 'unknown'}, on "
-             f"{first.processor.name}; one core alone {spread(alone)} GFLOP/s, all ranks at once {spread(together)}")
-    return Finding("BLAS", found, tuple(problems), asdict(first.blas) | {
-        "cpu": first.processor.name, "core_gflops": dict(zip(by_host(hosts), alone)), "together_gflops": together})
+        text, _, remedy = advice.partition(": ")
+        finding.warn(text, remedy)
+    kernel = machine.better_kernel(processor)
+    if kernel and not advised and blas.name == "openblas" and not first.chosen:
+        finding.note(f"OpenBLAS takes this CPU for a lesser one; the pmm3d command told it better ({kernel})",
+                     f"for programs of your own: export OPENBLAS_CORETYPE={kernel}")
+    if blas.name == "unknown":
+        finding.warn("no known BLAS is loaded", "install scipy from PyPI or conda-forge, which carry OpenBLAS or MKL")
+    elif unlike_first([fact.blas for fact in facts]):
+        finding.warn("the ranks' BLAS, kernels or threads differ",
+                     "one environment, and the same variables, on all nodes; nodes of one kind (srun --constraint)")
+    alone, together = [fact.alone for fact in facts if fact.alone], [fact.together for fact in facts]
+    _judge_rates(finding, facts, hosts, max(alone))
+    finding.found = (f"{blas.name} {blas.version}, kernel {blas.kernel or 'unknown'}, on {processor.name}; one core "
+                     f"alone {spread(alone)} GFLOP/s, all ranks at once {spread(together)}")
+    finding.figures = asdict(blas) | {"cpu": processor.name, "core_gflops": dict(zip(ranks_by(hosts), alone)),
+                                      "together_gflops": together}
 
 
-def _judge_rates(problems: Problems, facts: list[BlasFacts], hosts: list[str]) -> None:
+def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alone: float) -> None:
     """Ranks that are slow though they have a core to themselves."""
-    placed = by_host(hosts)
-    roomy = [rank for ranks in placed.values() for rank in ranks
-             if len(frozenset().union(*(facts[one].allowed for one in ranks))) >= len(ranks)]
-    rates = sorted(facts[rank].together for rank in roomy)
-    if not rates:
+    crowded = crowded_hosts([fact.cores for fact in facts], hosts)
+    roomy = {rank: fact.together for rank, fact in enumerate(facts) if hosts[rank] not in crowded}
+    if not roomy:
         return
-    middle = rates[len(rates) // 2]
-    slow = [rank for rank in roomy if facts[rank].together < SLOW_RANK * middle]
+    middle = sorted(roomy.values())[len(roomy) // 2]
+    slow = [rank for rank, rate in roomy.items() if rate < SLOW_RANK * middle]
     if slow:
-        where = names_in_words(dict.fromkeys(hosts[rank] for rank in slow))
-        problems.warn(f"{ranks_in_words(slow)} on {where} multiply at less than {SLOW_RANK:.0%} of the median rate",
-                      f"see whether other programs run there (top); else leave the node out (srun --exclude={where})")
-    alone = max(fact.alone for fact in facts if fact.alone)
+        where = names_in_words(hosts[rank] for rank in slow)
+        finding.warn(f"{ranks_in_words(slow)} on {where} multiply at less than {SLOW_RANK:.0%} of the median rate",
+                     f"see whether other programs run there (top); else leave the node out (srun --exclude={where})")
     if len(hosts) > 1 and middle < SLOW_RANK * alone:
-        problems.warn(f"all at once a rank reaches {middle / alone:.0%} of what one core does alone",
-                      "ranks share physical cores (srun --hint=nomultithread), or other programs run here")
+        finding.warn(f"all at once a rank reaches {middle / alone:.0%} of what one core does alone",
+                     "ranks share physical cores (srun --hint=nomultithread), or other programs run here")
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes. available: of the node; limit: of the container or job; locked: that may be pinned, -1 for any number."""
-
-    available: int
-    limit: int | None
-    shm_size: int
-    shm_free: int
-    locked: int
-    rdma: bool
-
-
-def gather_memory(session: Session) -> Memory:
-    try:
-        shm = os.statvfs("/dev/shm")
-        size, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    except OSError:
-        size = free = 0
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return Memory(machine.available_memory(), memory_limit(), size, free, locked, has_rdma())
-
-
-def has_rdma(folder: str = "/sys/class/infiniband") -> bool:
-    return os.path.isdir(folder) and bool(os.listdir(folder))
-
-
-def memory_limit(groups: list[Path] | None = None) -> int | None:
-    """Bytes that the tightest control group allows."""
-    return _tightest("memory.max", int, groups)
-
-
-def judge_memory(facts: list[Memory], hosts: list[str]) -> Finding:
-    problems = Problems()
+def judge_memory(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
     shares = {}
-    for host, ranks in by_host(hosts).items():
+    for host, ranks in ranks_by(hosts).items():
         fact = facts[ranks[0]]
         whole = min(filter(None, (fact.available, fact.limit)), default=0)
         shares[host] = whole // len(ranks)
         if 0 < shares[host] < LEAST_MEMORY:
-            problems.warn(f"{host}: {in_bytes(shares[host])} of memory a rank",
-                          "fewer ranks on a node, or more memory from the batch system (sbatch --mem=0: all of the "
-                          "node's); max_workspace= in products")
+            finding.warn(f"{host}: {in_bytes(shares[host])} of memory a rank",
+                         "fewer ranks on a node, or more memory from the batch system (sbatch --mem=0: all of the "
+                         "node's); max_workspace= in products")
         wanted = SHM_SPARE + len(ranks) * SHM_PER_RANK
         if len(ranks) > 1 and fact.shm_free < wanted:
-            problems.warn(f"{host}: /dev/shm has {in_bytes(fact.shm_free)} free for {len(ranks)} ranks; MPI keeps its "
-                          f"shared memory there and may want {in_bytes(wanted)}",
-                          "docker run --shm-size=1g; remove what dead jobs left there (ls /dev/shm); Open MPI "
-                          "elsewhere: OMPI_MCA_btl_sm_backing_directory=/tmp")
+            finding.warn(f"{host}: /dev/shm has {in_bytes(fact.shm_free)} free for {len(ranks)} ranks; MPI keeps its "
+                         f"shared memory there and may want {in_bytes(wanted)}",
+                         "docker run --shm-size=1g; remove what dead jobs left there (ls /dev/shm); Open MPI "
+                         "elsewhere: OMPI_MCA_btl_sm_backing_directory=/tmp")
         if fact.rdma and 0 <= fact.locked < LEAST_MEMORY:
-            problems.warn(f"{host}: only {in_bytes(fact.locked)} of memory may be locked, which RDMA networks need",
-                          "ulimit -l unlimited, or the site's limits.conf; in slurmd's unit LimitMEMLOCK=infinity")
-    low, first = min(shares.values()), facts[0]
+            finding.warn(f"{host}: only {in_bytes(fact.locked)} of memory may be locked, which RDMA networks need",
+                         "ulimit -l unlimited, or the site's limits.conf; in slurmd's unit LimitMEMLOCK=infinity")
+    first = facts[0]
     limited = f" (limited to {in_bytes(first.limit)} a node)" if first.limit else ""
-    found = (f"{in_bytes(low)} a rank{limited} on the fullest host; /dev/shm {in_bytes(first.shm_free)} "
-             f"free of {in_bytes(first.shm_size)}")
-    return Finding("memory", found, tuple(problems[:6]), {
-        "available_bytes_per_rank": shares, "shm_free_bytes": first.shm_free, "shm_bytes": first.shm_size,
-        "limit_bytes": first.limit, "locked_bytes": first.locked})
+    finding.found = (f"{in_bytes(min(shares.values()))} a rank{limited} on the fullest host; /dev/shm "
+                     f"{in_bytes(first.shm_free)} free of {in_bytes(first.shm_size)}")
+    finding.figures = {"available_bytes_per_rank": shares, "shm_free_bytes": first.shm_free,
+                       "shm_bytes": first.shm_size, "limit_bytes": first.limit, "locked_bytes": first.locked}

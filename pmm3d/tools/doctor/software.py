@@ -3,52 +3,55 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
+from mpi4py import MPI
+
+from ... import __version__
+from ...comm.hosts import mpi_name
 from ...comm.words import ranks_in_words
-from .finding import Finding, Problems, spread
+from ...model.environment import tasks_in_environment
+from .finding import Finding, counted, spread, unlike_first
 from .session import Session
 
-PACKAGES = ("pmm3d", "numpy", "scipy", "mpi4py", "h5py")
+PACKAGES = ("numpy", "scipy", "mpi4py", "h5py")
 OLDEST_MPI4PY = (4, 0, 3)
 SLOW_START = 5.0
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 PLUGINS = {"MPICH": "srun --mpi=pmi2", "Open MPI": "srun --mpi=pmix"}
 
 
-@dataclass(frozen=True)
-class Packages:
-    """python and versions of this rank; seconds from the start of its process until it could begin."""
+class Versions(NamedTuple):
+    """Of Python and packages on this rank; seconds from the start of its process until it could begin."""
 
-    python: str
     versions: dict[str, str]
     seconds: float
 
 
-def gather_packages(session: Session) -> Packages:
-    import platform
-
-    return Packages(platform.python_version(), {name: _version(name) for name in PACKAGES}, session.started)
+def gather_versions(session: Session) -> Versions:
+    ours = {"Python": platform.python_version(), "pmm3d": __version__}
+    return Versions(ours | {name: _version(name) for name in PACKAGES}, session.started)
 
 
 def _version(name: str) -> str:
-    if name == "pmm3d":
-        from ... import __version__
-
-        return __version__
-    return version(name)
-
-
-def seconds_since_start(stat: str = "/proc/self/stat", uptime: str = "/proc/uptime") -> float:
-    """Seconds that this process has lived; 0 where the system does not tell."""
     try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def seconds_since_start(stat: str, uptime: str = "/proc/uptime") -> float:
+    """Seconds that the process of that stat file has lived; 0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
         ticks = int(Path(stat).read_text().rpartition(")")[2].split()[19])
         return max(0.0, float(Path(uptime).read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    return 0.0
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -56,30 +59,27 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
-def judge_packages(facts: list[Packages], hosts: list[str]) -> Finding:
-    problems = Problems()
-    first, seconds = facts[0], [fact.seconds for fact in facts]
-    others = [rank for rank, fact in enumerate(facts)
-              if (fact.python, fact.versions) != (first.python, first.versions)]
+def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) -> None:
+    first, seconds = facts[0].versions, [fact.seconds for fact in facts]
+    others = unlike_first([fact.versions for fact in facts])
     if others:
-        one = facts[others[0]]
-        told = ", ".join(f"{name} {one.versions[name]} and {first.versions[name]}" for name in PACKAGES
-                         if one.versions[name] != first.versions[name]) or f"Python {one.python} and {first.python}"
-        problems.fail(f"{ranks_in_words(others)} run other versions than rank 0: {told}",
-                      "start every rank with the same Python: give its full path, and one environment on all nodes")
-    if numbers(first.versions["mpi4py"]) < OLDEST_MPI4PY:
-        problems.warn(f"mpi4py {first.versions['mpi4py']} frees CuPy arrays twice", 'pip install "mpi4py>=4.0.3"')
+        which = ", ".join(f"{name} {text} and {first[name]}" for name, text in facts[others[0]].versions.items()
+                          if text != first[name])
+        finding.fail(f"{ranks_in_words(others)} run other versions than rank 0: {which}",
+                     "start every rank with the same Python: give its full path, and one environment on all nodes")
+    if numbers(first["mpi4py"]) < OLDEST_MPI4PY:
+        finding.warn(f"mpi4py {first['mpi4py']} frees CuPy arrays twice", 'pip install "mpi4py>=4.0.3"')
     if max(seconds) > SLOW_START:
-        problems.note(f"Python and its packages took {max(seconds):.0f} s to load on the slowest rank",
-                      "put the environment on each node's own disk (a container image, or sbcast and untar) rather "
-                      "than on a shared file system that every rank searches")
-    found = f"Python {first.python}, " + ", ".join(f"{name} {text}" for name, text in first.versions.items())
-    return Finding("software", f"{found}; ready after {spread(seconds)} s", tuple(problems),
-                   {"python": first.python, "packages": first.versions, "start_seconds": max(seconds)})
+        finding.note(f"Python and its packages took {max(seconds):.0f} s to load on the slowest rank",
+                     "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
+                     "on a shared file system that every rank searches")
+    versions = ", ".join(f"{name} {text}" for name, text in first.items())
+    finding.found = f"{versions}; ready after {spread(seconds)} s"
+    packages = {name: text for name, text in first.items() if name != "Python"}
+    finding.figures = {"python": first["Python"], "packages": packages, "start_seconds": max(seconds)}
 
 
-@dataclass(frozen=True)
-class Mpi:
+class Mpi(NamedTuple):
     """library: its own words; standard: of the running library; built: of the one mpi4py was built with."""
 
     library: str
@@ -89,55 +89,44 @@ class Mpi:
     module: str
     thread_level: int
 
-    @property
-    def large_counts(self) -> bool:
-        return min(self.standard, self.built) >= (4, 0)
-
 
 def gather_mpi(session: Session) -> Mpi:
-    from mpi4py import MPI
-
-    from ...comm.hosts import mpi_name
-
-    levels = [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE]
+    levels = [getattr(MPI, f"THREAD_{level}") for level in THREAD_LEVELS]
     vendor, number = MPI.get_vendor()
     name = mpi_name()
     if not re.search(r"\d", name) or name.endswith(":") or "Version:" in name:
-        name = f"{vendor} {'.'.join(map(str, number))}"
-    return Mpi(name, vendor, tuple(MPI.Get_version()), (MPI.VERSION, MPI.SUBVERSION), Path(MPI.__file__).name,
+        name = f"{vendor} {_dotted(number)}"
+    return Mpi(name, vendor, MPI.Get_version(), (MPI.VERSION, MPI.SUBVERSION), Path(MPI.__file__).name,
                levels.index(MPI.Query_thread()))
 
 
-def judge_mpi(facts: list[Mpi], hosts: list[str]) -> Finding:
-    problems = Problems()
+def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
     first = facts[0]
-    others = [rank for rank, fact in enumerate(facts) if fact.library != first.library]
+    others = unlike_first([fact.library for fact in facts])
     if others:
-        problems.fail(f"{ranks_in_words(others)} run {facts[others[0]].library}, rank 0 runs {first.library}",
-                      "load the same MPI module on all nodes, and give one LD_LIBRARY_PATH to all ranks")
-    level = min(fact.thread_level for fact in facts)
-    if level < THREAD_LEVELS.index("SERIALIZED"):
-        problems.warn(f"thread level {THREAD_LEVELS[level]}: no helper thread can drive communication while a rank "
-                      "computes, so nothing overlaps",
-                      "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL (mpi4py asks for MULTIPLE); a program that "
-                      "calls MPI_Init itself: MPI_Init_thread with MPI_THREAD_SERIALIZED or more")
-    elif level < THREAD_LEVELS.index("MULTIPLE"):
-        problems.note(f"thread level {THREAD_LEVELS[level]}: when a job hangs, ranks that compute cannot say where",
-                      "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
-    counts = "large counts" if first.large_counts else "no large counts"
-    found = (f"{first.library}, MPI {_dotted(first.standard)}; mpi4py built for MPI {_dotted(first.built)} "
-             f"({first.module.partition('.cpython')[0]}); {counts} (messages go in pieces of 1 GiB); "
-             f"threads {THREAD_LEVELS[level]}")
-    figures = asdict(first) | {"thread_level": THREAD_LEVELS[level], "large_counts": first.large_counts}
-    return Finding("MPI", found, tuple(problems), figures)
+        finding.fail(f"{ranks_in_words(others)} run {facts[others[0]].library}, rank 0 runs {first.library}",
+                     "load the same MPI module on all nodes, and give one LD_LIBRARY_PATH to all ranks")
+    level = THREAD_LEVELS[min(fact.thread_level for fact in facts)]
+    if level in ("SINGLE", "FUNNELED"):
+        finding.warn(f"thread level {level}: no helper thread can drive communication while a rank computes, so "
+                     "nothing overlaps",
+                     "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL (mpi4py asks for MULTIPLE); a program that "
+                     "calls MPI_Init itself: MPI_Init_thread with MPI_THREAD_SERIALIZED or more")
+    elif level == "SERIALIZED":
+        finding.note(f"thread level {level}: when a job hangs, ranks that compute cannot say where",
+                     "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
+    large = min(first.standard, first.built) >= (4, 0)
+    finding.found = (f"{first.library}, MPI {_dotted(first.standard)}; mpi4py built for MPI {_dotted(first.built)} "
+                     f"({first.module.partition('.cpython')[0]}); {'' if large else 'no '}large counts (messages go in "
+                     f"pieces of 1 GiB); threads {level}")
+    finding.figures = first._asdict() | {"thread_level": level, "large_counts": large}
 
 
-def _dotted(numbers_: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers_))
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """What the environment says of the launcher, and what MPI says."""
 
     tasks: int | None
@@ -148,61 +137,59 @@ class Launcher:
 
 
 def gather_launcher(session: Session) -> Launcher:
-    from mpi4py import MPI
-
-    from ...model.environment import tasks_in_environment
-
     tasks, variable = tasks_in_environment(os.environ) or (None, "")
     announced = os.environ.get("SLURM_NTASKS", "")
     return Launcher(tasks, variable, MPI.COMM_WORLD.size, MPI.get_vendor()[0],
                     int(announced) if announced.isdecimal() else 0)
 
 
-def judge_launcher(facts: list[Launcher], hosts: list[str]) -> Finding:
-    problems = Problems()
+def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) -> None:
     fact = facts[0]
     ours = "python -m pmm3d.launcher -n N ..., which takes the mpiexec beside this Python"
     plugin = PLUGINS.get(fact.vendor, "srun --mpi=..., with the plugin of this MPI (srun --mpi=list)")
+    finding.figures = fact._asdict()
     if fact.tasks is None:
-        found = f"none: {fact.world} rank{'s' * (fact.world > 1)} without a launcher that says how many it started"
+        finding.found = f"none: {counted(fact.world, 'rank')} without a launcher that says how many it started"
         if fact.world == 1 and fact.job_tasks > 1:
-            problems.note(f"this job has {fact.job_tasks} tasks, but the command runs outside of them",
-                          f"{plugin} -n {fact.job_tasks} pmm3d doctor")
+            finding.note(f"this job has {fact.job_tasks} tasks, but the command runs outside of them",
+                         f"{plugin} -n {fact.job_tasks} pmm3d doctor")
         elif fact.world == 1:
-            problems.note("one rank: nothing between ranks was measured", f"{plugin} -n N pmm3d doctor; or {ours}")
+            finding.note("one rank: nothing between ranks was measured", f"{plugin} -n N pmm3d doctor; or {ours}")
     elif fact.tasks == fact.world:
-        found = f"{fact.tasks} tasks ({fact.variable}), {fact.world} ranks in MPI's world"
+        finding.found = f"{fact.tasks} tasks ({fact.variable}), {fact.world} ranks in MPI's world"
     else:
-        found = f"{fact.tasks} tasks ({fact.variable}={fact.tasks}), but MPI's world has {fact.world}"
+        finding.found = f"{fact.tasks} tasks ({fact.variable}={fact.tasks}), but MPI's world has {fact.world}"
         text = (f"the launcher belongs to another MPI than mpi4py's ({fact.vendor}): each task is a world of its own"
                 if fact.world == 1 else "launcher and MPI do not agree on how many ranks there are")
-        problems.fail(text, f"under Slurm: {plugin}; elsewhere: {ours}; in a container: start mpiexec outside of it "
-                            "with the same MPI, or inside of it")
-    return Finding("launcher", found, tuple(problems), asdict(fact))
+        finding.fail(text, f"under Slurm: {plugin}; elsewhere: {ours}; in a container: start mpiexec outside of it "
+                           "with the same MPI, or inside of it")
 
 
-@dataclass(frozen=True)
-class Hdf5:
+class Hdf5(NamedTuple):
     h5py: str
     hdf5: str
     parallel: bool
 
 
-def gather_hdf5(session: Session) -> Hdf5:
+def gather_hdf5(session: Session) -> Hdf5 | None:
+    if find_spec("h5py") is None:
+        return None
     import h5py
 
     return Hdf5(h5py.__version__, h5py.version.hdf5_version, bool(h5py.get_config().mpi))
 
 
-def judge_hdf5(facts: list[Hdf5], hosts: list[str]) -> Finding:
-    problems = Problems()
-    fact = facts[0]
-    if not fact.parallel:
-        problems.note("h5py is built without MPI: checkpoints are a file of each rank, and a master that shows them "
-                      "whole",
-                      "nothing to do. For one file: HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py")
-    others = [rank for rank, other in enumerate(facts) if other != fact]
+def judge_hdf5(finding: Finding, facts: list[Hdf5 | None], hosts: list[str]) -> None:
+    fact, others = facts[0], unlike_first(facts)
+    if fact is None:
+        finding.found = "no h5py"
+        finding.note("h5py is not installed: no data sets, no checkpoints", 'pip install "pmm3d[io]"')
+    else:
+        finding.found = f"h5py {fact.h5py}, HDF5 {fact.hdf5}, {'' if fact.parallel else 'not '}parallel"
+        finding.figures = fact._asdict()
+        if not fact.parallel:
+            finding.note("h5py is built without MPI: checkpoints are a file of each rank, and a master that shows them "
+                         "whole",
+                         "nothing to do. For one file: HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py")
     if others:
-        problems.fail(f"{ranks_in_words(others)} have another h5py than rank 0", "one environment on all nodes")
-    parallel = "parallel" if fact.parallel else "not parallel"
-    return Finding("HDF5", f"h5py {fact.h5py}, HDF5 {fact.hdf5}, {parallel}", tuple(problems), asdict(fact))
+        finding.fail(f"{ranks_in_words(others)} have another h5py than rank 0", "one environment on all nodes")

@@ -8,23 +8,34 @@ from pathlib import Path
 from ...errors import Pmm3dError
 
 
-def write_page(source, output=None) -> Path:
+def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
     """Make the page of a run's folder, or of a file of `pmm3d bench --json`, and return where it is.
 
     output   report.html in the run's folder, or the name of the file with .html, if left out
 
-    Raises Pmm3dError if the source is neither, or the page cannot be written.
-    """
-    from . import of_bench, of_run
-    from .source import read_source
-    from .template import page
+    Raises Pmm3dError if the source is neither, or the page cannot be written; MissingPackageError without jinja2.
 
-    found = read_source(source)
-    sections = of_run.sections(found) if found.is_run else of_bench.sections(found.results, found.path)
-    target = Path(output) if output is not None else found.default_output
+        >>> import json, pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     line = {"step": 1, "loss": 0.5}
+        ...     _ = pathlib.Path(folder, "metrics.jsonl").write_text(json.dumps(line))
+        ...     write_page(folder).name
+        'report.html'
+    """
+    from .bench_page import bench_page
+    from .elements import render
+    from .inputs import RunFiles, read_source
+    from .run_page import run_page
+
+    found = read_source(Path(source))
+    if isinstance(found, RunFiles):
+        page, target = run_page(found), found.path / "report.html"
+    else:
+        page, target = bench_page(found), found.path.with_suffix(".html")
+    target = target if output is None else Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
     try:
-        temporary.write_text(page(sections), encoding="utf-8", errors="replace")
+        temporary.write_text(render(page), encoding="utf-8", errors="replace")
         os.replace(temporary, target)
     except OSError as error:
         raise Pmm3dError(f"cannot write {target}: {error.strerror}; --output names another place") from None

@@ -3,113 +3,114 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from math import ceil, floor, isfinite, log10
-from xml.etree import ElementTree
+from typing import NamedTuple
+from xml.etree.ElementTree import Element, SubElement, tostring
 
-from markupsafe import Markup
-
-from .text import number
+from .words import number
 
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34
 MOST_POINTS = 400
+MOST_DOTS = 40
+"""Points of a line that each get a dot."""
+BARS_WIDTH, BARS_LEFT, BARS_RIGHT, BARS_FOOT, BARS_GAP = 1000, 110.0, 970.0, 30, 3
+Point = tuple[float, float]
 
 
-def element(parent, tag: str, text: str | None = None, *, title: str | None = None, **attributes):
+def element(parent: Element, tag: str, text: str | None = None, *, title: str | None = None,
+            **attributes: object) -> Element:
     """A child; attributes may end in _ (class_), and have _ for - (text_anchor)."""
-    found = ElementTree.SubElement(parent, tag, {
+    child = SubElement(parent, tag, {
         name.rstrip("_").replace("_", "-"): f"{value:.6g}" if isinstance(value, float) else str(value)
         for name, value in attributes.items()})
-    found.text = text
+    child.text = text
     if title:
-        ElementTree.SubElement(found, "title").text = title
-    return found
+        SubElement(child, "title").text = title
+    return child
 
 
-def drawing(width: float, height: float, label: str, class_: str):
-    """An empty one. label: what it shows, for those who cannot see it."""
-    return ElementTree.Element("svg", {"viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": label,
-                                       "class": class_})
+def label(parent: Element, text: str, x: float, y: float, anchor: str = "middle") -> None:
+    """Small text. anchor: where x is in it: start, middle, end."""
+    element(parent, "text", text, class_="tick", x=x, y=y, text_anchor=anchor)
 
 
-def markup(svg) -> Markup:
-    return Markup(ElementTree.tostring(svg, encoding="unicode"))
+def drawing(width: float, height: float, shows: str, class_: str) -> Element:
+    """An empty one. shows: what will be seen, for those who cannot see it."""
+    return Element("svg", {"viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": shows, "class": class_})
 
 
-def chart(label: str, series: dict, unit: str = "", log: bool = False, zero: bool = False) -> Markup | None:
-    """Lines by step. series: name -> (steps, values); values that are not finite are left out, and counted.
+def polygon(points: Iterable[Point]) -> str:
+    """The points as SVG writes them."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def chart(shows: str, series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = False,
+          zero: bool = False) -> str:
+    """Lines by step. series: name -> (step, value) of each point; at values that are not finite a line is broken.
 
     log    a logarithmic scale, where all values are positive;   zero   the scale begins at 0
-    None if there is nothing to draw.
+    Empty if there is nothing to draw.
     """
-    thin = {name: _thinned(*points) for name, points in series.items()}
-    finite = {name: [(x, y) for x, y in points if isfinite(y)] for name, points in thin.items()}
-    xs = [x for points in finite.values() for x, _ in points]
-    ys = [y for points in finite.values() for _, y in points]
+    thin = {name: _thinned(points) for name, points in series.items()}
+    finite = {name: [point for point in points if isfinite(point[1])] for name, points in thin.items()}
+    xs, ys = ([point[axis] for points in finite.values() for point in points] for axis in (0, 1))
     if not xs:
-        return None
-    log = log and min(ys) > 0
+        return ""
     x_of, x_ticks = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, count=6, whole=True)
-    y_of, y_ticks = _scale(0.0 if zero else min(ys), max(ys), HEIGHT - BOTTOM, TOP, log=log)
-    svg = drawing(WIDTH, HEIGHT, label, "chart")
+    y_of, y_ticks = _scale(0.0 if zero else min(ys), max(ys), HEIGHT - BOTTOM, TOP, log=log and min(ys) > 0)
+    svg = drawing(WIDTH, HEIGHT, shows, "chart")
     for value in y_ticks:
         y = y_of(value)
         element(svg, "line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y)
-        element(svg, "text", number(value), class_="tick", x=LEFT - 6, y=y + 4, text_anchor="end")
+        label(svg, number(value), LEFT - 6, y + 4, "end")
     for value in x_ticks:
-        element(svg, "text", number(int(value)), class_="tick", x=x_of(value), y=HEIGHT - 16, text_anchor="middle")
-    element(svg, "text", "step", class_="tick", x=WIDTH - RIGHT, y=HEIGHT - 2, text_anchor="end")
-    element(svg, "text", unit, class_="tick", x=LEFT, y=HEIGHT - 2)
-    hover = []
-    for index, (name, points) in enumerate(thin.items()):
-        for run in _runs(points):
-            place = [(x_of(x), y_of(y)) for x, y in run]
-            if len(run) == 1 or len(finite[name]) <= 40:
-                for x, y in place:
-                    element(svg, "circle", class_=f"dot series{index}", cx=x, cy=y, r=2.5)
-            element(svg, "polyline", class_=f"line series{index}",
-                    points=" ".join(f"{x:.1f},{y:.1f}" for x, y in place))
-        hover.append({"name": name, "points": [[x, number(y), round(x_of(x), 1), round(y_of(y), 1)]
-                                               for x, y in finite[name]]})
+        label(svg, number(int(value)), x_of(value), HEIGHT - 16)
+    label(svg, "step", WIDTH - RIGHT, HEIGHT - 2, "end")
+    label(svg, unit, LEFT, HEIGHT - 2, "start")
+    for index, points in enumerate(thin.values()):
+        _draw_line(svg, index, [(x_of(x), y_of(y) if isfinite(y) else y) for x, y in points])
+    hover = [{"name": name, "points": [[x, number(y), round(x_of(x), 1), round(y_of(y), 1)] for x, y in points]}
+             for name, points in finite.items()]
     svg.set("data-hover", json.dumps(hover, separators=(",", ":"), ensure_ascii=False))
-    return markup(svg)
+    return tostring(svg, "unicode")
 
 
-def _thinned(xs, ys) -> list[tuple[float, float]]:
+def _draw_line(svg: Element, index: int, points: Sequence[Point]) -> None:
+    """Pieces between values that are not finite, with dots where there are few points."""
+    few = sum(isfinite(y) for _, y in points) <= MOST_DOTS
+    for piece in [list(piece) for finite, piece in groupby(points, lambda point: isfinite(point[1])) if finite]:
+        for x, y in piece if few or len(piece) == 1 else ():
+            element(svg, "circle", class_=f"dot series{index}", cx=x, cy=y, r=2.5)
+        element(svg, "polyline", class_=f"line series{index}", points=polygon(piece))
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """The points, or the least and the largest value of each of so many pieces, and what is not finite."""
-    points = list(zip(xs, ys))
     if len(points) <= MOST_POINTS:
         return points
-    step, found = ceil(2 * len(points) / MOST_POINTS), []
+    step = ceil(2 * len(points) / MOST_POINTS)
+    kept: list[Point] = []
     for start in range(0, len(points), step):
         piece = points[start : start + step]
-        finite = [point for point in piece if isfinite(point[1])]
-        chosen = {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])} if finite else set()
-        found += sorted(chosen) if finite else [piece[0]]
-    return found
+        by_value = sorted((point for point in piece if isfinite(point[1])), key=lambda point: point[1])
+        kept += sorted({by_value[0], by_value[-1]}) if by_value else piece[:1]
+    return kept
 
 
-def _runs(points) -> list[list]:
-    """Pieces of a line between values that are not finite."""
-    runs, run = [], []
-    for x, y in points:
-        if isfinite(y):
-            run.append((x, y))
-        elif run:
-            runs, run = [*runs, run], []
-    return runs + [run] * bool(run)
-
-
-def _scale(low: float, high: float, start: float, stop: float, log: bool = False, count: int = 5, whole: bool = False):
-    """(function from values to places, values of ticks)."""
+def _scale(low: float, high: float, start: float, stop: float, log: bool = False, count: int = 5,
+           whole: bool = False) -> tuple[Callable[[float], float], list[float]]:
+    """(from values to coordinates, values of ticks). whole: ticks at whole numbers."""
     if log:
         decades = range(floor(log10(low)), ceil(log10(high)) + 1)
         ticks = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
         inside = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
         powers = [tick for tick in inside if log10(tick) == round(log10(tick))]
-        bottom, span = log10(low), (log10(high) - log10(low)) or 1.0
-        place = lambda value: start + (log10(value) - bottom) / span * (stop - start)
-        return place, (powers if len(inside) > 6 and len(powers) > 1 else inside) or [low, high]
+        decade = (stop - start) / (log10(high / low) or 1.0)
+        shown = powers if len(inside) > 6 and len(powers) > 1 else inside
+        return lambda value: start + log10(value / low) * decade, shown or [low, high]
     span = (high - low) or abs(high) or 1.0
     high = max(high, low + span * 1e-9) if high > low else low + span
     raw = (high - low) / count
@@ -117,32 +118,37 @@ def _scale(low: float, high: float, start: float, stop: float, log: bool = False
     step = next(unit * digit for digit in (1, 2, 5, 10) if unit * digit >= raw * 0.999)
     step = max(1.0, step) if whole else step
     ticks = [index * step for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
-    return (lambda value: start + (value - low) / (high - low) * (stop - start)), ticks
+    return lambda value: start + (value - low) / (high - low) * (stop - start), ticks
 
 
-def bars(label: str, rows: list[tuple[str, list[tuple[str, str, float, str]]]], unit: str, mark=None) -> Markup:
-    """Stacked horizontal bars. rows: (name, [(kind, CSS class, length, what to say of it)]).
+class Part(NamedTuple):
+    """A piece of a bar, in the colour of a CSS class."""
 
-    mark   (length, text) of a line across all rows
-    """
-    height, left, gap = (22 if len(rows) <= 16 else 13), 110, 3
-    longest = max([sum(part[2] for part in parts) for _, parts in rows] + [mark[0] if mark else 0.0, 1e-12])
-    width, bottom = 1000, 30
-    svg = drawing(width, len(rows) * height + bottom, label, "bars")
-    to_x, ticks = _scale(0.0, longest, left, width - 30.0, count=6)
+    name: str
+    class_: str
+    length: float
+
+
+def bars(shows: str, rows: Sequence[tuple[str, Sequence[Part]]], unit: str, in_words: Callable[[float], str],
+         mark: tuple[float, str] | None = None) -> str:
+    """Stacked horizontal bars. rows: name and parts of each; in_words: of a length; mark: (length, name) of a line
+    across all rows."""
+    height = 22 if len(rows) <= 16 else 13
+    bottom = len(rows) * height
+    longest = max([sum(part.length for part in parts) for _, parts in rows] + [mark[0] if mark else 0.0, 1e-12])
+    svg = drawing(BARS_WIDTH, bottom + BARS_FOOT, shows, "bars")
+    x_of, ticks = _scale(0.0, longest, BARS_LEFT, BARS_RIGHT, count=6)
     for tick in ticks:
-        element(svg, "line", class_="grid", x1=to_x(tick), x2=to_x(tick), y1=0, y2=len(rows) * height)
-        element(svg, "text", f"{number(float(tick))} {unit}", class_="tick", x=to_x(tick), y=len(rows) * height + 16,
-                text_anchor="middle")
+        element(svg, "line", class_="grid", x1=x_of(tick), x2=x_of(tick), y1=0, y2=bottom)
+        label(svg, f"{number(float(tick))} {unit}", x_of(tick), bottom + 16)
     for index, (name, parts) in enumerate(rows):
-        y, x = index * height, float(left)
-        element(svg, "text", name, class_="tick", x=left - 8, y=y + height / 2 + 4, text_anchor="end")
-        for kind, class_, length, said in parts:
-            stop = x + length / longest * (width - 30.0 - left)
-            element(svg, "rect", title=f"{name}: {kind} {said}", class_=class_, x=x, y=y + gap / 2,
-                    width=max(0.0, stop - x), height=height - gap)
-            x = stop
+        y, before = index * height, 0.0
+        label(svg, name, BARS_LEFT - 8, y + height / 2 + 4, "end")
+        for part in parts:
+            x, before = x_of(before), before + part.length
+            element(svg, "rect", title=f"{name}: {part.name} {in_words(part.length)}", class_=part.class_, x=x,
+                    y=y + BARS_GAP / 2, width=x_of(before) - x, height=height - BARS_GAP)
     if mark:
-        element(svg, "line", title=mark[1], class_="mark", x1=to_x(mark[0]), x2=to_x(mark[0]), y1=0,
-                y2=len(rows) * height)
-    return markup(svg)
+        x = x_of(mark[0])
+        element(svg, "line", title=f"{mark[1]}: {in_words(mark[0])}", class_="mark", x1=x, x2=x, y1=0, y2=bottom)
+    return tostring(svg, "unicode")

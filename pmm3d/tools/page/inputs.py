@@ -1,45 +1,40 @@
-"""What a page is made of: the files of a run, or the figures of a benchmark, as they are found."""
+"""What a page is made from: the files of a run, or the figures of a benchmark, as they are found."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...errors import Pmm3dError
 from ...io.lock import owner_of
 from ...nn.training.run_log import read_metrics
 
 OF_A_RUN = "a run's folder (with metrics.jsonl or run.json in it) or a file written by pmm3d bench --json"
+OF_A_BENCHMARK = {"m", "n", "k", "grid", "seconds", "gflops", "ratio", "bytes_sent", "phases"}
+Json = dict[str, Any]
 
 
-@dataclass
-class Source:
-    """path: the folder or the file; notes: what is missing or cut short, for people.
-
-    metrics, record, owner   of a run: lines of metrics.jsonl, run.json (empty if there is none), who holds the lock
-    results                  of a benchmark: its figures on each grid
-    """
+class RunFiles(NamedTuple):
+    """path: the folder; metrics: lines of metrics.jsonl; record: run.json, empty if there is none; owner: who holds the
+    lock; notes: what is missing or cut short, for people."""
 
     path: Path
-    metrics: list[dict] = field(default_factory=list)
-    record: dict = field(default_factory=dict)
-    owner: dict = field(default_factory=dict)
-    results: list[dict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def is_run(self) -> bool:
-        return not self.results
-
-    @property
-    def default_output(self) -> Path:
-        return self.path / "report.html" if self.is_run else self.path.with_suffix(".html")
+    metrics: list[Json]
+    record: Json
+    owner: Json
+    notes: list[str]
 
 
-def read_source(path) -> Source:
+class BenchFile(NamedTuple):
+    """results: the figures on each grid."""
+
+    path: Path
+    results: list[Json]
+
+
+def read_source(path: Path) -> RunFiles | BenchFile:
     """Raises Pmm3dError, with the remedy, if there is nothing to make a page of."""
-    path = Path(path)
     if path.name in ("run.json", "metrics.jsonl"):
         path = path.parent
     if not path.exists():
@@ -50,18 +45,16 @@ def read_source(path) -> Source:
         raise Pmm3dError(f"cannot read {error.filename or path}: {error.strerror}") from None
 
 
-def _read_run(folder: Path) -> Source:
+def _read_run(folder: Path) -> RunFiles:
     metrics, record = folder / "metrics.jsonl", folder / "run.json"
     if not metrics.exists() and not record.exists():
         raise Pmm3dError(f"{folder} is not the folder of a run: it holds neither metrics.jsonl nor run.json. Name "
                          f"{OF_A_RUN}")
-    found = Source(folder, owner=owner_of(folder))
-    found.metrics = _metrics(metrics, found.notes)
-    found.record = _record(record, found.notes)
-    return found
+    notes: list[str] = []
+    return RunFiles(folder, _metrics(metrics, notes), _record(record, notes), owner_of(folder), notes)
 
 
-def _metrics(path: Path, notes: list[str]) -> list[dict]:
+def _metrics(path: Path, notes: list[str]) -> list[Json]:
     if not path.exists():
         notes.append("metrics.jsonl is missing, so there are no curves: the run ended before its first step, or the "
                      "file was removed.")
@@ -81,7 +74,7 @@ def _metrics(path: Path, notes: list[str]) -> list[dict]:
     return lines
 
 
-def _record(path: Path, notes: list[str]) -> dict:
+def _record(path: Path, notes: list[str]) -> Json:
     if not path.exists():
         notes.append("run.json is missing, so hosts, times, bytes and memory of the ranks are not known. pmm3d train "
                      "writes it at the start of a run and with each checkpoint; runs of older versions have none.")
@@ -97,13 +90,12 @@ def _record(path: Path, notes: list[str]) -> dict:
     return found
 
 
-def _read_bench(path: Path) -> Source:
+def _read_bench(path: Path) -> BenchFile:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise Pmm3dError(f"{path} is not JSON ({error}): name {OF_A_RUN}") from None
     results = found if isinstance(found, list) else [found]
-    wanted = {"m", "n", "k", "grid", "seconds", "gflops", "ratio", "bytes_sent", "phases"}
-    if not results or not all(isinstance(result, dict) and wanted <= result.keys() for result in results):
+    if not results or not all(isinstance(result, dict) and OF_A_BENCHMARK <= result.keys() for result in results):
         raise Pmm3dError(f"{path} holds no figures of pmm3d bench: name {OF_A_RUN}")
-    return Source(path, results=results)
+    return BenchFile(path, results)

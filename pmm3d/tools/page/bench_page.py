@@ -1,0 +1,124 @@
+"""The page of a benchmark of one product, on one grid or on several."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from ...comm.words import in_bytes
+from ...layout import GridShape
+from .elements import Cell, Figure, Page, Section, Table, Tile
+from .grid_drawing import grid_drawing, left_out
+from .inputs import BenchFile, Json
+from .svg import Part, bars
+from .words import in_seconds, number, percent
+
+PHASES = {"gather A": "wait-x", "gather B": "wait-z", "reduce C": "wait-y", "redistribute": "wait-data",
+          "agreement": "wait-all"}
+"""That are drawn, in the colour of a CSS class."""
+MOST_HOSTS = 8
+
+
+def bench_page(file: BenchFile) -> Page:
+    """The fastest grid first."""
+    results = sorted(file.results, key=lambda result: median(result["seconds"]))
+    best = results[0]
+    sections = [_times(results), *([_grids(results)] if len(results) > 1 else []), _phases(best), _bytes(best),
+                _grid(best)]
+    advice = best["environment"].get("advice")
+    return Page(f"C = A B, {best['m']} × {best['n']} × {best['k']}", "benchmark of a product",
+                [("file", str(file.path.absolute())), *_facts(best)], _tiles(best, len(results)), sections,
+                [advice] if advice else [])
+
+
+def _shape(result: Json) -> str:
+    return "x".join(map(str, result["grid"]))
+
+
+def _facts(best: Json) -> list[tuple[str, str]]:
+    found, times = best["environment"], best["seconds"]
+    hosts = ", ".join(f"{name} ({ranks} ranks on {cores} cores)" for name, ranks, cores in
+                      zip(found["hosts"][:MOST_HOSTS], found["ranks_per_host"], found["cores_per_host"]))
+    more = f" and {len(found['hosts']) - MOST_HOSTS} more" if len(found["hosts"]) > MOST_HOSTS else ""
+    return [("numbers", f"{best['dtype']}, {best['array']}, stored {best['transpose']} (n as they are, t transposed)"),
+            ("hosts", hosts + more),
+            ("BLAS", f"{found['blas']}, kernel {found['kernel']}, {found['threads']} thread(s) a rank"),
+            ("MPI", found["mpi"]), ("CPU", found["cpu"]),
+            ("time", f"median of {len(times)} products {in_seconds(median(times))}, from {in_seconds(min(times))} to "
+                     f"{in_seconds(max(times))}"),
+            ("limit", f"{best['cores']} cores × {best['core_gflops']:.1f} GFLOP/s (the same BLAS on one core)"),
+            ("verified", best["verification"])]
+
+
+def _tiles(best: Json, grids: int) -> list[Tile]:
+    asked = best["verification"] != "not asked for"
+    equal = best["bytes_sent"] == best["bytes_model"]
+    return [
+        Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
+        Tile("of the limit", percent(best["ratio"]), f"{best['cores']} cores, GEMM alone"),
+        Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
+        Tile("result", "right" if best["verified"] else "wrong" if asked else "not verified", "",
+             "good" if best["verified"] else "bad" if asked else ""),
+        Tile("bytes", "as modelled" if equal else "off the model", "sent, largest rank", "good" if equal else "bad"),
+        Tile("over the lower bound", _over_bound(best, 3), "bytes received, any algorithm"),
+        Tile("memory", in_bytes(best["peak_memory"]), "resident, most of any rank"),
+    ]
+
+
+def _over_bound(result: Json, digits: int) -> str:
+    received, bound = sum(result["bytes_received"].values()), result["lower_bound_bytes"]
+    return f"{received / bound:.{digits}f}" if bound else "–"
+
+
+def _parts(result: Json) -> list[Part]:
+    """Where the time of a product goes, in milliseconds."""
+    phases = result["phases"]
+    spent = [Part("computing: GEMM", "compute0", 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
+    spent += [Part(f"waiting: {name}", class_, 1e3 * phases[name]["waited"]) for name, class_ in PHASES.items()
+              if phases.get(name, {}).get("waited")]
+    rest = 1e3 * median(result["seconds"]) - sum(part.length for part in spent)
+    return [*spent, Part("copies, sums, the rest", "rest", max(0.0, rest))]
+
+
+def _times(results: list[Json]) -> Section:
+    rows = [(_shape(result), _parts(result)) for result in results]
+    limit = 1e3 * median(results[0]["seconds"]) * results[0]["ratio"]
+    legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
+    drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
+    return Section("Time of a product", "Mean over the ranks. Dashed: what the GEMM alone would take on all cores.",
+                   [Figure(drawing, legend)])
+
+
+def _grids(results: list[Json]) -> Section:
+    head = ("grid", ">median", ">GFLOP/s", ">of the limit", ">computing", ">waiting", ">received", ">× bound", "result")
+    rows = [(_shape(result), in_seconds(median(result["seconds"])), f"{result['gflops']:.1f}",
+             percent(result["ratio"]), in_seconds(result["computed_seconds"]), in_seconds(result["waited_seconds"]),
+             in_bytes(sum(result["bytes_received"].values())), _over_bound(result, 2),
+             Cell("right", "good") if result["verified"] else Cell("not verified", "bad")) for result in results]
+    return Section("Every grid", tables=[Table(head, rows)])
+
+
+def _phases(best: Json) -> Section:
+    rows = [(name, *(in_seconds(phase[key]) for key in ("computed", "waited", "waited_max")))
+            for name, phase in best["phases"].items()]
+    head = ("phase", ">computing, mean", ">waiting, mean", ">waiting, worst rank")
+    return Section(f"Phases on {_shape(best)}", tables=[Table(head, rows)])
+
+
+def _bytes(best: Json) -> Section:
+    rows = []
+    for axis, sent in best["bytes_sent"].items():
+        model = best["bytes_model"][axis]
+        rows.append((axis, in_bytes(sent), in_bytes(model), f"{sent / model:.4f}" if model else "–",
+                     Cell("equal", "good") if sent == model else Cell(f"off by {sent - model:,} bytes", "bad"),
+                     in_bytes(best["bytes_received"][axis])))
+    lead = f"Largest rank, one product. Lower bound for any algorithm: {in_bytes(best['lower_bound_bytes'])}."
+    return Section("Ledger beside the model", lead,
+                   tables=[Table(("axis", ">sent", ">model", ">ratio", "", ">received"), rows)])
+
+
+def _grid(best: Json) -> Section:
+    shape, names = GridShape(*best["grid"]), best["environment"]["hosts"]
+    hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
+    blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
+    lead = f"Blocks of rank 0: {blocks}; {number(best['steps'])} panel(s) along k, {best['panels']} strip(s) of C."
+    return Section("Grid", f"{lead}{left_out(shape)}", [Figure(grid_drawing(shape, hosts))])

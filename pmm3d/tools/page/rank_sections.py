@@ -1,0 +1,185 @@
+"""Sections about what the ranks of a run did: times, bytes beside the model, waits, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from ...comm.words import in_bytes
+from .elements import Cell, Figure, Section, Table, Tile
+from .inputs import Json
+from .svg import Part, bars
+from .words import in_seconds, number, percent
+
+MOST_ROWS = 32
+EXTREMES = 6
+UNEVEN = 0.05
+"""Share of all time that the rank which computes longest computes more than the mean, from which on it is told."""
+COMPUTING = ("gemm", "elementwise", "update", "loss")
+AXES = {"x": "axis x", "y": "axis y", "z": "axis z", "data": "axis data", "all": "agreement, signals",
+        "": "the loader"}
+"""What ranks wait for, by the axis that the ledger gives."""
+SPREAD = (">least", ">median", ">most", ">on rank")
+Row = tuple[Cell | str, ...]
+
+
+class Kind(NamedTuple):
+    """Something that time goes to: its CSS class and each rank's seconds."""
+
+    name: str
+    class_: str
+    seconds: list[float]
+
+
+def rank_tiles(record: Json) -> list[Tile]:
+    """The verdicts."""
+    ranks, (order, ratio, excess) = record["ranks"], _imbalance(record)
+    waiting = sum(ranks["waited"]) / max(1e-9, sum(ranks["seconds"]))
+    by_axis = _waited_by_axis(record)
+    most = [f", most for {AXES[axis]}" for axis in sorted(by_axis, key=lambda axis: -sum(by_axis[axis]))[:1]]
+    tiles = [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
+             Tile("imbalance", f"{ratio:.2f}", f"computing: rank {order[0]}, the longest, over the mean",
+                  "bad" if excess > UNEVEN else "good")]
+    if record["modelled"]:
+        off = sum(_ranks_off(entry) > 0 for entry in record["moved"])
+        tiles.append(Tile("bytes", "off the model", f"kinds of collectives that differ: {off}", "bad") if off else
+                     Tile("bytes", "as modelled", "on every rank, axis, phase", "good"))
+    return [*tiles, Tile("memory", in_bytes(max(ranks["peak_memory"])), "resident, most of any rank")]
+
+
+def time_section(record: Json) -> Section:
+    """Stacked bars, and a table of extremes."""
+    ranks, kinds, (order, ratio, excess) = record["ranks"], _kinds(record), _imbalance(record)
+    drawn = list(range(len(order)))
+    lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which computes longest, takes "
+            f"{ratio:.2f} times the mean, and others wait for it {percent(excess)} of the time.")
+    if any(ranks["saving"]):
+        lead += f" Writing checkpoints took {in_seconds(max(ranks['saving']))}, waits in it included."
+    if len(drawn) > MOST_ROWS:
+        lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that compute longest, in the middle, and least; the "
+                 "table covers all.")
+        middle = len(order) // 2 - EXTREMES // 2
+        drawn = [*order[:EXTREMES], *order[middle : middle + EXTREMES], *order[-EXTREMES:]]
+    rows = [(f"rank {rank}", [Part(kind.name, kind.class_, kind.seconds[rank]) for kind in kinds]) for rank in drawn]
+    spreads = [(kind.name, *_spread(kind.seconds, in_seconds),
+                percent(sum(kind.seconds) / max(1e-9, sum(ranks["seconds"])))) for kind in kinds]
+    legend = [(kind.class_, kind.name) for kind in kinds]
+    return Section("Time of each rank", lead, [Figure(bars("time of each rank", rows, "s", in_seconds), legend)],
+                   [Table(("", *SPREAD, ">of all time"), spreads)])
+
+
+def _kinds(record: Json) -> list[Kind]:
+    ranks = record["ranks"]
+    computed = sorted(ranks["computed"].items(),
+                      key=lambda entry: COMPUTING.index(entry[0]) if entry[0] in COMPUTING else len(COMPUTING))
+    kinds = [Kind(f"computing: {name}", f"compute{min(index, 4)}", seconds)
+             for index, (name, seconds) in enumerate(computed)]
+    kinds += [Kind(f"waiting: {AXES[axis]}", f"wait-{axis or 'loader'}", seconds)
+              for axis, seconds in _waited_by_axis(record).items()]
+    rest = [max(0.0, whole - sum(kind.seconds[rank] for kind in kinds)) for rank, whole in enumerate(ranks["seconds"])]
+    return [*kinds, Kind("rest: Python, copies, sums, files", "rest", rest)]
+
+
+def _waited_by_axis(record: Json) -> dict[str, list[float]]:
+    """Seconds of each rank, of the axes that were waited for."""
+    waited = {axis: [entry["waited"] for entry in record["moved"] if entry["axis"] == axis] for axis in AXES}
+    sums = {axis: [sum(column) for column in zip(*entries)] for axis, entries in waited.items()}
+    return {axis: seconds for axis, seconds in sums.items() if any(seconds)}
+
+
+def _imbalance(record: Json) -> tuple[list[int], float, float]:
+    """The ranks, those that compute longest first; the first one's time over the mean; the difference as a share of all
+    time."""
+    whole = record["ranks"]["seconds"]
+    computed = [sum(column) for column in zip(*record["ranks"]["computed"].values())] or [0.0] * len(whole)
+    mean = sum(computed) / len(computed)
+    order = sorted(range(len(computed)), key=lambda rank: -computed[rank])
+    most = computed[order[0]]
+    return order, most / mean if mean else 1.0, (most - mean) / max(1e-9, sum(whole) / len(whole))
+
+
+def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[str, ...]:
+    """Least, median and most of any rank, and which rank that is."""
+    return (*map(in_words, (min(values), median(values), max(values))), number(values.index(max(values))))
+
+
+def volume_section(record: Json) -> Section:
+    """What was received, beside the model."""
+    steps = max(1, record["passes"]["steps"])
+    rows = [_volume(entry, steps, record["modelled"]) for entry in record["moved"]
+            if any(entry["received"]) or any(entry.get("model_received", ()))]
+    busiest = max(map(sum, zip(*(entry["received"] for entry in record["moved"]))), default=0)
+    lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / steps)} a step (of {number(steps)} "
+            "steps, evaluations included).")
+    if not record["modelled"]:
+        lead += (" There is no model of this network or loss: formulas are known for nn.MLP with the losses "
+                 "cross_entropy, mse and mae.")
+    elif not rows:
+        lead = "Nothing was moved" + (": there is one rank." if len(record["ranks"]["seconds"]) == 1 else " yet.")
+    head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">a step", ">all ranks", ">model",
+            ">ratio", "")
+    return Section("Ledger beside the model", lead, tables=[Table(head, rows)] if rows else [])
+
+
+def _volume(entry: Json, steps: int, modelled: bool) -> Row:
+    received = entry["received"]
+    most, whole = max(received), sum(received)
+    row = (entry["axis"], _phase(entry), entry["operation"], number(max(entry["calls"])), in_bytes(most),
+           in_bytes(most / steps), in_bytes(whole))
+    if not modelled:
+        return *row, "–", "–", ""
+    model, off = sum(entry.get("model_received", [])), _ranks_off(entry)
+    exact = f"{whole:,} bytes measured, {model:,} modelled"
+    return (*row, Cell(in_bytes(model), title=exact), Cell(f"{whole / model:.4f}" if model else "–", title=exact),
+            Cell(f"off on {off} of {len(received)} ranks", "bad") if off else Cell("equal", "good"))
+
+
+def _ranks_off(entry: Json) -> int:
+    """How many ranks sent or received other bytes than the model says."""
+    none = [0] * len(entry["sent"])
+    model = zip(entry.get("model_sent", none), entry.get("model_received", none))
+    return sum(moved != modelled for moved, modelled in zip(zip(entry["sent"], entry["received"]), model))
+
+
+def _phase(entry: Json) -> str:
+    """The phase, or what is done outside of phases."""
+    unnamed = {"all": "signals", "": "input"}.get(entry["axis"], "validation")
+    return entry["phase"] or ("agreement" if "agreement" in entry["operation"] else unnamed)
+
+
+def wait_section(record: Json) -> Section:
+    """Who waited for what."""
+    whole = sum(record["ranks"]["seconds"])
+    waits = sorted(((sum(entry["waited"]), entry) for entry in record["moved"]), key=lambda wait: -wait[0])
+    rows = [(entry["axis"] or "–", _phase(entry), entry["operation"], *_spread(entry["waited"], in_seconds),
+             Cell(percent(waited / whole), bar=waited / waits[0][0]))
+            for waited, entry in waits if waited > 1e-4 * whole]
+    head = ("axis", "phase", "operation", *SPREAD, ">of all time")
+    return Section("Waits", "Time in which a rank could do nothing but wait; what ran under computation is not in it. "
+                            "Entries below 0.01 % are left out.", tables=[Table(head, rows)] if rows else [])
+
+
+def memory_section(record: Json) -> Section:
+    """What the arrays take, beside the formula."""
+    held, predicted = record["memory"]["held"], record["memory"]["predicted"]
+    parts = dict(predicted.get("parts", {}))
+    formula = sum(parts.values()) if predicted else None
+    rows = [_memory(name, held[name], parts.pop(name, None)) for name in ("weights", "gradients", "state")]
+    detail = ", ".join(f"{name} {in_bytes(value)}" for name, value in parts.items() if value)
+    rows += [_memory("work: activations, messages, ...", held["work"], sum(parts.values()) if parts else None, detail),
+             _memory("all arrays", [sum(column) for column in zip(*held.values())], formula)]
+    peak = record["ranks"]["peak_memory"]
+    lead = (f"Resident at most: {in_bytes(min(peak))} to {in_bytes(max(peak))} a rank (most on rank "
+            f"{peak.index(max(peak))}), which has Python, libraries and the buffers of the loader in it, and not what "
+            "a device holds.")
+    if predicted.get("leaves_out"):
+        lead += f" The formula leaves out {' and '.join(predicted['leaves_out'])}."
+    elif not predicted:
+        lead += " The formula is for nn.MLP only, and after a step."
+    return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD, ">formula", ">ratio"), rows)])
+
+
+def _memory(name: str, values: Sequence[int], formula: int | None, detail: str = "") -> Row:
+    ratio = f"{max(values) / formula:.2f}" if formula else "–"
+    return name, *_spread(values, in_bytes), Cell("–" if formula is None else in_bytes(formula), title=detail), ratio
