@@ -44,15 +44,15 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
     wait_all(reduced_product(form, inputs, full, out, int(biased), grid.axis(k_axis), "reduce O"))
     del full
 
-    def rule(grad):
+    def rule(gradient):
         full = tape.parallel.weights.take(weight, "backward")
         dx, coming = form.new() if wanted else None, []
         if wanted:
-            coming = reduced_product(form, grad, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
+            coming = reduced_product(form, gradient, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
         del full
-        tape.parallel.gradients.matrix(weight, lambda out, beta: gemm(form, inputs.T, grad, out, beta))
+        tape.parallel.gradients.matrix(weight, lambda out, beta: gemm(form, inputs.T, gradient, out, beta))
         if bias is not None:
-            tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, grad, out, beta))
+            tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, gradient, out, beta))
         wait_all(coming)
         return dx, None, None
 
@@ -61,15 +61,15 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
 
 
 def reduced_product(form: Form, a, b, c, beta, axis, phase: str) -> list:
-    """C = A B + beta C, summed over an axis: rows in panels, each on its way as soon as it is there."""
+    """C = A B + beta C, summed over an axis: rows in strips, each on its way as soon as it is there."""
     parallel = form.tape.parallel
     if axis.size == 1:
         gemm(form, a, b, c, beta)
         return []
-    coming, panels = [], parallel.row_panels(*c.shape, form.dtype)
-    size = (panels[0].stop - panels[0].start) * c.shape[1]
-    parallel.gradients.note("rows", len(panels) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
-    for rows in panels:
+    coming, strips = [], parallel.row_strips(*c.shape, form.dtype)
+    size = (strips[0].stop - strips[0].start) * c.shape[1]
+    parallel.gradients.note("rows", len(strips) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    for rows in strips:
         gemm(form, a[rows], b, c[rows], beta)
         with form.grid.ledger.phase(phase):
             coming.append(reduce(axis, c[rows]))

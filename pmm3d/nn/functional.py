@@ -6,9 +6,9 @@ A new one: compute the local result, name the parents, and say how the gradient 
         form, local, out = x.form, x.local, x.form.new()
         in_chunks(lambda part: part * part, out, local)
 
-        def rule(grad):
+        def rule(gradient):
             dx = form.new()
-            in_chunks(lambda g, part: 2 * g * part, dx, grad, local)
+            in_chunks(lambda g, part: 2 * g * part, dx, gradient, local)
             return (dx,)
 
         return x.made(out, (x,), rule)
@@ -75,10 +75,10 @@ def _elementwise(x: Tensor, function, derivative, of_output: bool = False) -> Te
         in_chunks(lambda part: function(part, xp), out, local)
     kept = out if of_output else local
 
-    def rule(grad):
+    def rule(gradient):
         dx = form.new()
         with computing(form.grid, "elementwise"):
-            in_chunks(lambda g, part: g * derivative(part, xp), dx, grad, kept)
+            in_chunks(lambda g, part: g * derivative(part, xp), dx, gradient, kept)
         return (dx,)
 
     return x.made(out, (x,), rule)
@@ -105,7 +105,7 @@ def _erf(part):
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p).
 
-    Which ones depends on seed, stream and the element's place in the whole matrix only: the same on every grid.
+    Which ones depends on seed, stream, and row and column in the whole matrix only: the same on every grid.
     """
     if not 0 <= p < 1:
         raise Pmm3dError(f"dropout: p is a probability below 1; got {p}")
@@ -120,7 +120,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
             in_chunks(lambda part, keep: part * keep * (1 / (1 - p)), out, array, kept)
         return out
 
-    return x.made(masked(x.local), (x,), lambda grad: (masked(grad),))
+    return x.made(masked(x.local), (x,), lambda gradient: (masked(gradient),))
 
 
 def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace) -> np.ndarray:
@@ -156,10 +156,10 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
         _by_rows(lambda part, m, s: (part - m) * s, normal, local, mean, inverse)
         _by_rows(lambda part: part * gain.local + bias.local, out, normal)
 
-    def rule(grad):
+    def rule(gradient):
         scaled, product, dx = form.new(), form.new(), form.new()
         with computing(form.grid, "elementwise"):
-            _by_rows(lambda g: g * gain.local, scaled, grad)
+            _by_rows(lambda g: g * gain.local, scaled, gradient)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
             sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
         with form.grid.ledger.phase("layer norm"):
@@ -167,9 +167,9 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
         with computing(form.grid, "elementwise"):
             _by_rows(lambda g, part, a, b, s: (g - a - part * b) * s, dx, scaled, normal, sums[0][:, None],
                      sums[1][:, None], inverse)
-            in_chunks(lambda g, part: g * part, product, grad, normal)
+            in_chunks(lambda g, part: g * part, product, gradient, normal)
         tape.parallel.gradients.vector(gain, lambda out, beta: column_sums(form, product, out, beta))
-        tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, grad, out, beta))
+        tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, gradient, out, beta))
         return dx, None, None
 
     return x.made(out, (x, gain, bias), rule)

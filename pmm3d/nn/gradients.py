@@ -138,10 +138,10 @@ class Gradients:
     def _sum(self, axis, members, phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
         before = list(dict.fromkeys(self._waiting[member] for member in members if member in self._waiting))
-        sharded = members[0].sharded and axis.name == "data"
-        library, operation = members[0].library, scattered if sharded else summed
+        split_over_data = members[0].split_over_data and axis.name == "data"
+        library, operation = members[0].library, scattered if split_over_data else summed
         members = list(members)
-        self.note(phase, (_scattered_work if sharded else _summed_work)(axis, members))
+        self.note(phase, (_scattered_work if split_over_data else _summed_work)(axis, members))
 
         def generator(link):
             if before:
@@ -151,7 +151,7 @@ class Gradients:
             yield from operation(link, library, members)
 
         with self._parallel.grid.ledger.phase(phase):
-            pending = axis.begin("reduce_scatter" if sharded else "all_reduce", generator)
+            pending = axis.begin("reduce_scatter" if split_over_data else "all_reduce", generator)
         for member in members:
             self._waiting[member] = pending
         self._limit(axis.name, pending)
@@ -163,7 +163,7 @@ def _alike(parameters) -> list[list]:
     """The parameters in groups that one message can carry."""
     groups: dict = {}
     for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.library, parameter.sharded), []).append(parameter)
+        groups.setdefault((parameter.dtype, parameter.library, parameter.split_over_data), []).append(parameter)
     return list(groups.values())
 
 

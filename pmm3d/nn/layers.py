@@ -153,15 +153,16 @@ class Linear(Module):
         self.bias = None
         if bias:
             self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options)
-        self._settled = False
+        self._has_input = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._settled:
-            self._settle(x.layout.cols)
+        if not self._has_input:
+            self._follow_input(x.layout.cols)
         return functional.linear(x, self.weight, self.bias)
 
-    def _settle(self, cols) -> None:
-        self._settled = True
+    def _follow_input(self, cols) -> None:
+        """Move to where the first input's columns are."""
+        self._has_input = True
         if len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
             self.weight.move(_weight_layout(cols[0]))
             if self.bias is not None:
@@ -176,11 +177,11 @@ class LayerNorm(Module):
         self.grid, self.eps = grid, eps
         self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library)
         self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
-        self._settled = False
+        self._has_input = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._settled:
-            self._settled = True
+        if not self._has_input:
+            self._has_input = True
             if len(x.layout.cols) == 1 and x.layout.cols != self.gain.layout.cols:
                 self.gain.move(Layout((), x.layout.cols))
                 self.bias.move(Layout((), x.layout.cols))
@@ -188,8 +189,8 @@ class LayerNorm(Module):
 
 
 class Dropout(Module):
-    """Zeroes each element with probability p while training. Masks depend on the seed, the number of the call and the
-    element's place in the whole batch, so they are the same on every grid."""
+    """Zeroes each element with probability p while training. Masks depend on the seed, the number of the call, and
+    the row and column in the whole batch, so they are the same on every grid."""
 
     def __init__(self, grid, p: float = 0.5, seed: int = 0):
         if not 0 <= p < 1:
@@ -283,12 +284,12 @@ class Recompute(Module):
             out = self.module(x)
         value, wanted, parents = x.value, x.requires_grad, (x, *self.module.parameters())
 
-        def rule(grad):
-            return (self._again(value, random_state, grad, wanted), *[None] * (len(parents) - 1))
+        def rule(gradient):
+            return (self._again(value, random_state, gradient, wanted), *[None] * (len(parents) - 1))
 
         return x.made(out.local, parents, rule, shape=out.shape, layout=out.layout)
 
-    def _again(self, value: DistMatrix, random_state, grad, wanted: bool):
+    def _again(self, value: DistMatrix, random_state, gradient, wanted: bool):
         """Forward once more, with the same random numbers, then backward; returns the gradient of the input."""
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held = workspace.in_use()
@@ -300,7 +301,7 @@ class Recompute(Module):
         node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del out
-        propagate([(node, grad)])
+        propagate([(node, gradient)])
         return x.grad.local if wanted else None
 
 

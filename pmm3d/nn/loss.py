@@ -43,8 +43,8 @@ def _elementwise_loss(prediction: Tensor, target, value, derivative) -> Tensor:
         total = xp.sum(work)
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
-    def rule(grad):
-        factor = float(grad[0, 0]) * weight
+    def rule(gradient):
+        factor = float(gradient[0, 0]) * weight
         dx = form.new()
         in_chunks(lambda d: factor * derivative(d, xp), dx, difference)
         return (dx,)
@@ -69,8 +69,8 @@ def cross_entropy(logits: Tensor, labels) -> Tensor:
     total = xp.sum(shift + logarithm - chosen)
     normalizer = (shift + logarithm)[:, None]
 
-    def rule(grad):
-        factor = float(grad[0, 0]) * weight
+    def rule(gradient):
+        factor = float(gradient[0, 0]) * weight
         dx = form.new()
         with computing(form.grid, "loss"):
             dx[...] = local

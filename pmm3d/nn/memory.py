@@ -18,13 +18,13 @@ class MLPMemory:
 
     sizes, batch, grid    columns of each layer; rows of the whole batch; GridShape
     states                arrays of the optimizer per weight: SGD 0, with momentum 1, Adam 2
-    sharded               ZeRO-1: the states are split over data too
+    split_over_data       ZeRO-1: the states are split over data too
     reshard               gathered weights are dropped after use
 
     With s the bytes of a number, A_l = s |block of layer l's output|, W_l = s |gathered block of its weight| and
     w_l = W_l / Gz:
 
-        weights, gradients   sum of w_l, each;   state   states * sum of w_l (/ Gdata if sharded)
+        weights, gradients   sum of w_l, each;   state   states * sum of w_l (/ Gdata if split_over_data)
         activations          A_0 (input and target: four sets of buffers if they come from a Loader, else 1)
                              + sum over hidden layers of A_l times KEPT
         passing              3 max A: a gradient, the next one, and one that is being reduced or computed
@@ -41,7 +41,7 @@ class MLPMemory:
     activation: str = "relu"
     dtype: str = "float32"
     states: int = 0
-    sharded: bool = False
+    split_over_data: bool = False
     reshard: bool = True
     input_sets: int = 1
     bucket_bytes: int = Overlap.bucket_bytes
@@ -69,7 +69,7 @@ class MLPMemory:
         return {
             "weights": sum(weights),
             "gradients": sum(weights),
-            "state": self.states * sum(weights) // (self.grid.data if self.sharded else 1),
+            "state": self.states * sum(weights) // (self.grid.data if self.split_over_data else 1),
             "activations": self.input_sets * (activations[0] + activations[-1]) + hidden,
             "passing": 3 * max(activations),
             "gathered": gathers * (2 * max(whole) if self.reshard else sum(whole)),

@@ -43,7 +43,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self._state: dict[Parameter, list] = {}
         for parameter in self.parameters:
-            parameter.sharded = self.shard_over_data
+            parameter.split_over_data = self.shard_over_data
 
     def step(self) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective."""

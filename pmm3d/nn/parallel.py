@@ -15,8 +15,8 @@ from ..model.machine import available_memory
 from .gradients import Gradients
 from .parts import gathered_bytes, z_counts
 
-PANELS_ACROSS_HOSTS = 8
-LEAST_PANEL_BYTES = 2**19
+STRIPS_ACROSS_HOSTS = 8
+LEAST_STRIP_BYTES = 2**19
 IDLE_PAUSES = 8
 
 
@@ -30,8 +30,8 @@ class Overlap:
     oag       the gather (z) of the weight that is needed next under the GEMM of the one before
     buckets   the sums of gradients over the data axis under the rest of the backward pass
 
-    panels                  rows of those products are cut into so many panels, each reduced as it is there; None: 1 on
-                            one node, 8 across nodes. Panels have half a MiB at least. The BLAS may round a product
+    strips                  rows of those products are cut into so many strips, each reduced as it is there; None: 1 on
+                            one node, 8 across nodes. Strips have half a MiB at least. The BLAS may round a product
                             that is cut differently
     bucket_bytes            gradients are summed over data once this much has come together
     reshard_after_forward   True: gathered weights are dropped after the forward pass and gathered again for the
@@ -44,7 +44,7 @@ class Overlap:
     ors: bool = True
     oag: bool = True
     buckets: bool = True
-    panels: int | None = None
+    strips: int | None = None
     bucket_bytes: int = 2**24
     reshard_after_forward: bool | None = None
     keep_bytes: int | None = None
@@ -79,11 +79,11 @@ class Parallel:
         self.weights.pause()
         memory["arrays, most at once"] = self.grid.workspace.most_lent
 
-    def row_panels(self, rows: int, cols: int, dtype: str) -> list[slice]:
-        """The panels that a product of this local shape is reduced in."""
-        panels = self.overlap.panels or (1 if self.grid.hosts == 1 else PANELS_ACROSS_HOSTS)
-        panels = max(1, min(panels, rows * cols * itemsize(dtype) // LEAST_PANEL_BYTES))
-        return [slice(*part_range(rows, panels, index)) for index in range(panels)]
+    def row_strips(self, rows: int, cols: int, dtype: str) -> list[slice]:
+        """The strips that a product of this local shape is reduced in."""
+        strips = self.overlap.strips or (1 if self.grid.hosts == 1 else STRIPS_ACROSS_HOSTS)
+        strips = max(1, min(strips, rows * cols * itemsize(dtype) // LEAST_STRIP_BYTES))
+        return [slice(*part_range(rows, strips, index)) for index in range(strips)]
 
 
 class Held(NamedTuple):

@@ -16,7 +16,7 @@ class Parameter(Tensor):
     version   counts the changes of its values
     gradient  local array, kept from step to step;   filled: whether it holds one;   synced: whether it is summed
               over all ranks that hold other rows of the batch
-    sharded   whether the optimizer's state, and with it the summed gradient, is split over the data axis (ZeRO-1)
+    split_over_data   whether the optimizer's state, and with it the summed gradient, is split over the data axis (ZeRO-1)
     placed    whether an optimizer has a state for it, in its present layout
     """
 
@@ -25,7 +25,7 @@ class Parameter(Tensor):
         self.name = ""
         self.version = 0
         self.gradient = None
-        self.filled = self.synced = self.sharded = self.placed = False
+        self.filled = self.synced = self.split_over_data = self.placed = False
 
     @property
     def is_vector(self) -> bool:
@@ -66,7 +66,7 @@ class Parameter(Tensor):
         zero."""
         flat, coords = self.gradient.reshape(-1), self.grid.coords
         starts = offsets(split_counts(self))
-        own = starts[coords.data : coords.data + 2] if self.sharded else (0, flat.shape[0] * (coords.data == 0))
+        own = starts[coords.data : coords.data + 2] if self.split_over_data else (0, flat.shape[0] * (coords.data == 0))
         if self.is_vector and coords.z:
             own = (0, 0)
         flat[: own[0]] = 0

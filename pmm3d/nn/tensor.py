@@ -262,7 +262,7 @@ def no_grad(grid):
 @contextmanager
 def no_sync(grid):
     """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
-    last of several micro-batches."""
+    last of several batches of one step."""
     with Tape.of(grid).set(syncing=False):
         yield
 
@@ -273,7 +273,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     if a.shape != b.shape:
         raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
     b = relayout(b, a.layout)
-    return a.made(_sum(a.form, a.local, b.local), (a, b), lambda grad: (grad, grad))
+    return a.made(_sum(a.form, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
@@ -286,7 +286,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
         in_chunks(lambda part: part * factor, out, array)
         return out
 
-    return x.made(scaled(x.local), (x,), lambda grad: (scaled(grad),))
+    return x.made(scaled(x.local), (x,), lambda gradient: (scaled(gradient),))
 
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
@@ -296,8 +296,8 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
     if form.layout == layout:
         return x
 
-    def rule(grad):
-        return (_moved(DistMatrix(form.grid, grad, form.shape, layout), form.layout),)
+    def rule(gradient):
+        return (_moved(DistMatrix(form.grid, gradient, form.shape, layout), form.layout),)
 
     return x.made(_moved(x.value, layout), (x,), rule, layout=layout)
 

@@ -13,7 +13,7 @@ from ..comm.ledger import Entry, Key
 from ..layout import FIRST, Coords, GridShape, Layout, batch_layout, itemsize, part_sizes
 from ..model.volumes import all_reduce_counts
 from .layers import MLP, OTHER, LayerNorm, Linear, Recompute
-from .parallel import LEAST_PANEL_BYTES, PANELS_ACROSS_HOSTS, Overlap
+from .parallel import LEAST_STRIP_BYTES, STRIPS_ACROSS_HOSTS, Overlap
 from .tensor import Tape
 
 Volume = dict[Key, Entry]
@@ -58,8 +58,8 @@ class MLPVolume:
     """What the rank at `coords` sends and receives while an `MLP` is trained whose batches come in their layouts.
 
     sizes, norm, bias, recompute, dtype   as of the MLP;   loss   "cross_entropy", "mse" or "mae"
-    grid, coords, hosts                   GridShape, this rank's place in it, number of nodes
-    sharded, clip, micro_batches          ZeRO-1; whether gradients are clipped; batches of a step
+    grid, coords, hosts                   GridShape, this rank's Coords, number of nodes
+    split_over_data, clip, accumulate     ZeRO-1; whether gradients are clipped; batches of a step
     overlap                               an Overlap;   keep_bytes   of gathered weights, where it leaves that open
 
     An all-reduce of n bytes over G ranks moves 2 (G-1)/G n to each of them, up to 64 KiB (G-1) n; an all-gather and a
@@ -74,9 +74,9 @@ class MLPVolume:
     recompute: bool = False
     dtype: str = "float32"
     loss: str = "cross_entropy"
-    sharded: bool = False
+    split_over_data: bool = False
     clip: bool = False
-    micro_batches: int = 1
+    accumulate: int = 1
     overlap: Overlap = Overlap()
     keep_bytes: int = 0
     hosts: int = 1
@@ -147,7 +147,7 @@ class MLPVolume:
         vectors = [size for kind, size, _ in self._parameters() if kind == "vector"]
         parts = [self._all_reduce("z", "reduce vectors", sum(vectors))] if vectors else []
         parts += [self._along_data(bucket) for bucket in self._buckets(first)]
-        if self.sharded and self.grid.data > 1:
+        if self.split_over_data and self.grid.data > 1:
             parts += [self._gathered_again(rows, cols) for _, rows, cols in self._parameters(split=True)]
         if self.clip:
             parts.append(self._everyone("optimizer", NORM_BYTES))
@@ -158,13 +158,13 @@ class MLPVolume:
         return self._reduced("reduce O", rows, outputs, other, axis)
 
     def _reduced(self, phase: str, rows: int, columns: int, split: str, axis: str) -> Volume:
-        """The all-reduces over an axis of a block whose columns another one splits, in its panels of rows."""
+        """The all-reduces over an axis of a block whose columns another one splits, in its strips of rows."""
         if getattr(self.grid, axis) == 1:
             return {}
         m, n = batch_layout(split).box((rows, columns), self.grid, self.coords).shape
-        panels = self.overlap.panels or (1 if self.hosts == 1 else PANELS_ACROSS_HOSTS)
-        panels = max(1, min(panels, m * n * itemsize(self.dtype) // LEAST_PANEL_BYTES))
-        return total(*(self._all_reduce(axis, phase, part * n) for part in part_sizes(m, panels)))
+        strips = self.overlap.strips or (1 if self.hosts == 1 else STRIPS_ACROSS_HOSTS)
+        strips = max(1, min(strips, m * n * itemsize(self.dtype) // LEAST_STRIP_BYTES))
+        return total(*(self._all_reduce(axis, phase, part * n) for part in part_sizes(m, strips)))
 
     def _rows(self, rows: int) -> int:
         return batch_layout(None).box((rows, 1), self.grid, self.coords).size
@@ -251,7 +251,7 @@ class MLPVolume:
         if self.grid.data == 1:
             return []
         members = list(zip(self._parameters(), self._parameters(coords=FIRST)))
-        in_order = not self.overlap.buckets or (first and self.micro_batches == 1)
+        in_order = not self.overlap.buckets or (first and self.accumulate == 1)
         if self.grid.z > 1 and not in_order:
             members.sort(key=lambda pair: pair[0][0] == "vector")
         buckets, bucket, size = [], [], 0
@@ -262,7 +262,7 @@ class MLPVolume:
         return buckets + [bucket] * bool(bucket)
 
     def _along_data(self, bucket) -> Volume:
-        if not self.sharded:
+        if not self.split_over_data:
             return self._all_reduce("data", "reduce data", sum(rows * cols for rows, cols in bucket))
         own = sum(self._part(rows, "data") * cols for rows, cols in bucket)
         whole = sum(rows * cols for rows, cols in bucket)

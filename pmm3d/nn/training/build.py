@@ -126,13 +126,13 @@ def _trainer(config: Config, network: MLP, loader, validation, loss: str, signal
     if config.optimizer.kind == "sgd":
         settings["momentum"] = config.optimizer.momentum
     optimizer = OPTIMIZERS[config.optimizer.kind](network.parameters(), **settings)
-    steps = section.epochs * -(-len(loader) // section.micro_batches)
+    steps = section.epochs * -(-len(loader) // section.accumulate)
     folder = Path(section.folder)
     return Trainer(
         network, optimizer, loader, loss, section.epochs, schedule=_schedule(config, optimizer, steps),
         validation=validation, evaluate_every=section.evaluate_every,
         checkpoints=Checkpoints(grid, folder / "checkpoints", keep=section.keep),
-        checkpoint_every=section.checkpoint_every, micro_batches=section.micro_batches, clip=config.optimizer.clip,
+        checkpoint_every=section.checkpoint_every, accumulate=section.accumulate, clip=config.optimizer.clip,
         log=RunLog(folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
         settings=config.model_dump(mode="json"), signals=signals,
     )

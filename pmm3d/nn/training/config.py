@@ -12,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...errors import Pmm3dError
 
 
+RENAMED = {"training.micro_batches": "accumulate"}
+"""Keys of earlier versions, and what they are called now."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +29,7 @@ class GridSection(Section):
 
 class DataSection(Section):
     """file: HDF5, with the data sets `inputs` and `targets`; validation: the share of its rows, the last ones, that is
-    held out, or `validation_file`. batch_size: rows of a micro-batch of the whole grid."""
+    held out, or `validation_file`. batch_size: rows of a batch, over the whole grid."""
 
     file: Path
     inputs: str = "x"
@@ -68,13 +72,13 @@ class ScheduleSection(Section):
 
 class TrainingSection(Section):
     """folder: of this run (metrics.jsonl, run.json, curves.png, checkpoints/); epochs: passes over the data;
-    evaluate_every and checkpoint_every: in steps, 0 for once an epoch; keep: how many checkpoints; prometheus: a .prom
-    file for the latest figures, where a node exporter looks for such."""
+    accumulate: batches that make a step; evaluate_every and checkpoint_every: in steps, 0 for once an epoch; keep: how
+    many checkpoints; prometheus: a .prom file for the latest figures, where a node exporter looks for such."""
 
     folder: Path = Path("runs/train")
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
     epochs: int = Field(10, ge=1)
-    micro_batches: int = Field(1, ge=1)
+    accumulate: int = Field(1, ge=1)
     evaluate_every: int = Field(0, ge=0)
     checkpoint_every: int = Field(0, ge=0)
     keep: int = Field(3, ge=1)
@@ -130,19 +134,20 @@ def checked(values: dict, source: str = "the configuration") -> Config:
 
 
 def _explained(problem: dict) -> str:
-    place = [str(part) for part in problem["loc"]]
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path)
     if problem["type"] == "extra_forbidden":
-        known = _keys(place[:-1])
-        near = get_close_matches(place[-1], known, 1, 0.5)
+        known = _keys(path[:-1])
+        near = [RENAMED[key]] if key in RENAMED else get_close_matches(path[-1], known, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"known there: {', '.join(known)}"
-        return f"unknown key {'.'.join(place)} ({hint})"
+        return f"unknown key {key} ({hint})"
     if problem["type"] == "missing":
-        return f"{'.'.join(place)} is missing"
-    return f"{'.'.join(place)} = {problem['input']!r}: {problem['msg'].lower()}"
+        return f"{key} is missing"
+    return f"{key} = {problem['input']!r}: {problem['msg'].lower()}"
 
 
-def _keys(place: list[str]) -> list[str]:
+def _keys(path: list[str]) -> list[str]:
     model = Config
-    for part in place:
+    for part in path:
         model = model.model_fields[part].annotation
     return list(model.model_fields)

@@ -80,7 +80,7 @@ class RunRecord:
         """Gather every rank's figures and write them. Collective."""
         if state != "running":
             self._event(state, f"after {self._trainer.passes.steps} steps")
-        settle(self._grid)
+        drain(self._grid)
         told = self._grid.comm.gather(self._mine())
         if self._grid.rank == 0:
             self._put(told)
@@ -122,7 +122,7 @@ class RunRecord:
         if not isinstance(trainer.loss, str):
             return None
         return MLPVolume.of(trainer.network, trainer.optimizer, trainer.loss, clip=bool(trainer.clip),
-                            micro_batches=trainer.micro_batches)
+                            accumulate=trainer.accumulate)
 
     def _put(self, told: list[dict]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
@@ -165,8 +165,8 @@ class RunRecord:
             self._warned = True
 
 
-def settle(grid) -> None:
-    """Let what is under way come to its end, without waiting for it for ever. To be called by all ranks."""
+def drain(grid) -> None:
+    """Wait for what is under way, but not for ever. To be called by all ranks."""
     deadline = time.monotonic() + PATIENCE
     while not grid.engine.idle() and time.monotonic() < deadline:
         grid.engine.poll()
@@ -237,7 +237,7 @@ def _predicted_memory(trainer) -> dict:
     modules = [module for _, module in network.named_modules()]
     model = MLPVolume.of(network, trainer.optimizer, "mse")
     memory = MLPMemory(model.sizes, rows, model.grid, activation, model.dtype, len(trainer.optimizer.state_names),
-                       model.sharded, not all(model.kept()), 0, model.overlap.bucket_bytes)
+                       model.split_over_data, not all(model.kept()), 0, model.overlap.bucket_bytes)
     names = {LayerNorm: "LayerNorm", Dropout: "dropout", Recompute: "recomputing"}
     left_out = sorted({names[type(module)] for module in modules if type(module) in names})
     return {"parts": memory.parts(), "leaves_out": left_out}

@@ -38,7 +38,7 @@ class Trainer:
     epochs        passes over the loader's rows
     validation    a second loader, or None;   evaluate_every  in steps, 0: after each epoch
     checkpoints   a `pmm3d.io.Checkpoints`, or None;   checkpoint_every  in steps, 0: after each epoch
-    micro_batches batches of the loader that make one step; their gradients are summed over data once
+    accumulate    batches of the loader that make one step; their gradients are summed over data once
     clip          largest 2-norm of the gradient, or None
     log           a RunLog, or None;   log_every  in steps, besides the first step and the last of each epoch
     settings      what else a checkpoint is to remember; JSON-able
@@ -61,7 +61,7 @@ class Trainer:
     evaluate_every: int = 0
     checkpoints: object = None
     checkpoint_every: int = 0
-    micro_batches: int = 1
+    accumulate: int = 1
     clip: float | None = None
     log: RunLog | None = None
     log_every: int = 10
@@ -151,7 +151,7 @@ class Trainer:
         self._record.write("finished" if self.loader.epoch >= self.epochs else "ended by SIGTERM")
 
     def _steps_left(self) -> int:
-        steps = lambda batches: -(-batches // self.micro_batches)
+        steps = lambda batches: -(-batches // self.accumulate)
         whole, state = len(self.loader), self.loader.state()
         return max(0, steps(whole - state["batch"]) + (self.epochs - state["epoch"] - 1) * steps(whole))
 
@@ -183,10 +183,10 @@ class Trainer:
         return self.step % every == 0 if every else at_end
 
     def _groups(self):
-        """(number of micro-batches, iterator over them) of each step of the rest of the epoch."""
+        """(number of batches, iterator over them) of each step of the rest of the epoch."""
         batches, left = iter(self.loader), len(self.loader) - self.loader.state()["batch"]
         while left > 0:
-            size = min(self.micro_batches, left)
+            size = min(self.accumulate, left)
             yield size, (next(batches) for _ in range(size))
             left -= size
         for _ in batches:
@@ -336,7 +336,7 @@ class Trainer:
         return self.signals.asked(self.grid)
 
     def _explain(self, x, what: str) -> None:
-        """Raise NonFiniteLossError with the first place in the network where numbers went wrong."""
+        """Raise NonFiniteLossError that names what in the network went wrong first."""
         where = first_non_finite(self.network, x)
         with self.grid.together("training"):
             raise NonFiniteLossError(
