@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
-from ..arrays import library_of
-from ..comm.collectives import gather_parts, sum_arrays
+from ..arrays import Array
+from ..comm import Axis, Pending
 from ..errors import LayoutError
 from ..layout import Layout, batch_layout
 from ..model.volumes import all_reduce_work
+from .compute import column_sums, gemm, sum_over
 from .parameter import Parameter
 from .tensor import Form, Tensor, relayout
 
@@ -19,7 +18,8 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
     x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another
     weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged)
     bias     (1, n)  columns as the weight's
-    result   (m, n)  rows over data, z; columns over x (or y)
+
+    Returns O (m, n): rows over data, z; columns over x (or y). Raises LayoutError if the k differ.
 
     Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
 
@@ -29,6 +29,12 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
 
     dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
     backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="fsdp") as grid:
+        ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j, dtype="float32")
+        ...     nn.linear(nn.Tensor(x), nn.Linear(grid, 3, 2).weight).shape
+        (2, 2)
     """
     grid, tape = x.grid, x.tape
     (k_axis, _), (n_axis,) = weight.layout.rows, weight.layout.cols
@@ -38,86 +44,49 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
     form, inputs, wanted = x.form, x.local, x.requires_grad
     out = form.new((inputs.shape[0], weight.local.shape[1]))
     full = tape.parallel.weights.take(weight, tape.phase)
-    biased = bias is not None and grid.axis(k_axis).index == 0
-    if biased:
-        out[...] = bias.local
-    wait_all(reduced_product(form, inputs, full, out, int(biased), grid.axis(k_axis), "reduce O"))
+    beta = 0
+    if bias is not None and grid.axis(k_axis).index == 0:
+        out[...], beta = bias.local, 1
+    wait_all(reduced_product(form, inputs, full, out, beta, grid.axis(k_axis), "reduce O"))
     del full
 
-    def rule(gradient):
+    def rule(gradient: Array) -> tuple[Array | None, None, None]:
         full = tape.parallel.weights.take(weight, "backward")
-        dx, coming = form.new() if wanted else None, []
+        dx, sums = None, []
         if wanted:
-            coming = reduced_product(form, gradient, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
+            dx = form.new()
+            sums = reduced_product(form, gradient, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
         del full
         tape.parallel.gradients.matrix(weight, lambda out, beta: gemm(form, inputs.T, gradient, out, beta))
         if bias is not None:
             tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, gradient, out, beta))
-        wait_all(coming)
+        wait_all(sums)
         return dx, None, None
 
     parents = (x, weight) if bias is None else (x, weight, bias)
     return x.made(out, parents, rule, shape=(x.shape[0], weight.shape[1]), layout=Layout(x.layout.rows, n_axis))
 
 
-def reduced_product(form: Form, a, b, c, beta, axis, phase: str) -> list:
-    """C = A B + beta C, summed over an axis: rows in strips, each on its way as soon as it is there."""
+def reduced_product(form: Form, a: Array, b: Array, c: Array, beta: int, axis: Axis, phase: str) -> list[Pending]:
+    """C = A B + beta C, summed over an axis: rows in strips, each on its way as soon as it is there. Returns the sums
+    under way."""
     parallel = form.tape.parallel
     if axis.size == 1:
         gemm(form, a, b, c, beta)
         return []
-    coming, strips = [], parallel.row_strips(*c.shape, form.dtype)
-    size = (strips[0].stop - strips[0].start) * c.shape[1]
-    parallel.gradients.note("rows", len(strips) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
-    for rows in strips:
-        gemm(form, a[rows], b, c[rows], beta)
+    sums, (rows, cols) = list[Pending](), c.shape
+    strips = parallel.row_strips(rows, cols, form.dtype)
+    size = (strips[0].stop - strips[0].start) * cols
+    parallel.gradients.note_work("rows", len(strips) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    for strip in strips:
+        gemm(form, a[strip], b, c[strip], beta)
         with form.grid.ledger.phase(phase):
-            coming.append(reduce(axis, c[rows]))
+            sums.append(sum_over(axis, c[strip]))
         if not parallel.overlap.oar:
-            coming[-1].wait()
-    return coming
+            sums[-1].wait()
+    return sums
 
 
-def wait_all(coming) -> None:
-    for pending in coming:
+def wait_all(sums: list[Pending]) -> None:
+    for pending in sums:
         pending.wait()
-
-
-def gemm(form: Form, a, b, c, beta=0) -> None:
-    """C = A B + beta C on this rank, while collectives go on."""
-    with computing(form.grid, "gemm"):
-        if a.shape[1] and 0 not in c.shape:
-            form.library.gemm(a, b, c, 1, beta, form.grid.workspace)
-        elif beta == 0:
-            c[...] = 0
-        if not form.library.on_host and not form.grid.engine.idle():
-            form.library.synchronize()
-
-
-def column_sums(form: Form, array, out, beta=0) -> None:
-    """out (1, n) = beta out + the sum of the rows of a local array."""
-    ones = form.new((1, array.shape[0]))
-    ones[...] = 1
-    gemm(form, ones, array, out, beta)
-
-
-def reduce(axis, array):
-    """Start the sum of an array over an axis, in place."""
-    library = library_of(array)
-    return axis.begin("all_reduce", lambda link: sum_arrays(link, library, array, array))
-
-
-def gather(axis, array):
-    """The arrays that all ranks of an axis bring, of one shape, stacked: (G, *shape)."""
-    library, shape = library_of(array), tuple(array.shape)
-    counts = [shape[0]] * axis.size
-    stacked = library.empty((sum(counts), *shape[1:]), library.dtype(array))
-    axis.begin("all_gather", lambda link: gather_parts(link, library, array, stacked, counts)).wait()
-    return stacked.reshape((axis.size, *shape))
-
-
-@contextmanager
-def computing(grid, what: str):
-    """Time in this context is computation, and collectives go on under it."""
-    with grid.ledger.computing(what), grid.engine.background():
-        yield

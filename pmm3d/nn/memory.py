@@ -46,24 +46,14 @@ class MLPMemory:
     input_sets: int = 1
     bucket_bytes: int = Overlap.bucket_bytes
 
-    def _activations(self) -> list[int]:
-        found, cols = [], "y"
-        for size in self.sizes:
-            found.append(batch_layout(cols).box((self.batch, size), self.grid, FIRST).size * itemsize(self.dtype))
-            cols = OTHER[cols]
-        return found
-
-    def _weights(self) -> list[int]:
-        found, cols = [], "y"
-        for shape in zip(self.sizes, self.sizes[1:]):
-            found.append(Layout(cols, OTHER[cols]).box(shape, self.grid, FIRST).size * itemsize(self.dtype))
-            cols = OTHER[cols]
-        return found
-
     def parts(self) -> dict[str, int]:
         """Name -> bytes."""
-        activations, whole = self._activations(), self._weights()
-        weights = [-(-size // self.grid.z) for size in whole]
+        size = itemsize(self.dtype)
+        activations = [batch_layout("yx"[index % 2]).box((self.batch, cols), self.grid, FIRST).size * size
+                       for index, cols in enumerate(self.sizes)]
+        whole = [Layout(axis, other).box((inputs, outputs), self.grid, FIRST).size * size
+                 for inputs, outputs, axis, other in layers_of(self.sizes)]
+        weights = [-(-nbytes // self.grid.z) for nbytes in whole]
         gathers = self.grid.z > 1
         hidden = sum(activations[1:-1]) * KEPT[self.activation]
         return {
@@ -86,3 +76,9 @@ class MLPMemory:
     @property
     def total(self) -> int:
         return sum(self.parts().values())
+
+
+def layers_of(sizes: tuple[int, ...]) -> list[tuple[int, int, str, str]]:
+    """(inputs, outputs, axis that splits the inputs, axis that splits the outputs) of each layer of an MLP."""
+    axes = ["yx"[index % 2] for index in range(len(sizes))]
+    return [(inputs, outputs, axis, OTHER[axis]) for inputs, outputs, axis in zip(sizes, sizes[1:], axes)]

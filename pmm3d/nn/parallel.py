@@ -5,19 +5,28 @@ All that is under way belongs to one grid: `Tape.of(grid).parallel`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+from ..arrays import Array
+from ..comm import Grid, Pending
 from ..layout import itemsize, part_range
 from ..model.machine import available_memory
+from .compute import gather_over
 from .gradients import Gradients
-from .parts import gathered_bytes, z_counts
+
+if TYPE_CHECKING:
+    from .parameter import Parameter
 
 STRIPS_ACROSS_HOSTS = 8
+"""Within one there is little to hide."""
 LEAST_STRIP_BYTES = 2**19
+"""Below it the latency of a message outweighs what is hidden."""
 IDLE_PAUSES = 8
+"""A weight that so many passes did not use is taken for one of a network that is gone."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,9 @@ class Overlap:
                             backward pass; False: kept until they change; None: kept while they take no more than
                             `keep_bytes`
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
+
+        >>> Overlap.none(strips=2).oar, Overlap(strips=2).oar
+        (False, True)
     """
 
     oar: bool = True
@@ -50,7 +62,8 @@ class Overlap:
     keep_bytes: int | None = None
 
     @classmethod
-    def none(cls, **others) -> Overlap:
+    def none(cls, **others: Any) -> Overlap:
+        """All four switches off."""
         return cls(oar=False, ors=False, oag=False, buckets=False, **others)
 
 
@@ -61,14 +74,12 @@ class Parallel:
     weights     gathers them;   gradients   sums them
     """
 
-    def __init__(self, grid):
-        self.grid = grid
-        self.overlap = Overlap()
-        self.weights = Weights(self)
-        self.gradients = Gradients(self)
+    def __init__(self, grid: Grid):
+        self.grid, self.overlap = grid, Overlap()
+        self.weights, self.gradients = Weights(self), Gradients(self)
 
     @contextmanager
-    def backward(self, sync: bool):
+    def backward(self, sync: bool) -> Iterator[None]:
         """A backward pass; at its end all gradients are there."""
         memory = self.grid.ledger.memory
         memory["recompute saves"] = 0
@@ -86,12 +97,24 @@ class Parallel:
         return [slice(*part_range(rows, strips, index)) for index in range(strips)]
 
 
-class Held(NamedTuple):
-    """A gathered weight that is kept; used: how many pauses there had been when it was last taken."""
+@dataclass(eq=False)
+class Claim:
+    """What a kept weight takes of `Overlap.keep_bytes`. It outlives the weight until it is out of use: ranks collect
+    garbage at different moments, and must keep the same weights."""
 
-    weight: ref
     nbytes: int
-    used: int
+
+
+@dataclass(eq=False)
+class Gathered:
+    """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
+    is kept. following: the weight that was needed next the last time, by the phase of the pass."""
+
+    claim: Claim
+    version: int = -1
+    pending: Pending | None = None
+    block: Array = None
+    following: dict[str, ref[Parameter]] = field(default_factory=dict)
 
 
 class Weights:
@@ -104,74 +127,72 @@ class Weights:
 
     def __init__(self, parallel: Parallel):
         self._parallel = parallel
-        self._coming: WeakKeyDictionary = WeakKeyDictionary()
-        self._kept: WeakKeyDictionary = WeakKeyDictionary()
-        self._after: WeakKeyDictionary = WeakKeyDictionary()
-        self._last = None
+        self._gathered: WeakKeyDictionary[Parameter, Gathered] = WeakKeyDictionary()
+        self._claims: dict[Claim, int] = {}
+        self._pauses = 0
+        self._last: tuple[ref[Gathered], str] | None = None
         self.budget: int | None = None
-        self._held: dict[int, Held] = {}
-        self._numbers: WeakKeyDictionary = WeakKeyDictionary()
-        self._named = self._pauses = 0
 
-    def take(self, weight, phase: str):
+    def take(self, weight: Parameter, phase: str) -> Array:
         """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
 
         Each rank receives (Gz-1)/Gz of it, unless it was kept.
         """
         if weight.grid.z.size == 1:
             return weight.local
-        self._learn(weight, phase)
-        full = self._known(self._kept, weight)
-        if full is not None:
-            self._hold(weight)
+        gathered = self._of(weight)
+        self._learn(weight, gathered, phase)
+        block = gathered.block
+        if block is None:
+            pending, gathered.pending = gathered.pending or self._start(weight), None
+            block = pending.wait()
+        if gathered.block is not None or self._keeps(gathered.claim):
+            gathered.block = block
+            self._claims[gathered.claim] = self._pauses
         else:
-            pending = self._known(self._coming, weight) or self._start(weight)
-            self._coming.pop(weight, None)
-            full = pending.wait()
-            if self._keeps(weight):
-                self._kept[weight] = weight.version, full
+            self._claims.pop(gathered.claim, None)
         if self._parallel.overlap.oag:
-            self._prefetch(weight, phase)
-        return full
+            self._prefetch(weight, gathered, phase)
+        return block
 
     def pause(self) -> None:
         """What comes next is not known: the values may change before it. Weights out of use are let go."""
         self._last = None
         self._pauses += 1
-        for number, held in list(self._held.items()):
-            if held.used < self._pauses - IDLE_PAUSES:
-                if held.weight() is not None:
-                    self._kept.pop(held.weight(), None)
-                del self._held[number]
+        self._claims = {claim: used for claim, used in self._claims.items() if used >= self._pauses - IDLE_PAUSES}
+        for gathered in self._gathered.values():
+            if gathered.claim not in self._claims:
+                gathered.block = None
 
-    def _learn(self, weight, phase: str) -> None:
-        if self._last is not None and self._last[0]() is not None:
-            self._after.setdefault(self._last[0](), {})[self._last[1]] = ref(weight)
-        self._last = ref(weight), phase
+    def _of(self, weight: Parameter) -> Gathered:
+        """What there is of its present values; what is out of date is dropped."""
+        if weight not in self._gathered:
+            self._gathered[weight] = Gathered(Claim(weight.largest(weight.gathered_layout)))
+        gathered = self._gathered[weight]
+        if gathered.version != weight.version:
+            gathered.version, gathered.pending, gathered.block = weight.version, None, None
+        return gathered
 
-    def _prefetch(self, weight, phase: str) -> None:
-        following = self._after.get(weight, {}).get(phase, lambda: None)()
+    def _learn(self, weight: Parameter, gathered: Gathered, phase: str) -> None:
+        if self._last is not None and (before := self._last[0]()) is not None:
+            before.following[self._last[1]] = ref(weight)
+        self._last = ref(gathered), phase
+
+    def _prefetch(self, weight: Parameter, gathered: Gathered, phase: str) -> None:
+        following = gathered.following[phase]() if phase in gathered.following else None
         if following is None or following is weight:
             return
-        if self._known(self._kept, following) is None and self._known(self._coming, following) is None:
-            self._coming[following] = following.version, self._start(following)
+        ahead = self._of(following)
+        if ahead.block is None and ahead.pending is None:
+            ahead.pending = self._start(following)
 
-    @staticmethod
-    def _known(where, weight):
-        """What is there for the weight's present values; what is out of date is dropped."""
-        version, found = where.get(weight, (None, None))
-        if version != weight.version:
-            where.pop(weight, None)
-            return None
-        return found
-
-    def _start(self, weight):
-        grid, counts = weight.grid, z_counts(weight)
-        full = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
+    def _start(self, weight: Parameter) -> Pending:
+        grid, counts = weight.grid, weight.z_counts()
+        block = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
         with grid.ledger.phase("gather W"):
-            return grid.z.all_gather(weight.local, out=full, counts=counts)
+            return gather_over(grid.z, weight.local, block, counts)
 
-    def _keeps(self, weight) -> bool:
+    def _keeps(self, claim: Claim) -> bool:
         """The same on all ranks: by what was kept and is in use, not by what happens to be alive."""
         overlap = self._parallel.overlap
         if overlap.reshard_after_forward is not None:
@@ -179,21 +200,7 @@ class Weights:
         budget = overlap.keep_bytes
         if budget is None:
             budget = self.budget = self._agreed_budget() if self.budget is None else self.budget
-        self._held.pop(self._number(weight), None)
-        if sum(held.nbytes for held in self._held.values()) + gathered_bytes(weight) > budget:
-            return False
-        self._hold(weight)
-        return True
-
-    def _hold(self, weight) -> None:
-        self._held[self._number(weight)] = Held(ref(weight), gathered_bytes(weight), self._pauses)
-
-    def _number(self, weight) -> int:
-        """In the order of first use, so the same on all ranks."""
-        if weight not in self._numbers:
-            self._named += 1
-            self._numbers[weight] = self._named
-        return self._numbers[weight]
+        return sum(other.nbytes for other in self._claims if other is not claim) + claim.nbytes <= budget
 
     def _agreed_budget(self) -> int:
         grid = self._parallel.grid

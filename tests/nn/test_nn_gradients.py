@@ -1,4 +1,4 @@
-"""Gradients: against differences, as adjoints, added up over the batches of a step, the same on all ranks that hold them."""
+"""Gradients: against differences, as adjoints, added up over the batches of a step, the same wherever they are held."""
 
 import numpy as np
 import pytest

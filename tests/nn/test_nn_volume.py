@@ -9,8 +9,8 @@ from networks import GRIDS, Case, batch_of, on_each_grid, spread
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
+from pmm3d.nn.training import evaluate
 from pmm3d.nn.training.record import drain
-from pmm3d.nn.training.trainer import evaluate
 from pmm3d.nn.volume import MLPVolume, Passes
 
 pytestmark = [pytest.mark.parallel([1, 2, 4, 6, 8]), pytest.mark.deadline(90)]
@@ -35,9 +35,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_ledger_holds_what_the_formulas_say(comm, name):
-    case = {"norm": False, "bias": True, "recompute": False, "loss": "cross_entropy", "split_over_data": False, "clip": False,
-            "accumulate": 1, "overlap": nn.Overlap(reshard_after_forward=True), "evaluates": True,
-            **CASES[name]}
+    case = {"norm": False, "bias": True, "recompute": False, "loss": "cross_entropy", "split_over_data": False,
+            "clip": False, "accumulate": 1, "overlap": nn.Overlap(reshard_after_forward=True),
+            "evaluates": True, **CASES[name]}
 
     def check(grid):
         model, passes = trained(grid, **case)

@@ -54,12 +54,12 @@ os.kill = told
 """
 WAITING = """
 from pmm3d.nn.training.trainer import Trainer
-tell = Trainer._tell
+log_step = Trainer._log_step
 def waiting(self, *args):
-    tell(self, *args)
+    log_step(self, *args)
     while self.step == 3 and not os.path.exists({go!r}):
         time.sleep(0.01)
-Trainer._tell = waiting
+Trainer._log_step = waiting
 """
 
 
@@ -359,7 +359,7 @@ def test_the_figures_for_prometheus(runs):
 @pytest.mark.parametrize("path, before, text", [
     ("nowhere/x.prom", "", "cannot be written: No such file or directory"),
     ("x.txt", "", "node exporters read files that end in .prom only"),
-    ("x.prom", "sys.modules['prometheus_client'] = None", "pip install 'pmm3d[monitor]'"),
+    ("x.prom", "sys.modules['prometheus_client'] = None", 'pip install "pmm3d[monitor]"'),
 ])
 def test_figures_that_cannot_be_written_are_refused_at_the_start(runs, path, before, text):
     config = runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/{path}'")
@@ -395,7 +395,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
 """)
     assert done.returncode != 0
-    warning = r"warning: training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
+    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
     assert re.search(warning, done.stderr), done.stderr
     assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr
