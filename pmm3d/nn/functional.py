@@ -1,17 +1,6 @@
 """Operations on tensors, one function with its gradient rule each. Elementwise ones move no data.
 
-A new one: compute the local result, name the parents, and say how the gradient goes back. `square`, complete:
-
-    def square(x):
-        form, local, out = x.form, x.local, x.form.new()
-        in_chunks(lambda part: part * part, out, local)
-
-        def rule(gradient):
-            dx = form.new()
-            in_chunks(lambda g, part: 2 * g * part, dx, gradient, local)
-            return (dx,)
-
-        return x.made(out, (x,), rule)
+A new one: compute the local result, name the parents, and say how the gradient goes back (docs/training.md has one).
 """
 
 from __future__ import annotations
@@ -24,18 +13,95 @@ import array_api_compat
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Workspace, random
-from ..comm import Axis
+from ..comm import Axis, Pending
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Box, Layout, part_sizes
-from .compute import by_rows, column_sums, computing, in_chunks, stacked, sum_over
-from .dense import linear
+from ..layout import Box, Layout, batch_layout, part_sizes
+from ..model.volumes import all_reduce_work
+from .compute import by_rows, column_sums, computing, gemm, in_chunks, stacked, sum_over
 from .parameter import Parameter
-from .tensor import Form, Tensor, add, relayout, scale
+from .tensor import Form, Tape, Tensor, add, relayout, scale
 
 __all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu", "scale", "sigmoid", "silu", "tanh"]
 
 Elementwise = Callable[[Array, ModuleType], Array]
 """function(part of an array, its namespace)."""
+
+
+def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
+    """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
+
+    x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another
+    weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged)
+    bias     (1, n)  columns as the weight's
+
+    Returns O (m, n): rows over data, z; columns over x (or y). Raises LayoutError if the k differ.
+
+    Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
+
+        forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
+        backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I| unless I needs no gradient
+                   +  (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
+
+    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
+    backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="fsdp") as grid:
+        ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j, dtype="float32")
+        ...     nn.linear(nn.Tensor(x), nn.Linear(grid, 3, 2).weight).shape
+        (2, 2)
+    """
+    grid, tape = x.grid, x.tape
+    (k_axis, _), (n_axis,) = weight.layout.rows, weight.layout.cols
+    if x.shape[1] != weight.shape[0]:
+        raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
+    x = relayout(x, batch_layout(k_axis))
+    form, inputs, wanted = x.form, x.local, x.requires_grad
+    out = form.new((inputs.shape[0], weight.local.shape[1]))
+    full = tape.parallel.weights.take(weight, tape.phase)
+    beta = 0
+    if bias is not None and grid.axis(k_axis).index == 0:
+        out[...], beta = bias.local, 1
+    for pending in _reduced_product(form, inputs, full, out, beta, grid.axis(k_axis), "reduce O"):
+        pending.wait()
+    del full
+
+    def rule(gradient: Array) -> tuple[Array | None, None, None]:
+        full = tape.parallel.weights.take(weight, "backward")
+        dx, sums = None, []
+        if wanted:
+            dx = form.new()
+            sums = _reduced_product(form, gradient, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
+        del full
+        tape.parallel.gradients.matrix(weight, lambda out, beta: gemm(form, inputs.T, gradient, out, beta))
+        if bias is not None:
+            tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, gradient, out, beta))
+        for pending in sums:
+            pending.wait()
+        return dx, None, None
+
+    parents = (x, weight) if bias is None else (x, weight, bias)
+    return x.made(out, parents, rule, shape=(x.shape[0], weight.shape[1]), layout=Layout(x.layout.rows, n_axis))
+
+
+def _reduced_product(form: Form, a: Array, b: Array, c: Array, beta: int, axis: Axis, phase: str) -> list[Pending]:
+    """C = A B + beta C, summed over an axis: rows in strips, each on its way as soon as it is there. Returns the sums
+    under way."""
+    parallel = Tape.of(form.grid).parallel
+    if axis.size == 1:
+        gemm(form, a, b, c, beta)
+        return []
+    sums, (rows, cols) = list[Pending](), c.shape
+    strips = parallel.row_strips(rows, cols, form.dtype)
+    size = (strips[0].stop - strips[0].start) * cols
+    parallel.gradients.note_work("rows", len(strips) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    for strip in strips:
+        gemm(form, a[strip], b, c[strip], beta)
+        with form.grid.ledger.phase(phase):
+            sums.append(sum_over(axis, c[strip]))
+        if not parallel.overlap.oar:
+            sums[-1].wait()
+    return sums
 
 
 def relu(x: Tensor) -> Tensor:

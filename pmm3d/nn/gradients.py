@@ -75,7 +75,7 @@ class Gradients:
         if weight in self._under_way:
             self._under_way[weight].wait()
         out, beta = weight.landing()
-        grid, own = weight.grid, _nbytes(weight, out.shape[0] * out.shape[1])
+        grid, own = weight.grid, out.shape[0] * out.shape[1] * itemsize(weight.dtype)
         self.note_work("dW", [own] * (grid.z.size - 1))
         with grid.ledger.phase("reduce dW"):
             pending = grid.z.reduce_scatter(partial, out=out, counts=counts, beta=beta)
@@ -146,21 +146,17 @@ class Gradients:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
         before = list(dict.fromkeys(self._under_way[member] for member in members if member in self._under_way))
         split = members[0].split_over_data and axis.name == "data"
-        self.note_work(phase, (_scattered_work if split else _summed_work)(axis, members))
+        self.note_work(phase, _work(axis, members, split))
         collective = lambda link: (scattered if split else summed)(link, members)
         with self._parallel.grid.ledger.phase(phase):
             pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective)
         self._under_way.update(dict.fromkeys(members, pending))
-        self._limit(axis.name, pending)
-        if not self._parallel.overlap.buckets:
-            pending.wait()
-
-    def _limit(self, axis: str, pending: Pending) -> None:
-        """Wait for the oldest sum along an axis if too many are under way."""
-        flight = [other for other in self._flights.get(axis, []) if not other.done] + [pending]
-        self._flights[axis] = flight
+        flight = [other for other in self._flights.get(axis.name, []) if not other.done] + [pending]
+        self._flights[axis.name] = flight
         if len(flight) > IN_FLIGHT:
             flight[0].wait()
+        if not self._parallel.overlap.buckets:
+            pending.wait()
 
 
 def _alike(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
@@ -186,7 +182,7 @@ class Partials:
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:
             pending.wait()
-        nbytes, library = _nbytes(weight, shape[0] * shape[1]), weight.library
+        nbytes, library = shape[0] * shape[1] * itemsize(weight.dtype), weight.library
         if ticket is None or ticket.pool.memory != library.memory or ticket.flat.shape[0] < nbytes:
             if ticket is not None:
                 self._grid.workspace.give(ticket)
@@ -248,20 +244,11 @@ def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Arr
         start += array.shape[0]
 
 
-def _summed_work(axis: Axis, members: list[Parameter]) -> list[int]:
-    """Bytes of the work arrays of `summed`."""
-    size = sum(member.gradient.reshape(-1).shape[0] for member in members)
-    packed = [_nbytes(members[0], size)] if len(members) > 1 else []
-    return packed + all_reduce_work(size, members[0].dtype, axis.size, axis.index)
-
-
-def _scattered_work(axis: Axis, members: list[Parameter]) -> list[int]:
-    """Bytes of the work arrays of `scattered`."""
-    sizes = [member.data_counts() for member in members]
-    own = _nbytes(members[0], sum(size[axis.index] for size in sizes))
-    packed = [_nbytes(members[0], sum(map(sum, sizes)))] if len(members) > 1 else []
-    return packed + [own] * axis.size
-
-
-def _nbytes(parameter: Parameter, elements: int) -> int:
-    return elements * itemsize(parameter.dtype)
+def _work(axis: Axis, members: list[Parameter], split: bool) -> list[int]:
+    """Bytes of the work arrays of `scattered`, if the sum is split, or of `summed`."""
+    size, dtype = sum(member.gradient.reshape(-1).shape[0] for member in members), members[0].dtype
+    packed = [size * itemsize(dtype)] if len(members) > 1 else []
+    if not split:
+        return packed + all_reduce_work(size, dtype, axis.size, axis.index)
+    own = sum(member.data_counts()[axis.index] for member in members)
+    return packed + [own * itemsize(dtype)] * axis.size

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, random
+from ..arrays import Array, random
 from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout, batch_layout
 from ..product import DistMatrix
+from ..product.matrix import Library, Shape
 from . import functional
 from .parameter import Parameter
 from .tensor import Tape, Tensor, as_tensor, no_grad, propagate
@@ -73,7 +74,7 @@ class Module:
         yield prefix, self
         for name, child in self.children():
             if isinstance(child, Module):
-                yield from child.named_modules(_joined(prefix, name))
+                yield from child.named_modules(f"{prefix}.{name}".lstrip("."))
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Name -> parameter, in order; parameters learn their names here. One used twice has its first name."""
@@ -81,7 +82,7 @@ class Module:
         for prefix, module in self.named_modules():
             for name, child in module.children():
                 if isinstance(child, Parameter) and child not in named:
-                    named[child] = child.name = _joined(prefix, name)
+                    named[child] = child.name = f"{prefix}.{name}".lstrip(".")
         return {name: parameter for parameter, name in named.items()}
 
     def parameters(self) -> list[Parameter]:
@@ -114,7 +115,7 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str = "float32", library: str | NumpyLibrary = "numpy") -> Tensor:
+    def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
         """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, whose
         layout and columns are those of any batch. Collective; before loading a checkpoint into one's own network."""
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
@@ -137,12 +138,8 @@ class Module:
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
 
 
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def parameter(grid: Grid, shape: tuple[int, int], layout: Layout, *, seed: int = 0, bound: float = 0.0,
-              value: float = 0.0, dtype: str = "float32", library: str | NumpyLibrary = "numpy") -> Parameter:
+def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
+              dtype: str = "float32", library: Library = "numpy") -> Parameter:
     """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective.
 
     Raises GridError if the grid leaves ranks idle.
@@ -168,7 +165,7 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
-                 dtype: str = "float32", library: str | NumpyLibrary = "numpy"):
+                 dtype: str = "float32", library: Library = "numpy"):
         _check_sizes("Linear", inputs=inputs, outputs=outputs)
         self.grid, self._has_input = grid, False
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
@@ -200,7 +197,7 @@ class LayerNorm(Module):
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
-                 library: str | NumpyLibrary = "numpy"):
+                 library: Library = "numpy"):
         _check_sizes("LayerNorm", features=features)
         self.grid, self.eps, self._has_input = grid, eps, False
         self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library)
@@ -275,7 +272,7 @@ class MLP(Sequential):
 
     def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
                  norm: bool = False, dropout: float = 0.0, recompute: bool = False, seed: int = 0,
-                 dtype: str = "float32", library: str | NumpyLibrary = "numpy"):
+                 dtype: str = "float32", library: Library = "numpy"):
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
         made, cols = list[Layer](), "y"

@@ -20,19 +20,10 @@ class MLPMemory:
     states                arrays of the optimizer per weight: SGD 0, with momentum 1, Adam 2
     split_over_data       ZeRO-1: the states are split over data too
     reshard               gathered weights are dropped after use
+    input_sets            of buffers that inputs and targets come in: 4 from a Loader of `pmm3d train`
 
-    With s the bytes of a number, A_l = s |block of layer l's output|, W_l = s |gathered block of its weight| and
-    w_l = W_l / Gz:
-
-        weights, gradients   sum of w_l, each;   state   states * sum of w_l (/ Gdata if split_over_data)
-        activations          A_0 (input and target: four sets of buffers if they come from a Loader, else 1)
-                             + sum over hidden layers of A_l times KEPT
-        passing              3 max A: a gradient, the next one, and one that is being reduced or computed
-        gathered             Gz > 1: 2 max W, or sum of W_l if they are kept
-        partial gradients    Gz > 1: 2 max W: one that is computed, one on its way
-        messages             two sums of gradients under way, Gz > 1: 2 (Gz-1) max w and Gdata > 1: 2 B, B the bytes of
-                             a bucket, twice that if buckets hold several gradients; Gx or Gy > 1: one sum of
-                             activations, max A
+    docs/training.md has the formulas. Passing through are a gradient, the next one, and one that is being reduced or
+    computed; partial gradients are one that is computed and one on its way.
     """
 
     sizes: tuple[int, ...]

@@ -11,7 +11,6 @@ import array_api_compat
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary
-from ..comm import Pending
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
@@ -70,7 +69,8 @@ class Optimizer:
                     self._change(parameter)
                 parameter.version += 1
                 if self.shard_over_data:
-                    gathers.append(self._gather(parameter))
+                    own, whole = self._own(parameter, parameter.local), parameter.local.reshape(-1)
+                    gathers.append(gather_over(self.grid.data, own, whole, parameter.data_counts()))
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
@@ -139,10 +139,6 @@ class Optimizer:
         if not self.shard_over_data:
             return flat
         return flat[slice(*offsets(parameter.data_counts())[index : index + 2])]
-
-    def _gather(self, parameter: Parameter) -> Pending:
-        own, whole = self._own(parameter, parameter.local), parameter.local.reshape(-1)
-        return gather_over(self.grid.data, own, whole, parameter.data_counts())
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -98,20 +99,14 @@ class Parallel:
 
 
 @dataclass(eq=False)
-class Claim:
-    """What a kept weight takes of `Overlap.keep_bytes`. It outlives the weight until it is out of use: ranks collect
-    garbage at different moments, and must keep the same weights."""
-
-    nbytes: int
-
-
-@dataclass(eq=False)
 class Gathered:
     """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
-    is kept. following: the weight that was needed next the last time, by the phase of the pass."""
+    is kept. number: in the order of first use; following: the weight that was needed next the last time, by the phase
+    of the pass."""
 
-    claim: Claim
+    number: int
     version: int = -1
+    nbytes: int = 0
     pending: Pending | None = None
     block: Array = None
     following: dict[str, ref[Parameter]] = field(default_factory=dict)
@@ -128,8 +123,10 @@ class Weights:
     def __init__(self, parallel: Parallel):
         self._parallel = parallel
         self._gathered: WeakKeyDictionary[Parameter, Gathered] = WeakKeyDictionary()
-        self._claims: dict[Claim, int] = {}
-        self._pauses = 0
+        self._kept: dict[int, tuple[int, int]] = {}
+        """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
+        collect garbage at different moments, and must keep the same weights."""
+        self._numbers, self._pauses = count(), 0
         self._last: tuple[ref[Gathered], str] | None = None
         self.budget: int | None = None
 
@@ -141,16 +138,16 @@ class Weights:
         if weight.grid.z.size == 1:
             return weight.local
         gathered = self._of(weight)
-        self._learn(weight, gathered, phase)
-        block = gathered.block
+        if self._last is not None and (before := self._last[0]()) is not None:
+            before.following[self._last[1]] = ref(weight)
+        self._last, block = (ref(gathered), phase), gathered.block
         if block is None:
             pending, gathered.pending = gathered.pending or self._start(weight), None
             block = pending.wait()
-        if gathered.block is not None or self._keeps(gathered.claim):
+        self._kept.pop(gathered.number, None)
+        if gathered.block is not None or self._keeps(gathered.nbytes):
             gathered.block = block
-            self._claims[gathered.claim] = self._pauses
-        else:
-            self._claims.pop(gathered.claim, None)
+            self._kept[gathered.number] = gathered.nbytes, self._pauses
         if self._parallel.overlap.oag:
             self._prefetch(weight, gathered, phase)
         return block
@@ -159,24 +156,21 @@ class Weights:
         """What comes next is not known: the values may change before it. Weights out of use are let go."""
         self._last = None
         self._pauses += 1
-        self._claims = {claim: used for claim, used in self._claims.items() if used >= self._pauses - IDLE_PAUSES}
+        oldest = self._pauses - IDLE_PAUSES
+        self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
         for gathered in self._gathered.values():
-            if gathered.claim not in self._claims:
+            if gathered.number not in self._kept:
                 gathered.block = None
 
     def _of(self, weight: Parameter) -> Gathered:
         """What there is of its present values; what is out of date is dropped."""
         if weight not in self._gathered:
-            self._gathered[weight] = Gathered(Claim(weight.largest(weight.gathered_layout)))
+            self._gathered[weight] = Gathered(next(self._numbers))
         gathered = self._gathered[weight]
         if gathered.version != weight.version:
             gathered.version, gathered.pending, gathered.block = weight.version, None, None
+            gathered.nbytes = weight.largest(weight.gathered_layout)
         return gathered
-
-    def _learn(self, weight: Parameter, gathered: Gathered, phase: str) -> None:
-        if self._last is not None and (before := self._last[0]()) is not None:
-            before.following[self._last[1]] = ref(weight)
-        self._last = ref(gathered), phase
 
     def _prefetch(self, weight: Parameter, gathered: Gathered, phase: str) -> None:
         following = gathered.following[phase]() if phase in gathered.following else None
@@ -192,17 +186,14 @@ class Weights:
         with grid.ledger.phase("gather W"):
             return gather_over(grid.z, weight.local, block, counts)
 
-    def _keeps(self, claim: Claim) -> bool:
-        """The same on all ranks: by what was kept and is in use, not by what happens to be alive."""
+    def _keeps(self, nbytes: int) -> bool:
+        """Whether so many bytes may be kept beside the others."""
         overlap = self._parallel.overlap
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward
-        budget = overlap.keep_bytes
-        if budget is None:
-            budget = self.budget = self._agreed_budget() if self.budget is None else self.budget
-        return sum(other.nbytes for other in self._claims if other is not claim) + claim.nbytes <= budget
-
-    def _agreed_budget(self) -> int:
-        grid = self._parallel.grid
-        ranks_of_a_node = -(-grid.size // grid.hosts)
-        return min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
+        if overlap.keep_bytes is None and self.budget is None:
+            grid = self._parallel.grid
+            ranks_of_a_node = -(-grid.size // grid.hosts)
+            self.budget = min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
+        budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
+        return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget

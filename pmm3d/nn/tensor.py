@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -76,10 +77,6 @@ class Form:
     def of(cls, value: DistMatrix) -> Form:
         return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
-    @property
-    def tape(self) -> Tape:
-        return Tape.of(self.grid)
-
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
         """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
         return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
@@ -99,7 +96,7 @@ class Node:
                  leaf: Tensor | None = None):
         self.form, self.parents, self.rule = form, parents, rule
         self.leaf = None if leaf is None else ref(leaf)
-        self.number = next(form.tape.numbers)
+        self.number = next(Tape.of(form.grid).numbers)
 
 
 class Tensor:
@@ -132,7 +129,7 @@ class Tensor:
     def _take(self, value: DistMatrix) -> None:
         self._value, self.form = value, Form.of(value)
         self.grid, self.layout, self.shape = value.grid, value.layout, value.shape
-        self.dtype, self.library, self.tape = value.dtype, value.library, self.form.tape
+        self.dtype, self.library, self.tape = value.dtype, value.library, Tape.of(value.grid)
 
     @property
     def value(self) -> DistMatrix:
@@ -221,39 +218,27 @@ class Tensor:
 
 
 def propagate(last: Node, gradient: Array) -> None:
-    """The backward pass from a node and its gradient, in the reverse of the order in which the nodes were made.
-
-    What an operation kept is let go as soon as its rule has run.
-    """
-    gradients = {last.number: gradient}
-    nodes = _ancestors(last)
+    """The backward pass from a node and its gradient, in the reverse of the order in which the nodes were made: when it
+    is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run."""
+    gradients, nodes = {last.number: gradient}, [(-last.number, last)]
     while nodes:
-        node = nodes.pop()
-        passed, parents, rule = gradients.pop(node.number, None), node.parents, node.rule
+        _, node = heappop(nodes)
+        passed, parents, rule = gradients.pop(node.number), node.parents, node.rule
         leaf = None if node.leaf is None else node.leaf()
-        if leaf is not None and passed is not None:
+        if leaf is not None:
             leaf.receive(passed)
         if rule is None:
             continue
         node.parents, node.rule = (), None
-        if passed is not None:
-            for parent, part in zip(parents, rule(passed)):
-                if part is not None and parent is not None:
-                    known = gradients.get(parent.number)
-                    gradients[parent.number] = part if known is None else _sum(parent.form, known, part)
+        for parent, part in zip(parents, rule(passed)):
+            if part is None or parent is None:
+                continue
+            if parent.number in gradients:
+                part = _sum(parent.form, gradients[parent.number], part)
+            else:
+                heappush(nodes, (-parent.number, parent))
+            gradients[parent.number] = part
         del parents, rule, passed, leaf
-
-
-def _ancestors(last: Node) -> list[Node]:
-    """The node and all that it was made of, oldest first."""
-    ancestors: dict[int, Node] = {}
-    waiting = [last]
-    while waiting:
-        node = waiting.pop()
-        if node.number not in ancestors:
-            ancestors[node.number] = node
-            waiting += [parent for parent in node.parents if parent is not None]
-    return [ancestors[number] for number in sorted(ancestors)]
 
 
 def _sum(form: Form, one: Array, other: Array) -> Array:

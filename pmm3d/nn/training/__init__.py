@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .config import Config
-    from .evaluation import evaluate
-    from .run_log import RunLog, read_metrics
-    from .signals import Signals
-    from .trainer import NonFiniteLossError, Trainer
+    from .run_log import RunLog
+    from .trainer import NonFiniteLossError, Trainer, evaluate
 
-_HOME = {"Config": "config", "NonFiniteLossError": "trainer", "RunLog": "run_log", "Signals": "signals",
-         "Trainer": "trainer", "evaluate": "evaluation", "read_metrics": "run_log"}  # fmt: skip
+_HOME = {"Config": "config", "NonFiniteLossError": "trainer", "RunLog": "run_log", "Trainer": "trainer",
+         "evaluate": "trainer"}  # fmt: skip
 __all__ = [*_HOME]
 
 

@@ -45,7 +45,9 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             classes = data.classes if loss == "cross_entropy" else None
             sizes = [data.features, *config.network.hidden, data.outputs if classes is None else classes]
             _predict_memory(config, grid, sizes)
-            network = _network(config, grid, sizes)
+            section = config.network.model_dump(exclude={"hidden", "activation"})
+            activation = getattr(functional, config.network.activation)
+            network = MLP(grid, sizes, activation, seed=config.training.seed, **section)
             split = network.output_layout.cols[0] if classes is None else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "split_inputs": "y", "split_targets": split}
@@ -109,11 +111,6 @@ def _predict_memory(config: Config, grid: Grid, sizes: list[int]) -> None:
         logger.warning(f"training is predicted to take {in_bytes(memory.total)} on a rank; host {host} has "
                        f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
                        "or network.recompute")
-
-
-def _network(config: Config, grid: Grid, sizes: list[int]) -> MLP:
-    options = config.network.model_dump(exclude={"hidden", "activation"})
-    return MLP(grid, sizes, getattr(functional, config.network.activation), seed=config.training.seed, **options)
 
 
 def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | None, loss: str,

@@ -48,30 +48,40 @@ class RunRecord:
     are seconds, sizes bytes; lists have one number a rank.
 
     trainer, log   whose run it is
-    resumed        the checkpoint that the run goes on from, or None
     """
 
     def __init__(self, trainer: Trainer, log: RunLog):
-        self.resumed: str | None = None
-        self._trainer, self._grid, self._path = trainer, trainer.grid, log.folder / NAME
+        self._trainer, self._grid, self._log, self._path = trainer, trainer.grid, log, log.folder / NAME
+        self._from: str | None = None
         self._begun, self._saving = 0.0, 0.0
         self._before: dict[Key, Entry] = {}
         self._document: Document = {}
         self._warned = False
 
+    def resumed(self, path: str | os.PathLike[str]) -> None:
+        """The run goes on from a checkpoint."""
+        self._log.say(f"resumed {path}, step {self._trainer.step}")
+        self._from = str(path)
+
+    def open_log(self) -> None:
+        self._log.open(self._trainer.step, self._trainer.step + self._trainer.steps_left())
+
     @contextmanager
     def of_run(self) -> Iterator[None]:
         """As a context, the run: from its beginning on counts, and its end is recorded. Collective."""
-        self._begin()
         try:
-            yield
-        except Exception as error:
-            self._event("failed", f"{type(error).__name__}: {error}")
-            if self._grid.rank == 0:
-                self._store("failed")
-            raise
-        done = self._trainer.loader.epoch >= self._trainer.epochs
-        self._write("finished" if done else "ended by SIGTERM")
+            self._begin()
+            try:
+                yield
+            except Exception as error:
+                self._event("failed", f"{type(error).__name__}: {error}")
+                if self._grid.rank == 0:
+                    self._store("failed")
+                raise
+            done = self._trainer.loader.epoch >= self._trainer.epochs
+            self._write("finished" if done else "ended by SIGTERM")
+        finally:
+            self._log.close()
 
     def _begin(self) -> None:
         trainer, grid = self._trainer, self._grid
@@ -81,7 +91,7 @@ class RunRecord:
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
             starts, events = _earlier(self._path) if trainer.step else ([], [])
-            start = {"began": _now(), "state": "running", "resumed": self.resumed, "from_step": trainer.step,
+            start = {"began": _now(), "state": "running", "resumed": self._from, "from_step": trainer.step,
                      "ranks": grid.size, "hosts": len(nodes), "grid": list(grid.shape), "job": job_id()}
             self._document = {
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
@@ -90,12 +100,13 @@ class RunRecord:
                 "network": _network(trainer.network), "settings": trainer.settings,
                 "starts": [*starts, start], "events": events,
             }
-            what = "resumed" if self.resumed else "started"
-            self._event(what, f"{self.resumed or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
+            what = "resumed" if self._from else "started"
+            self._event(what, f"{self._from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
         """A checkpoint was written, in so many seconds. Collective."""
+        self._log.saved(self._trainer.step, path)
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))

@@ -144,11 +144,7 @@ class RunLog:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last one that a crash cut short is left out.
-
-        >>> read_metrics("nowhere/metrics.jsonl")
-        []
-    """
+    """The lines of a metrics file; a last one that a crash cut short is left out."""
     lines: list[dict[str, Any]] = []
     try:
         for line in Path(path).read_text().splitlines():

@@ -16,11 +16,6 @@ class Signals:
     """As a context: SIGUSR1 and SIGTERM are noted instead of ending the process. May be entered again inside.
 
     Python takes signals in its main thread only; elsewhere nothing is noted.
-
-        >>> with Grid(shape="ddp") as grid, Signals() as signals:
-        ...     signal.raise_signal(signal.SIGUSR1)
-        ...     signals.agreed(grid) == SAVE
-        True
     """
 
     def __init__(self) -> None:

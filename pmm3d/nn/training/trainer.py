@@ -19,9 +19,8 @@ from ...product import DistMatrix
 from .. import loss as losses
 from ..layers import Module
 from ..optim import Optimizer, Schedule
-from ..tensor import no_sync
+from ..tensor import Tape, Tensor, no_sync
 from ..volume import Passes
-from .evaluation import Batch, Loss, evaluate, first_non_finite
 from .record import RunRecord
 from .run_log import METRICS, RunLog, curve, logger, read_metrics
 from .signals import END, Signals
@@ -29,6 +28,8 @@ from .signals import END, Signals
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
 
+Loss = Callable[[Tensor, DistMatrix], Tensor]
+Batch = tuple[DistMatrix, DistMatrix]
 LOSSES: dict[Any, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
@@ -112,15 +113,11 @@ class Trainer:
         """
         with self.owning(), np.errstate(over="ignore", invalid="ignore"):
             self.passes = Passes()
-            if self.log is None or self._record is None:
+            if self._record is None:
                 return self._epochs()
-            log, left = self.log, self._steps_left()
-            self._on_first(lambda: log.open(self.step, self.step + left))
-            try:
-                with self._record.of_run():
-                    return self._epochs()
-            finally:
-                log.close()
+            self._on_first(self._record.open_log)
+            with self._record.of_run():
+                return self._epochs()
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -129,19 +126,18 @@ class Trainer:
 
         Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
         """
-        folder = self._folder
-        if self._lock is not None or folder is None:
-            with self.signals:
-                yield
-            return
-        self._lock = RunLock(folder, logger.warning)
+        folder, lock = self._folder, None
+        if self._lock is None and folder is not None:
+            lock = self._lock = RunLock(folder, logger.warning)
         try:
-            self._on_first(self._lock.acquire)
+            if lock is not None:
+                self._on_first(lock.acquire)
             with self.signals:
                 yield
         finally:
-            self._lock.release()
-            self._lock = None
+            if lock is not None:
+                lock.release()
+                self._lock = None
 
     def _on_first(self, body: Callable[[], None]) -> None:
         """Rank 0 does it; all ranks raise what it could not do in the folder."""
@@ -164,7 +160,8 @@ class Trainer:
             return self.log.folder
         return self.checkpoints.folder if self.checkpoints is not None else None
 
-    def _steps_left(self) -> int:
+    def steps_left(self) -> int:
+        """To the end of the last epoch."""
         batches, state = len(self.loader), self.loader.state()
         rest, epoch = (-(-count // self.accumulate) for count in (batches - state["batch"], batches))
         return max(0, rest + (self.epochs - state["epoch"] - 1) * epoch)
@@ -271,21 +268,21 @@ class Trainer:
         begun = time.perf_counter()
         path = self.checkpoints.save(self.step, self._matrices(), self._state())
         self._saved = self.step
-        if self.log is not None and self._record is not None:
-            self.log.saved(self.step, path)
+        if self._record is not None:
             self._record.saved(path, time.perf_counter() - begun)
 
     def resume(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid."""
-        if self.checkpoints is None:
+        store = self.checkpoints
+        if store is None:
             raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
-        if path is None and self.checkpoints.latest() is None:
+        if path is None and store.latest() is None:
             return False
         matrices = self._matrices()
-        if path is None:
-            path, state = self.checkpoints.load_latest(matrices)
-        else:
-            state = self.checkpoints.load(path, matrices)
+        loaded = store.load_latest(matrices) if path is None else (path, store.load(path, matrices))
+        if loaded is None:
+            return False
+        path, state = loaded
         with self.grid.together("resume", str(path)):
             self.network.loaded()
             self.network.set_random_state(state["random"])
@@ -294,9 +291,8 @@ class Trainer:
                 self.schedule.load_state(state["schedule"])
             self.loader.load_state(state["loader"])
         self.step = self._saved = state["step"]
-        if self.log is not None and self._record is not None:
-            self.log.say(f"resumed {path}, step {self.step}")
-            self._record.resumed = str(path)
+        if self._record is not None:
+            self._record.resumed(path)
         return True
 
     def refuse_to_overwrite(self) -> None:
@@ -309,7 +305,7 @@ class Trainer:
 
     def describe(self) -> str:
         """What is about to be trained, in a line."""
-        if not self._steps_left():
+        if not self.steps_left():
             return f"nothing left to train: {self.epochs} epochs are done"
         return (f"training {self.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
                 f"{len(self.loader)} batches an epoch, epochs {self.loader.epoch + 1} to {self.epochs}")
@@ -351,3 +347,53 @@ class Trainer:
                 + (f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else "")
                 + ". Try a smaller learning rate, a warm-up, or clipping"
             )
+
+
+def first_non_finite(network: Module, x: DistMatrix) -> str:
+    """Which parameter, input or layer has infinite numbers or NaN first. Collective."""
+    grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
+    wrong: list[str] = []
+
+    def finite(value: Tensor | DistMatrix) -> bool:
+        local = value.library.to_numpy(value.local)
+        count = np.array([np.count_nonzero(~np.isfinite(local))], np.int64)
+        return int(grid.everyone.all_reduce(count, agreed=True).wait()[0]) == 0
+
+    for name, parameter in network.named_parameters().items():
+        if not finite(parameter):
+            return f"The parameter {name} is not finite."
+    if not finite(x):
+        return "The input is not finite."
+
+    def look(module: Module, output: Tensor) -> None:
+        if not wrong and not finite(output):
+            wrong.append(f"The output of layer {names.get(module, '?')} ({type(module).__name__}) is not finite.")
+
+    with Tape.of(grid).set(inspect=look), network.evaluating():
+        network(x)
+    return wrong[0] if wrong else "All layers' outputs are finite: it is the loss or the gradient itself."
+
+
+def evaluate(network: Module, loader: Iterable[Batch], loss: Loss) -> dict[str, float]:
+    """Means over the batches of a loader: "loss", and "accuracy" for classes or "r2" for vectors. Collective.
+
+    loader   batches (x, y): it must start a pass of its own and not shuffle
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net, x = nn.MLP(grid, [3, 2]), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     evaluate(net, [(x, net(x).value)], nn.mse)
+        {'loss': 0.0, 'r2': 1.0}
+    """
+    total, right, rows, score = 0.0, 0.0, 0, losses.R2()
+    classes = loss is losses.cross_entropy
+    with network.evaluating():
+        for x, y in loader:
+            out = network(x)
+            if classes:
+                right += losses.accuracy(out, y) * x.shape[0]
+            else:
+                score.add(out, y)
+            total += loss(out, y).item() * x.shape[0]
+            rows += x.shape[0]
+    return {"loss": total / max(1, rows)} | ({"accuracy": right / max(1, rows)} if classes else {"r2": score.value()})
