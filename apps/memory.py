@@ -39,7 +39,7 @@ def train(options, shape) -> tuple[int, int, MLPMemory]:
         held = sum(arrays) + grid.workspace.allocated
         growth, held = (max(comm.allgather(value)) for value in (peak_memory() - before, held))
         formula = MLPMemory(tuple(sizes), options.batch, GridShape(*shape), options.activation, states=2,
-                            sharded=options.shard_over_data)
+                            split_over_data=options.shard_over_data)
         return growth, held, formula
 
 

@@ -129,7 +129,7 @@ def inner(x, weights: np.ndarray):
     weights = spread(x.grid, weights, x.layout)
     mine = np.array([np.vdot(x.local, weights.local) / x.layout.replicas(x.grid.shape)])
     total = x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1)
-    return x.made(total, (x,), lambda grad: (weights.local * grad[0, 0],), shape=(1, 1), layout=Layout())
+    return x.made(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
 
 
 def assert_replicas_agree(grid, values) -> None:

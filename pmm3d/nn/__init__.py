@@ -4,19 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
-    from .dense import linear
-    from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
+    from .compute import in_chunks
+    from .functional import dropout, gelu, layer_norm, linear, relu, sigmoid, silu, tanh
     from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
     from .loss import accuracy, cross_entropy, mae, mse, r2
     from .parallel import Overlap
     from .parameter import Parameter
-    from .tensor import Tape, Tensor, add, in_chunks, no_grad, no_sync, relayout, scale
+    from .tensor import Tape, Tensor, add, no_grad, no_sync, relayout, scale
 
 _MODULES = {
-    "tensor": ("Tape", "Tensor", "add", "in_chunks", "no_grad", "no_sync", "relayout", "scale"),
+    "compute": ("in_chunks",),
+    "tensor": ("Tape", "Tensor", "add", "no_grad", "no_sync", "relayout", "scale"),
     "parameter": ("Parameter",),
-    "dense": ("linear",),
-    "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
+    "functional": ("dropout", "gelu", "layer_norm", "linear", "relu", "sigmoid", "silu", "tanh"),
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Module", "Recompute", "Residual", "Sequential"),
     "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
     "parallel": ("Overlap",),

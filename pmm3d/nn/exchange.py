@@ -6,7 +6,10 @@ transposed to torch's (outputs, inputs), vectors are 1D, and a LayerNorm's gain 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from mpi4py import MPI
 
 from ..comm import Grid
 from ..io import Checkpoints, export_safetensors, import_safetensors
@@ -14,56 +17,81 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .layers import Module
 
+__all__ = ["export_checkpoint", "export_torch", "import_torch"]
 
-def export_torch(network: Module, path) -> None:
+StrPath = str | os.PathLike[str]
+
+
+def export_torch(network: Module, path: StrPath) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
     Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
+
+        >>> import tempfile
+        >>> from pmm3d import nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
+        ...     export_torch(nn.MLP(grid, [3, 4, 2]), folder + "/net.safetensors")
+        ...     os.listdir(folder)
+        ['net.safetensors']
     """
-    matrices, transpose, vectors = _named(network)
-    export_safetensors(network.grid, path, matrices, transpose=transpose, vectors=vectors)
+    matrices, vectors = _torch_tensors(network)
+    export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
 
 
-def import_torch(network: Module, path) -> None:
-    """Take the weights of a torch state dict saved with safetensors. Collective; each rank reads its blocks only.
+def import_torch(network: Module, path: StrPath) -> None:
+    """Take the weights of a torch state dict saved with safetensors. Collective; each rank reads its shards only.
 
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
+
+        >>> import tempfile
+        >>> from pmm3d import nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
+        ...     nets = [nn.MLP(grid, [3, 4, 2], seed=seed) for seed in (1, 2)]
+        ...     export_torch(nets[0], file.name)
+        ...     import_torch(nets[1], file.name)
+        ...     bool((nets[0].layers[0].weight.local == nets[1].layers[0].weight.local).all())
+        True
     """
-    matrices, transpose, vectors = _named(network)
-    import_safetensors(network.grid, path, matrices, transpose=transpose, vectors=vectors)
+    matrices, vectors = _torch_tensors(network)
+    import_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
     network.loaded()
 
 
-def _named(network: Module) -> tuple[dict, set[str], set[str]]:
-    """(matrices by torch's names, names of those to transpose, names of vectors)."""
-    found = {torch_name(name): parameter for name, parameter in network.named_parameters().items()}
-    vectors = {name for name, parameter in found.items() if parameter.is_vector}
-    return {name: parameter.value for name, parameter in found.items()}, set(found) - vectors, vectors
+def _torch_tensors(network: Module) -> tuple[dict[str, DistMatrix], set[str]]:
+    """(values of the parameters by torch's names, names of those that are vectors)."""
+    named = {torch_name(name): parameter for name, parameter in network.named_parameters().items()}
+    vectors = {name for name, parameter in named.items() if parameter.is_vector}
+    return {name: parameter.value for name, parameter in named.items()}, vectors
 
 
 def torch_name(name: str) -> str:
+    """Torch's name of a parameter."""
     stem, _, last = name.rpartition(".")
     return f"{stem}.weight".lstrip(".") if last == "gain" else name
 
 
-def export_checkpoint(comm, checkpoint: Path, target: Path) -> None:
+def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> None:
     """Write the weights of a checkpoint, or of a run's newest one, as `export_torch` does. Collective over comm.
 
     Each rank holds its share of the rows. Raises CheckpointError, on every rank.
+
+        >>> import tempfile
+        >>> from pmm3d import nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
+        ...     path = Checkpoints(grid, folder).save(1, nn.MLP(grid, [3, 4, 2]).matrices())
+        ...     export_checkpoint(MPI.COMM_SELF, path, path / "net.safetensors")
+        ...     (path / "net.safetensors").exists()
+        True
     """
     with Grid(comm, "fsdp") as grid:
-        _export(grid, checkpoint, target)
-
-
-def _export(grid, checkpoint: Path, target: Path) -> None:
-    run = next((folder for folder in (checkpoint / "checkpoints", checkpoint) if folder.is_dir()), checkpoint)
-    keeper = Checkpoints(grid, run)
-    path = keeper.latest() or checkpoint
-    matrices = {
-        name: DistMatrix.empty(grid, shape, dtype=dtype, layout=Layout("z"))
-        for name, (shape, dtype) in keeper.contents(path).items()
-    }
-    keeper.load(path, matrices)
-    weights = {torch_name(name): matrix for name, matrix in matrices.items() if not name.startswith("optimizer/")}
-    vectors = {name for name, matrix in weights.items() if not name.endswith("weight") or matrix.shape[0] == 1}
-    export_safetensors(grid, target, weights, transpose=set(weights) - vectors, vectors=vectors)
+        run = next((folder for folder in (checkpoint / "checkpoints", checkpoint) if folder.is_dir()), checkpoint)
+        keeper = Checkpoints(grid, run)
+        path = keeper.latest() or checkpoint
+        matrices = {
+            name: DistMatrix.empty(grid, shape, dtype=dtype, layout=Layout("z"))
+            for name, (shape, dtype) in keeper.contents(path).items()
+        }
+        keeper.load(path, matrices)
+        weights = {torch_name(name): matrix for name, matrix in matrices.items() if not name.startswith("optimizer/")}
+        vectors = {name for name, matrix in weights.items() if not name.endswith("weight") or matrix.shape[0] == 1}
+        export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)

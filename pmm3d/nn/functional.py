@@ -1,54 +1,152 @@
 """Operations on tensors, one function with its gradient rule each. Elementwise ones move no data.
 
-A new one: compute the local result, name the parents, and say how the gradient goes back. `square`, complete:
-
-    def square(x):
-        form, local, out = x.form, x.local, x.form.new()
-        in_chunks(lambda part: part * part, out, local)
-
-        def rule(grad):
-            dx = form.new()
-            in_chunks(lambda g, part: 2 * g * part, dx, grad, local)
-            return (dx,)
-
-        return x.made(out, (x,), rule)
+A new one: compute the local result, name the parents, and say how the gradient goes back (docs/training.md has one).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import pi, sqrt
+from types import ModuleType
 
 import array_api_compat
 import numpy as np
 
-from ..arrays import NumpyLibrary, random
+from ..arrays import Array, NumpyLibrary, Workspace, random
+from ..comm import Axis, Pending
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Box, Layout, part_sizes
-from .dense import column_sums, computing, gather, linear, reduce
+from ..layout import Box, Layout, batch_layout, part_sizes
+from ..model.volumes import all_reduce_work
+from .compute import by_rows, column_sums, computing, gemm, in_chunks, stacked, sum_over
 from .parameter import Parameter
-from .tensor import CHUNK, Form, Tensor, add, in_chunks, relayout, scale
+from .tensor import Form, Tape, Tensor, add, relayout, scale
 
 __all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu", "scale", "sigmoid", "silu", "tanh"]
 
+Elementwise = Callable[[Array, ModuleType], Array]
+"""function(part of an array, its namespace)."""
+
+
+def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
+    """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
+
+    x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another
+    weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged)
+    bias     (1, n)  columns as the weight's
+
+    Returns O (m, n): rows over data, z; columns over x (or y). Raises LayoutError if the k differ.
+
+    Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
+
+        forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
+        backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I| unless I needs no gradient
+                   +  (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
+
+    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
+    backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="fsdp") as grid:
+        ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j, dtype="float32")
+        ...     nn.linear(nn.Tensor(x), nn.Linear(grid, 3, 2).weight).shape
+        (2, 2)
+    """
+    grid, tape = x.grid, x.tape
+    (k_axis, _), (n_axis,) = weight.layout.rows, weight.layout.cols
+    if x.shape[1] != weight.shape[0]:
+        raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
+    x = relayout(x, batch_layout(k_axis))
+    form, inputs, wanted = x.form, x.local, x.requires_grad
+    out = form.new((inputs.shape[0], weight.local.shape[1]))
+    full = tape.parallel.weights.take(weight, tape.phase)
+    beta = 0
+    if bias is not None and grid.axis(k_axis).index == 0:
+        out[...], beta = bias.local, 1
+    for pending in _reduced_product(form, inputs, full, out, beta, grid.axis(k_axis), "reduce O"):
+        pending.wait()
+    del full
+
+    def rule(gradient: Array) -> tuple[Array | None, None, None]:
+        full = tape.parallel.weights.take(weight, "backward")
+        dx, sums = None, []
+        if wanted:
+            dx = form.new()
+            sums = _reduced_product(form, gradient, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
+        del full
+        tape.parallel.gradients.matrix(weight, lambda out, beta: gemm(form, inputs.T, gradient, out, beta))
+        if bias is not None:
+            tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, gradient, out, beta))
+        for pending in sums:
+            pending.wait()
+        return dx, None, None
+
+    parents = (x, weight) if bias is None else (x, weight, bias)
+    return x.made(out, parents, rule, shape=(x.shape[0], weight.shape[1]), layout=Layout(x.layout.rows, n_axis))
+
+
+def _reduced_product(form: Form, a: Array, b: Array, c: Array, beta: int, axis: Axis, phase: str) -> list[Pending]:
+    """C = A B + beta C, summed over an axis: rows in strips, each on its way as soon as it is there. Returns the sums
+    under way."""
+    parallel = Tape.of(form.grid).parallel
+    if axis.size == 1:
+        gemm(form, a, b, c, beta)
+        return []
+    sums, (rows, cols) = list[Pending](), c.shape
+    strips = parallel.row_strips(rows, cols, form.dtype)
+    size = (strips[0].stop - strips[0].start) * cols
+    parallel.gradients.note_work("rows", len(strips) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    for strip in strips:
+        gemm(form, a[strip], b, c[strip], beta)
+        with form.grid.ledger.phase(phase):
+            sums.append(sum_over(axis, c[strip]))
+        if not parallel.overlap.oar:
+            sums[-1].wait()
+    return sums
+
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
+    """max(x, 0).
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     relu(Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j - 1))).gather()
+        array([[0., 0., 1.]])
+    """
     return _elementwise(x, lambda part, xp: part.clip(0), lambda out, xp: out > 0, of_output=True)
 
 
 def tanh(x: Tensor) -> Tensor:
+    """tanh(x).
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     tanh(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+        array([[0.    , 0.7616]])
+    """
     return _elementwise(x, lambda part, xp: xp.tanh(part), lambda out, xp: 1 - out * out, of_output=True)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
+    """1 / (1 + exp(-x)).
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     sigmoid(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+        array([[0.5   , 0.7311]])
+    """
     return _elementwise(x, _logistic, lambda out, xp: out * (1 - out), of_output=True)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x sigmoid(x)."""
+    """x sigmoid(x).
 
-    def derivative(part, xp):
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     silu(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+        array([[0.    , 0.7311]])
+    """
+
+    def derivative(part: Array, xp: ModuleType) -> Array:
         gate = _logistic(part, xp)
         return gate * (1 + part * (1 - gate))
 
@@ -56,18 +154,23 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), Phi the normal distribution function, exact (by erf)."""
+    """x Phi(x), Phi the normal distribution function, exact (by erf).
 
-    def derivative(part, xp):
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     gelu(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+        array([[0.    , 0.8413]])
+    """
+
+    def derivative(part: Array, xp: ModuleType) -> Array:
         density = xp.exp(-0.5 * part * part) * (1 / sqrt(2 * pi))
         return _normal(part) + part * density
 
     return _elementwise(x, lambda part, xp: part * _normal(part), derivative)
 
 
-def _elementwise(x: Tensor, function, derivative, of_output: bool = False) -> Tensor:
-    """function(part, namespace), with the derivative taken of the input, or of the output, which is then all that is
-    kept."""
+def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_output: bool = False) -> Tensor:
+    """The derivative is taken of the input, or of the output, which is then all that is kept."""
     form, local = x.form, x.local
     xp = array_api_compat.array_namespace(local)
     out = form.new()
@@ -75,24 +178,24 @@ def _elementwise(x: Tensor, function, derivative, of_output: bool = False) -> Te
         in_chunks(lambda part: function(part, xp), out, local)
     kept = out if of_output else local
 
-    def rule(grad):
+    def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
         with computing(form.grid, "elementwise"):
-            in_chunks(lambda g, part: g * derivative(part, xp), dx, grad, kept)
+            in_chunks(lambda g, part: g * derivative(part, xp), dx, gradient, kept)
         return (dx,)
 
     return x.made(out, (x,), rule)
 
 
-def _logistic(part, xp):
+def _logistic(part: Array, xp: ModuleType) -> Array:
     return 0.5 * (1 + xp.tanh(0.5 * part))
 
 
-def _normal(part):
+def _normal(part: Array) -> Array:
     return 0.5 * (1 + _erf(part * sqrt(0.5)))
 
 
-def _erf(part):
+def _erf(part: Array) -> Array:
     if array_api_compat.is_torch_array(part):
         return part.erf()
     if array_api_compat.is_cupy_array(part):
@@ -105,7 +208,13 @@ def _erf(part):
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p).
 
-    Which ones depends on seed, stream and the element's place in the whole matrix only: the same on every grid.
+    Which ones depends on seed, stream, and row and column in the whole matrix only: the same on every grid. Raises
+    Pmm3dError if p is not at least 0 and below 1.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     dropout(Tensor(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)), 0.5, seed=1).gather()
+        array([[2., 0., 2., 0.]])
     """
     if not 0 <= p < 1:
         raise Pmm3dError(f"dropout: p is a probability below 1; got {p}")
@@ -114,24 +223,22 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     form = x.form
     kept = form.library.from_numpy(_kept(x.box, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
 
-    def masked(array):
+    def masked(array: Array) -> Array:
         out = form.new()
         with computing(form.grid, "elementwise"):
             in_chunks(lambda part, keep: part * keep * (1 / (1 - p)), out, array, kept)
         return out
 
-    return x.made(masked(x.local), (x,), lambda grad: (masked(grad),))
+    return x.made(masked(x.local), (x,), lambda gradient: (masked(gradient),))
 
 
-def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace) -> np.ndarray:
-    """1 for the elements of a block that stay, 0 for the others; uint8."""
+def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace: Workspace) -> np.ndarray:
+    """1 for the elements of a shard that stay, 0 for the others; uint8."""
     kept = workspace.array(box.shape, "uint8", NumpyLibrary())
     limit = np.uint64(int(p * 2**64))
     cols = np.arange(box.c0, box.c1, dtype=np.uint64)
-    step = max(1, CHUNK // max(1, len(cols)))
-    for start in range(0, box.shape[0], step):
-        rows = np.arange(box.r0 + start, min(box.r1, box.r0 + start + step), dtype=np.uint64)
-        kept[start : start + step] = random.bits(rows[:, None] * np.uint64(columns) + cols, seed, stream) >= limit
+    rows = np.arange(box.r0, box.r1, dtype=np.uint64)[:, None]
+    by_rows(lambda row: random.bits(row * np.uint64(columns) + cols, seed, stream) >= limit, kept, rows)
     return kept
 
 
@@ -141,8 +248,17 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
     x           (m, n)   rows over data, z; columns over one axis
     gain, bias  (1, n)   columns as x
 
+    Returns (m, n), columns as gain. Raises LayoutError if the n differ.
+
     Each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and squares, put together as in Chan,
     Golub, LeVeque 1983) and, backward, the sum of as many.
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     norm = nn.LayerNorm(grid, 2, dtype="float64")
+        ...     x = Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))
+        ...     layer_norm(x, norm.gain, norm.bias).gather().round(3)
+        array([[-1.,  1.]])
     """
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
@@ -153,47 +269,40 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
     inverse = 1 / xp.sqrt(variance + eps)
     normal, out = form.new(), form.new()
     with computing(form.grid, "elementwise"):
-        _by_rows(lambda part, m, s: (part - m) * s, normal, local, mean, inverse)
-        _by_rows(lambda part: part * gain.local + bias.local, out, normal)
+        by_rows(lambda part, m, s: (part - m) * s, normal, local, mean, inverse)
+        by_rows(lambda part: part * gain.local + bias.local, out, normal)
 
-    def rule(grad):
+    def rule(gradient: Array) -> tuple[Array, None, None]:
         scaled, product, dx = form.new(), form.new(), form.new()
         with computing(form.grid, "elementwise"):
-            _by_rows(lambda g: g * gain.local, scaled, grad)
+            by_rows(lambda g: g * gain.local, scaled, gradient)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
             sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
         with form.grid.ledger.phase("layer norm"):
-            sums = reduce(axis, sums).wait() / form.shape[1]
+            sums = sum_over(axis, sums).wait() / form.shape[1]
         with computing(form.grid, "elementwise"):
-            _by_rows(lambda g, part, a, b, s: (g - a - part * b) * s, dx, scaled, normal, sums[0][:, None],
-                     sums[1][:, None], inverse)
-            in_chunks(lambda g, part: g * part, product, grad, normal)
+            by_rows(lambda g, part, a, b, s: (g - a - part * b) * s, dx, scaled, normal, sums[0][:, None],
+                    sums[1][:, None], inverse)
+            in_chunks(lambda g, part: g * part, product, gradient, normal)
         tape.parallel.gradients.vector(gain, lambda out, beta: column_sums(form, product, out, beta))
-        tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, grad, out, beta))
+        tape.parallel.gradients.vector(bias, lambda out, beta: column_sums(form, gradient, out, beta))
         return dx, None, None
 
     return x.made(out, (x, gain, bias), rule)
 
 
-def _moments(form: Form, local, axis):
+def _moments(form: Form, local: Array, axis: Axis) -> tuple[Array, Array]:
     """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares."""
     xp = array_api_compat.array_namespace(local)
     columns = local.shape[1]
     deviation = form.new()
     with computing(form.grid, "elementwise"):
         mean = xp.sum(local, axis=1) / max(1, columns)
-        _by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
-        mine = xp.stack([mean, xp.sum(deviation, axis=1)])
+        by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
+        own = xp.stack([mean, xp.sum(deviation, axis=1)])
     with form.grid.ledger.phase("layer norm"):
-        told = gather(axis, mine)
-    shares = part_sizes(form.shape[1], axis.size)
-    mean = sum(told[rank, 0] * (shares[rank] / form.shape[1]) for rank in range(axis.size))
-    squares = sum(told[rank, 1] + shares[rank] * (told[rank, 0] - mean) ** 2 for rank in range(axis.size))
-    return mean[:, None], (squares / form.shape[1])[:, None]
-
-
-def _by_rows(function, out, *arrays) -> None:
-    """out = function(*arrays) on slices of rows; arrays of one column go along."""
-    step = max(1, CHUNK // max(1, out.shape[1]))
-    for start in range(0, out.shape[0], step):
-        out[start : start + step] = function(*(array[start : start + step] for array in arrays))
+        gathered = stacked(axis, own)
+    counts, means, squares = part_sizes(form.shape[1], axis.size), gathered[:, 0], gathered[:, 1]
+    mean = sum(part * (count / form.shape[1]) for part, count in zip(means, counts))
+    total = sum(part + count * (own - mean) ** 2 for part, count, own in zip(squares, counts, means))
+    return mean[:, None], (total / form.shape[1])[:, None]

@@ -6,20 +6,25 @@ and a `forward`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
-from ..arrays import random
+from ..arrays import Array, random
+from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout, batch_layout
 from ..product import DistMatrix
+from ..product.matrix import Library, Shape
 from . import functional
 from .parameter import Parameter
 from .tensor import Tape, Tensor, as_tensor, no_grad, propagate
 
 OTHER = {"y": "x", "x": "y"}
 """The axis that splits a layer's output columns, by that of its input columns."""
+Layer = Callable[[Tensor], Tensor]
 
 
 class Module:
@@ -27,12 +32,23 @@ class Module:
     define forward(x: Tensor) -> Tensor.
 
     training   whether dropout acts; see `train` and `evaluating`
+    calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
+
+        >>> class Twice(Module):
+        ...     def __init__(self, grid):
+        ...         self.grid, self.layer = grid, Linear(grid, 3, 3)
+        ...     def forward(self, x):
+        ...         return self.layer(functional.relu(self.layer(x)))
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(Twice(grid).named_parameters())
+        ['layer.weight', 'layer.bias']
     """
 
-    grid = None
+    grid: Grid
     training = True
+    calls: int
 
-    def __call__(self, x) -> Tensor:
+    def __call__(self, x: Tensor | DistMatrix) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
         x = as_tensor(x)
         out = self.forward(x)
@@ -43,7 +59,7 @@ class Module:
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 
-    def children(self):
+    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         """(name, module or parameter) of the attributes, lists with their indices."""
         for name, value in vars(self).items():
             if isinstance(value, (Module, Parameter)):
@@ -53,22 +69,21 @@ class Module:
                     if isinstance(item, (Module, Parameter)):
                         yield f"{name}.{index}", item
 
-    def named_modules(self, prefix: str = ""):
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this one and all below it."""
         yield prefix, self
         for name, child in self.children():
             if isinstance(child, Module):
-                yield from child.named_modules(_joined(prefix, name))
+                yield from child.named_modules(f"{prefix}.{name}".lstrip("."))
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Name -> parameter, in order; parameters learn their names here. One used twice has its first name."""
-        found: dict[str, Parameter] = {}
+        named: dict[Parameter, str] = {}
         for prefix, module in self.named_modules():
             for name, child in module.children():
-                if isinstance(child, Parameter) and all(child is not other for other in found.values()):
-                    child.name = _joined(prefix, name)
-                    found[child.name] = child
-        return found
+                if isinstance(child, Parameter) and child not in named:
+                    named[child] = child.name = f"{prefix}.{name}".lstrip(".")
+        return {name: parameter for parameter, name in named.items()}
 
     def parameters(self) -> list[Parameter]:
         return list(self.named_parameters().values())
@@ -83,12 +98,13 @@ class Module:
             parameter.version += 1
 
     def train(self, on: bool = True) -> Module:
+        """Whether dropout acts from now on; returns the module."""
         for _, module in self.named_modules():
             module.training = on
         return self
 
     @contextmanager
-    def evaluating(self):
+    def evaluating(self) -> Iterator[Module]:
         """In this context nothing is dropped out and nothing is noted for a backward pass."""
         before = {module: module.training for _, module in self.named_modules()}
         self.train(False)
@@ -99,7 +115,7 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str = "float32", library="numpy") -> Tensor:
+    def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
         """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, whose
         layout and columns are those of any batch. Collective; before loading a checkpoint into one's own network."""
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
@@ -122,13 +138,12 @@ class Module:
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
 
 
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
+              dtype: str = "float32", library: Library = "numpy") -> Parameter:
+    """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective.
 
-
-def parameter(grid, shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0, dtype="float32",
-              library="numpy") -> Parameter:
-    """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective."""
+    Raises GridError if the grid leaves ranks idle.
+    """
     if grid.size != grid.shape.size:
         raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
     made = DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library=library)
@@ -142,26 +157,31 @@ class Linear(Module):
     inputs, outputs   columns of x and of the result
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     layer = Linear(grid, 3, 2, seed=1)
+        ...     layer(DistMatrix.random(grid, (5, 3), dtype="float32")).shape, layer.size
+        ((5, 2), 8)
     """
 
-    def __init__(self, grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
-                 dtype="float32", library="numpy"):
+    def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
+                 dtype: str = "float32", library: Library = "numpy"):
         _check_sizes("Linear", inputs=inputs, outputs=outputs)
-        self.grid = grid
-        options = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
+        self.grid, self._has_input = grid, False
+        options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
         self.weight = parameter(grid, (inputs, outputs), _weight_layout(cols), seed=derived(seed, 0), **options)
-        self.bias = None
+        self.bias: Parameter | None = None
         if bias:
             self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options)
-        self._settled = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._settled:
-            self._settle(x.layout.cols)
+        if not self._has_input:
+            self._follow_input(x.layout.cols)
         return functional.linear(x, self.weight, self.bias)
 
-    def _settle(self, cols) -> None:
-        self._settled = True
+    def _follow_input(self, cols: tuple[str, ...]) -> None:
+        """Move to where the columns of the first input are."""
+        self._has_input = True
         if len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
             self.weight.move(_weight_layout(cols[0]))
             if self.bias is not None:
@@ -169,18 +189,23 @@ class Linear(Module):
 
 
 class LayerNorm(Module):
-    """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`."""
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`.
 
-    def __init__(self, grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype="float32", library="numpy"):
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(LayerNorm(grid, 4).matrices())
+        ['gain', 'bias']
+    """
+
+    def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
+                 library: Library = "numpy"):
         _check_sizes("LayerNorm", features=features)
-        self.grid, self.eps = grid, eps
+        self.grid, self.eps, self._has_input = grid, eps, False
         self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library)
         self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
-        self._settled = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._settled:
-            self._settled = True
+        if not self._has_input:
+            self._has_input = True
             if len(x.layout.cols) == 1 and x.layout.cols != self.gain.layout.cols:
                 self.gain.move(Layout((), x.layout.cols))
                 self.bias.move(Layout((), x.layout.cols))
@@ -188,10 +213,15 @@ class LayerNorm(Module):
 
 
 class Dropout(Module):
-    """Zeroes each element with probability p while training. Masks depend on the seed, the number of the call and the
-    element's place in the whole batch, so they are the same on every grid."""
+    """Zeroes each element with probability p while training. Masks depend on the seed, the number of the call, and
+    the row and column in the whole batch, so they are the same on every grid.
 
-    def __init__(self, grid, p: float = 0.5, seed: int = 0):
+        >>> with Grid(shape="ddp") as grid:
+        ...     Dropout(grid, 0.5)(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)).gather()
+        array([[2., 0., 2., 0.]])
+    """
+
+    def __init__(self, grid: Grid, p: float = 0.5, seed: int = 0):
         if not 0 <= p < 1:
             raise Pmm3dError(f"Dropout: p is a probability below 1; got {p}")
         self.grid, self.p, self.seed, self.calls = grid, p, seed, 0
@@ -204,15 +234,20 @@ class Dropout(Module):
 
 
 class Sequential(Module):
-    """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ..."""
+    """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ...
 
-    def __init__(self, grid, *layers):
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(Sequential(grid, Linear(grid, 3, 4), functional.relu, Linear(grid, 4, 2)).named_parameters())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+
+    def __init__(self, grid: Grid, *layers: Layer):
         self.grid, self.layers = grid, list(layers)
         for index, layer in enumerate(layers):
             if not callable(layer):
                 raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
 
-    def children(self):
+    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         return ((str(index), layer) for index, layer in enumerate(self.layers) if isinstance(layer, Module))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -228,23 +263,28 @@ class MLP(Sequential):
     activation   a function such as nn.gelu
     norm         a LayerNorm before each activation;   dropout   its probability, after each activation
     recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     net = MLP(grid, [8, 16, 3], functional.gelu, norm=True)
+        ...     net(DistMatrix.random(grid, (5, 8), dtype="float32")).shape, net.size
+        ((5, 3), 227)
     """
 
-    def __init__(self, grid, sizes, activation=functional.relu, *, bias: bool = True, norm: bool = False,
-                 dropout: float = 0.0, recompute: bool = False, seed: int = 0, dtype="float32", library="numpy"):
+    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
+                 norm: bool = False, dropout: float = 0.0, recompute: bool = False, seed: int = 0,
+                 dtype: str = "float32", library: Library = "numpy"):
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
-        made, cols = [], "y"
-        options = {"dtype": dtype, "library": library}
+        made, cols = list[Layer](), "y"
+        options: dict[str, Any] = {"dtype": dtype, "library": library}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
-            block = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols, **options)]
+            layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols, **options)]
             cols = OTHER[cols]
             if index < len(sizes) - 2:
-                block += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
-                block += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
-                made += [Recompute(Sequential(grid, *block))] if recompute else block
-            else:
-                made += block
+                layers += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
+                layers += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
+                layers = [Recompute(Sequential(grid, *layers))] if recompute else layers
+            made += layers
         super().__init__(grid, *made)
 
     @property
@@ -255,9 +295,15 @@ class MLP(Sequential):
 
 
 class Residual(Module):
-    """x + module(x)."""
+    """x + module(x).
 
-    def __init__(self, module):
+        >>> with Grid(shape="ddp") as grid:
+        ...     net = Residual(Sequential(grid, functional.relu))
+        ...     net(DistMatrix.from_function(grid, (1, 2), lambda i, j: j)).gather()
+        array([[0., 2.]])
+    """
+
+    def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
     def forward(self, x: Tensor) -> Tensor:
@@ -266,12 +312,18 @@ class Residual(Module):
 
 class Recompute(Module):
     """A part of a network of which only the input is kept; the rest is computed again in the backward pass
-    (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept."""
+    (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     part = Sequential(grid, Linear(grid, 3, 4), functional.gelu)
+        ...     list(Sequential(grid, Recompute(part), Linear(grid, 4, 2)).named_parameters())
+        ['0.0.weight', '0.0.bias', '1.weight', '1.bias']
+    """
 
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
-    def children(self):
+    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         return self.module.children()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,13 +335,14 @@ class Recompute(Module):
             out = self.module(x)
         value, wanted, parents = x.value, x.requires_grad, (x, *self.module.parameters())
 
-        def rule(grad):
-            return (self._again(value, random_state, grad, wanted), *[None] * (len(parents) - 1))
+        def rule(gradient: Array) -> list[Array]:
+            return [self._again(value, random_state, gradient, wanted), *[None] * (len(parents) - 1)]
 
         return x.made(out.local, parents, rule, shape=out.shape, layout=out.layout)
 
-    def _again(self, value: DistMatrix, random_state, grad, wanted: bool):
-        """Forward once more, with the same random numbers, then backward; returns the gradient of the input."""
+    def _again(self, value: DistMatrix, random_state: dict[str, int], gradient: Array, wanted: bool) -> Array:
+        """Forward once more, with the same random numbers, then backward; returns the gradient of the input, if it is
+        wanted."""
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held = workspace.in_use()
         x, now = Tensor(value, requires_grad=wanted), self.module.random_state()
@@ -300,8 +353,9 @@ class Recompute(Module):
         node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del out
-        propagate([(node, grad)])
-        return x.grad.local if wanted else None
+        if node is not None:
+            propagate(node, gradient)
+        return None if x.grad is None else x.grad.local
 
 
 def derived(seed: int, stream: int) -> int:
@@ -313,7 +367,7 @@ def _weight_layout(cols: str) -> Layout:
     return Layout((cols, "z"), OTHER[cols])
 
 
-def _check_sizes(what: str, **sizes) -> None:
+def _check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 1:
             raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")

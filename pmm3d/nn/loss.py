@@ -6,45 +6,65 @@ rows goes on in the background until `item` is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import array_api_compat
 import numpy as np
 
-from ..comm.collectives import sum_arrays
+from ..arrays import Array
+from ..comm import Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .dense import computing, gather
-from .tensor import Form, Tensor, in_chunks, relayout
+from .compute import by_rows, computing, in_chunks, stacked, sum_over
+from .functional import Elementwise
+from .tensor import Form, Rule, Tensor, as_tensor, relayout
 
 SCALAR = Layout()
+Matrix = Tensor | DistMatrix
 
 
-def mse(prediction: Tensor, target) -> Tensor:
-    """Mean over all elements of (prediction - target)^2.
+def mse(prediction: Tensor, target: Matrix) -> Tensor:
+    """Mean over all elements of (prediction - target)^2, 1 x 1.
 
-    target   a DistMatrix or Tensor of the prediction's shape, in any layout; whole columns move nothing
+    target   of the prediction's shape, in any layout; whole columns move nothing
+
+    Raises LayoutError, on every rank, if the shapes differ.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
+        ...     mse(Tensor(x), 0.5 * Tensor(x)).item()
+        0.375
     """
     return _elementwise_loss(prediction, target, lambda d, xp: d * d, lambda d, xp: 2 * d)
 
 
-def mae(prediction: Tensor, target) -> Tensor:
-    """Mean over all elements of |prediction - target|; its gradient at 0 is 0."""
+def mae(prediction: Tensor, target: Matrix) -> Tensor:
+    """Mean over all elements of |prediction - target|; its gradient at 0 is 0. Arguments and result as of `mse`.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
+        ...     mae(Tensor(x), 0.5 * Tensor(x)).item()
+        0.5
+    """
     return _elementwise_loss(prediction, target, lambda d, xp: xp.abs(d), lambda d, xp: xp.sign(d))
 
 
-def _elementwise_loss(prediction: Tensor, target, value, derivative) -> Tensor:
-    target = _aligned(prediction, target)
+def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
+    target_local = _aligned(prediction, target)
     form, local = prediction.form, prediction.local
     xp = array_api_compat.array_namespace(local)
     difference, work = form.new(), form.new()
     with computing(form.grid, "loss"):
-        in_chunks(lambda p, t: p - t, difference, local, target)
+        in_chunks(lambda p, t: p - t, difference, local, target_local)
         in_chunks(lambda d: value(d, xp), work, difference)
         total = xp.sum(work)
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
-    def rule(grad):
-        factor = float(grad[0, 0]) * weight
+    def rule(gradient: Array) -> tuple[Array]:
+        factor = float(gradient[0, 0]) * weight
         dx = form.new()
         in_chunks(lambda d: factor * derivative(d, xp), dx, difference)
         return (dx,)
@@ -52,36 +72,42 @@ def _elementwise_loss(prediction: Tensor, target, value, derivative) -> Tensor:
     return _mean(prediction, total, weight, rule, prediction.layout.cols)
 
 
-def cross_entropy(logits: Tensor, labels) -> Tensor:
-    """Mean over the rows of -log softmax(logits)[label].
+def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
+    """Mean over the rows of -log softmax(logits)[label], 1 x 1.
 
     logits   (m, classes)  rows over data, z; columns over one axis, or whole
-    labels   (m, 1)        integers from 0 to classes - 1, rows as the logits': a DistMatrix
+    labels   (m, 1)        integers from 0 to classes - 1, rows as the logits'
 
     Each rank receives (G-1) 3 m_local numbers along the axis of the classes: the others' largest logit, sum of
     exponentials and logit of the label. Raises Pmm3dError, on every rank, if a label is out of range.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     logits = Tensor(DistMatrix.from_function(grid, (3, 4), lambda i, j: 0 * (i + j)))
+        ...     labels = DistMatrix(grid, np.arange(3)[:, None], (3, 1), Layout())
+        ...     round(cross_entropy(logits, labels).item(), 6)
+        1.386294
     """
     form, local = logits.form, logits.local
     xp = array_api_compat.array_namespace(local)
-    places, here = _label_places(logits, labels)
-    shift, logarithm, chosen = _log_sum_exp(logits, places, here)
+    columns, rows = _local_labels(logits, labels)
+    largest, logarithm, chosen = _log_sum_exp(logits, columns, rows)
     weight = 1 / max(1, form.shape[0])
-    total = xp.sum(shift + logarithm - chosen)
-    normalizer = (shift + logarithm)[:, None]
+    total = xp.sum(largest + logarithm - chosen)
+    normalizer = (largest + logarithm)[:, None]
 
-    def rule(grad):
-        factor = float(grad[0, 0]) * weight
+    def rule(gradient: Array) -> tuple[Array]:
+        factor = float(gradient[0, 0]) * weight
         dx = form.new()
         with computing(form.grid, "loss"):
-            dx[...] = local
-            _rows_in_place(lambda part, n: factor * xp.exp(part - n), dx, normalizer)
-            dx[here, places] -= factor
+            by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
+            dx[rows, columns] -= factor
         return (dx,)
 
-    return _mean(logits, total, weight, rule, ())
+    return _mean(logits, total, weight, rule)
 
 
-def _label_places(logits: Tensor, labels):
+def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
     """(columns, rows): of this rank's labels that lie in this rank's columns, as local indices."""
     labels = labels.value if isinstance(labels, Tensor) else labels
     grid, (rows, classes), box = logits.grid, logits.shape, logits.box
@@ -91,7 +117,7 @@ def _label_places(logits: Tensor, labels):
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
     if labels.layout.on(grid.shape) != Layout(logits.layout.rows).on(grid.shape):
         labels = labels.redistribute(Layout(logits.layout.rows))
-    host = np.asarray(labels.library.to_numpy(labels.local)).reshape(-1)
+    host = labels.library.to_numpy(labels.local).reshape(-1)
     with grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
             raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}")
@@ -101,86 +127,78 @@ def _label_places(logits: Tensor, labels):
                 f"cross_entropy: row {box.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the network "
                 f"has {classes} outputs, so labels are 0 to {classes - 1}"
             )
-    here = np.flatnonzero((host >= box.c0) & (host < box.c1))
-    places = host[here] - box.c0
+    own = np.flatnonzero((host >= box.c0) & (host < box.c1))
+    indices = host[own] - box.c0, own
     if logits.library.name == "numpy":
-        return places, here
-    return tuple(logits.library.from_numpy(array, "int64") for array in (places, here))
+        return indices
+    return logits.library.from_numpy(indices[0], "int64"), logits.library.from_numpy(indices[1], "int64")
 
 
-def _log_sum_exp(logits: Tensor, places, here):
+def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.local
     xp = array_api_compat.array_namespace(local)
-    rows, columns = local.shape
-    mine = form.new((3, rows))
+    own = form.new((3, local.shape[0]))
     work = form.new()
     with computing(form.grid, "loss"):
-        mine[0] = xp.max(local, axis=1) if columns else -float("inf")
-        work[...] = local
-        _rows_in_place(lambda part, largest: xp.exp(part - largest), work, mine[0][:, None])
-        mine[1] = xp.sum(work, axis=1)
-        mine[2] = 0
-        mine[2][here] = local[here, places]
+        own[0] = xp.max(local, axis=1) if local.shape[1] else -float("inf")
+        by_rows(lambda part, largest: xp.exp(part - largest), work, local, own[0][:, None])
+        own[1] = xp.sum(work, axis=1)
+        own[2] = 0
+        own[2][rows] = local[rows, columns]
     if not form.layout.cols:
-        return mine[0], xp.log(mine[1]), mine[2]
-    axis = form.grid.axis(form.layout.cols[0])
+        return own[0], xp.log(own[1]), own[2]
     with form.grid.ledger.phase("loss"):
-        told = gather(axis, mine)
-    largest = xp.max(told[:, 0], axis=0) if rows else mine[0]
-    total = sum(told[rank, 1] * xp.exp(told[rank, 0] - largest) for rank in range(axis.size))
-    return largest, xp.log(total), sum(told[rank, 2] for rank in range(axis.size))
+        gathered = stacked(form.grid.axis(form.layout.cols[0]), own)
+    largest = xp.max(gathered[:, 0], axis=0) if local.shape[0] else own[0]
+    total = sum(part[1] * xp.exp(part[0] - largest) for part in gathered)
+    return largest, xp.log(total), sum(part[2] for part in gathered)
 
 
-def _rows_in_place(function, array, column) -> None:
-    step = max(1, 2**15 // max(1, array.shape[1]))
-    for start in range(0, array.shape[0], step):
-        part = array[start : start + step]
-        part[...] = function(part, column[start : start + step])
-
-
-def _mean(like: Tensor, total, weight: float, rule, axes) -> Tensor:
+def _mean(like: Tensor, total: Array, weight: float, rule: Rule, axes: Iterable[str] = ()) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
-    grid, library = like.grid, like.library
-    value = Form(grid, (1, 1), SCALAR, like.dtype, library, (1, 1)).new()
+    grid, before = like.grid, list[Pending]()
+    value = Form(grid, (1, 1), SCALAR, like.dtype, like.library, (1, 1)).new()
     value[...] = total * weight
-    pending = None
-    for name in (*like.layout.rows, *axes):
-        axis = grid.axis(name)
-        if axis.size > 1:
-            with grid.ledger.phase("loss"):
-                pending = _summed_after(axis, library, value.reshape(1), pending)
-    return like.made(value, (like,), rule, shape=(1, 1), layout=SCALAR, pending=pending)
+    with grid.ledger.phase("loss"):
+        for axis in map(grid.axis, (*like.layout.rows, *axes)):
+            if axis.size > 1:
+                before = [sum_over(axis, value.reshape(1), *before)]
+    return like.made(value, (like,), rule, shape=(1, 1), layout=SCALAR, pending=before[-1] if before else None)
 
 
-def _summed_after(axis, library, array, before):
-    def generator(link):
-        if before is not None:
-            yield [before]
-        yield from sum_arrays(link, library, array, array)
-
-    return axis.begin("all_reduce", generator)
-
-
-def _aligned(prediction: Tensor, target):
-    """The block of the target that goes with this rank's block of the prediction."""
-    value = target.value if isinstance(target, Tensor) else target
-    if not isinstance(value, DistMatrix) or value.shape != prediction.shape:
-        raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is "
-                          f"{getattr(value, 'shape', type(value).__name__)}")
-    return relayout(Tensor(value), prediction.layout).local
+def _aligned(prediction: Tensor, target: Matrix) -> Array:
+    """The shard of the target that goes with this rank's shard of the prediction."""
+    shape = getattr(target, "shape", type(target).__name__)
+    if not isinstance(target, (Tensor, DistMatrix)) or shape != prediction.shape:
+        raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
+    return relayout(as_tensor(target), prediction.layout).local
 
 
-def accuracy(logits: Tensor, labels) -> float:
-    """Share of the rows whose largest logit is the label's. Collective."""
-    places, here = _label_places(logits, labels)
-    shift, _, chosen = _log_sum_exp(logits, places, here)
-    right = np.array([float((chosen >= shift).sum())])
+def accuracy(logits: Tensor, labels: Matrix) -> float:
+    """Share of the rows whose largest logit is the label's; arguments as of `cross_entropy`. Collective.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     logits = Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
+        ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())
+        ...     accuracy(logits, labels)
+        1.0
+    """
+    largest, _, chosen = _log_sum_exp(logits, *_local_labels(logits, labels))
+    right = np.array([float((chosen >= largest).sum())])
     return float(_summed(right, logits.form, logits.layout.rows)[0]) / max(1, logits.shape[0])
 
 
-def r2(prediction: Tensor, target) -> float:
-    """1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2, over all columns. Collective."""
+def r2(prediction: Tensor, target: Matrix) -> float:
+    """1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2, over all columns. Collective.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = DistMatrix.from_function(grid, (4, 2), lambda i, j: i + j)
+        ...     r2(Tensor(x), x)
+        1.0
+    """
     score = R2()
     score.add(prediction, target)
     return score.value()
@@ -189,10 +207,12 @@ def r2(prediction: Tensor, target) -> float:
 class R2:
     """`r2` over several batches: add each, then ask for the value. Sums are kept in float64."""
 
-    def __init__(self):
-        self._rows, self._sums, self._like = 0, 0.0, None
+    def __init__(self) -> None:
+        self._rows, self._sums = 0, np.zeros((3, 1))
+        self._like: Form | None = None
 
-    def add(self, prediction: Tensor, target) -> None:
+    def add(self, prediction: Tensor, target: Matrix) -> None:
+        """Take a batch in."""
         library = prediction.library
         wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
         error = wanted - np.asarray(library.to_numpy(prediction.local), np.float64)
@@ -201,7 +221,8 @@ class R2:
         self._like = prediction.form
 
     def value(self) -> float:
-        if not self._rows:
+        """Of all batches taken in; NaN without rows. Collective."""
+        if self._like is None or not self._rows:
             return float("nan")
         sums = _summed(self._sums, self._like, self._like.layout.rows)
         spread = (sums[1] - sums[0] ** 2 / self._rows).sum()
@@ -209,7 +230,7 @@ class R2:
         return float(1 - error / spread) if spread else float("nan")
 
 
-def _summed(array, form: Form, axes):
+def _summed(array: np.ndarray, form: Form, axes: Iterable[str]) -> np.ndarray:
     """The sum of small float64 arrays over some axes, one after the other."""
     for name in axes:
         array = form.grid.axis(name).all_reduce(array, agreed=True).wait()

@@ -18,21 +18,12 @@ class MLPMemory:
 
     sizes, batch, grid    columns of each layer; rows of the whole batch; GridShape
     states                arrays of the optimizer per weight: SGD 0, with momentum 1, Adam 2
-    sharded               ZeRO-1: the states are split over data too
+    split_over_data       ZeRO-1: the states are split over data too
     reshard               gathered weights are dropped after use
+    input_sets            of buffers that inputs and targets come in: 4 from a Loader of `pmm3d train`
 
-    With s the bytes of a number, A_l = s |block of layer l's output|, W_l = s |gathered block of its weight| and
-    w_l = W_l / Gz:
-
-        weights, gradients   sum of w_l, each;   state   states * sum of w_l (/ Gdata if sharded)
-        activations          A_0 (input and target: four sets of buffers if they come from a Loader, else 1)
-                             + sum over hidden layers of A_l times KEPT
-        passing              3 max A: a gradient, the next one, and one that is being reduced or computed
-        gathered             Gz > 1: 2 max W, or sum of W_l if they are kept
-        partial gradients    Gz > 1: 2 max W: one that is computed, one on its way
-        messages             two sums of gradients under way, Gz > 1: 2 (Gz-1) max w and Gdata > 1: 2 B, B the bytes of
-                             a bucket, twice that if buckets hold several gradients; Gx or Gy > 1: one sum of
-                             activations, max A
+    docs/training.md has the formulas. Passing through are a gradient, the next one, and one that is being reduced or
+    computed; partial gradients are one that is computed and one on its way.
     """
 
     sizes: tuple[int, ...]
@@ -41,35 +32,25 @@ class MLPMemory:
     activation: str = "relu"
     dtype: str = "float32"
     states: int = 0
-    sharded: bool = False
+    split_over_data: bool = False
     reshard: bool = True
     input_sets: int = 1
     bucket_bytes: int = Overlap.bucket_bytes
 
-    def _activations(self) -> list[int]:
-        found, cols = [], "y"
-        for size in self.sizes:
-            found.append(batch_layout(cols).box((self.batch, size), self.grid, FIRST).size * itemsize(self.dtype))
-            cols = OTHER[cols]
-        return found
-
-    def _weights(self) -> list[int]:
-        found, cols = [], "y"
-        for shape in zip(self.sizes, self.sizes[1:]):
-            found.append(Layout(cols, OTHER[cols]).box(shape, self.grid, FIRST).size * itemsize(self.dtype))
-            cols = OTHER[cols]
-        return found
-
     def parts(self) -> dict[str, int]:
         """Name -> bytes."""
-        activations, whole = self._activations(), self._weights()
-        weights = [-(-size // self.grid.z) for size in whole]
+        size = itemsize(self.dtype)
+        activations = [batch_layout("yx"[index % 2]).box((self.batch, cols), self.grid, FIRST).size * size
+                       for index, cols in enumerate(self.sizes)]
+        whole = [Layout(axis, other).box((inputs, outputs), self.grid, FIRST).size * size
+                 for inputs, outputs, axis, other in layers_of(self.sizes)]
+        weights = [-(-nbytes // self.grid.z) for nbytes in whole]
         gathers = self.grid.z > 1
         hidden = sum(activations[1:-1]) * KEPT[self.activation]
         return {
             "weights": sum(weights),
             "gradients": sum(weights),
-            "state": self.states * sum(weights) // (self.grid.data if self.sharded else 1),
+            "state": self.states * sum(weights) // (self.grid.data if self.split_over_data else 1),
             "activations": self.input_sets * (activations[0] + activations[-1]) + hidden,
             "passing": 3 * max(activations),
             "gathered": gathers * (2 * max(whole) if self.reshard else sum(whole)),
@@ -86,3 +67,9 @@ class MLPMemory:
     @property
     def total(self) -> int:
         return sum(self.parts().values())
+
+
+def layers_of(sizes: tuple[int, ...]) -> list[tuple[int, int, str, str]]:
+    """(inputs, outputs, axis that splits the inputs, axis that splits the outputs) of each layer of an MLP."""
+    axes = ["yx"[index % 2] for index in range(len(sizes))]
+    return [(inputs, outputs, axis, OTHER[axis]) for inputs, outputs, axis in zip(sizes, sizes[1:], axes)]

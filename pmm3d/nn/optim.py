@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import cos, pi, sqrt
+from types import ModuleType
+from typing import Any
 
 import array_api_compat
+import numpy as np
 
-from ..arrays import NumpyLibrary
-from ..comm.collectives import gather_parts
+from ..arrays import Array, NumpyLibrary
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
-from .dense import computing
+from .compute import CHUNK, computing, gather_over
 from .parameter import Parameter
-from .parts import split_counts
-from .tensor import CHUNK
+
+__all__ = ["SGD", "Adam", "AdamW", "Cosine", "Optimizer", "Schedule", "Step"]
 
 
 class Optimizer:
@@ -27,12 +30,23 @@ class Optimizer:
                      gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
                      all-reduce, 1/Gdata of the state, bitwise the same weights
     steps            how many there were
+
+    Raises Pmm3dError, on every rank, for numbers that make no sense.
+
+        >>> from pmm3d import Grid, nn
+        >>> class SignDescent(Optimizer):
+        ...     def update(self, xp, weight, gradient):
+        ...         weight -= self.lr * xp.sign(gradient)
+        >>> with Grid(shape="ddp") as grid:
+        ...     SignDescent(nn.Linear(grid, 3, 2).parameters(), lr=0.1).state()
+        {'kind': 'SignDescent', 'steps': 0, 'lr': 0.1}
     """
 
     state_names: tuple[str, ...] = ()
 
-    def __init__(self, parameters, lr: float, *, weight_decay: float = 0.0, shard_over_data: bool = False):
-        self.parameters: list[Parameter] = list(parameters)
+    def __init__(self, parameters: Iterable[Parameter], lr: float, *, weight_decay: float = 0.0,
+                 shard_over_data: bool = False):
+        self.parameters = list(parameters)
         if not self.parameters:
             raise Pmm3dError(f"{type(self).__name__} has no parameters: pass net.parameters()")
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
@@ -41,22 +55,22 @@ class Optimizer:
         self.grid = self.parameters[0].grid
         self.lr, self.weight_decay, self.steps = lr, weight_decay, 0
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
-        self._state: dict[Parameter, list] = {}
+        self._state: dict[Parameter, list[Array]] = {}
         for parameter in self.parameters:
-            parameter.sharded = self.shard_over_data
+            parameter.split_over_data = self.shard_over_data
 
     def step(self) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective."""
         self.steps += 1
         gathers = []
         with self.grid.ledger.phase("optimizer"):
-            for parameter in self.parameters:
-                if parameter.filled:
-                    with computing(self.grid, "update"):
-                        self._change(parameter)
-                    parameter.version += 1
-                    if self.shard_over_data:
-                        gathers.append(self._gather(parameter))
+            for parameter in self._filled():
+                with computing(self.grid, "update"):
+                    self._change(parameter)
+                parameter.version += 1
+                if self.shard_over_data:
+                    own, whole = self._own(parameter, parameter.local), parameter.local.reshape(-1)
+                    gathers.append(gather_over(self.grid.data, own, whole, parameter.data_counts()))
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
@@ -66,46 +80,9 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _change(self, parameter: Parameter) -> None:
-        xp = array_api_compat.array_namespace(parameter.local)
-        start, stop = self._own(parameter)
-        weight, gradient = (array.reshape(-1)[start:stop] for array in (parameter.local, parameter.gradient))
-        state = [array.reshape(-1) for array in self._states(parameter)]
-        for low in range(0, stop - start, CHUNK):
-            part = slice(low, low + CHUNK)
-            self.update(xp, weight[part], gradient[part], *(array[part] for array in state))
-
-    def update(self, xp, weight, gradient, *state) -> None:
-        """Change a slice of a parameter, and of its state, in place."""
+    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        """Change a slice of a parameter, and of its state, in place. xp: the namespace of the arrays."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
-
-    def _own(self, parameter: Parameter) -> tuple[int, int]:
-        """The range of the flat local block that this rank changes."""
-        if not self.shard_over_data:
-            return 0, parameter.value.local.reshape(-1).shape[0]
-        starts = offsets(split_counts(parameter))
-        return starts[self.grid.data.index], starts[self.grid.data.index + 1]
-
-    def _gather(self, parameter: Parameter):
-        counts, flat, (start, stop) = split_counts(parameter), parameter.local.reshape(-1), self._own(parameter)
-        library = parameter.library
-        return self.grid.data.begin(
-            "all_gather", lambda link: gather_parts(link, library, flat[start:stop], flat, counts)
-        )
-
-    def _states(self, parameter: Parameter) -> list:
-        """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
-        if parameter not in self._state:
-            box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
-            arrays = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
-            for array in arrays:
-                array[...] = 0
-            self._state[parameter] = arrays
-            parameter.placed = parameter.placed or bool(arrays)
-        return self._state[parameter]
-
-    def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.split() if self.shard_over_data else parameter.layout
 
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"."""
@@ -115,11 +92,12 @@ class Optimizer:
             for name, array in zip(self.state_names, self._states(parameter))
         }
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr}
 
-    def load_state(self, state: dict) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave. Raises Pmm3dError if that was another kind of optimizer."""
         if state["kind"] != type(self).__name__:
             raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
         self.steps, self.lr = state["steps"], state["lr"]
@@ -127,45 +105,74 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
         total = 0.0
-        for parameter in self.parameters:
-            if parameter.filled and self._counts(parameter):
-                start, stop = self._own(parameter)
-                total += _square_sum(parameter.library, parameter.gradient.reshape(-1)[start:stop])
-        library = NumpyLibrary()
-        array = library.empty((1,), "float64")
-        array[0] = total
+        for parameter in self._filled():
+            if self._layout(parameter).is_first(self.grid.shape.position(self.grid.rank)):
+                total += _square_sum(parameter.library, self._own(parameter, parameter.gradient))
         with self.grid.ledger.phase("optimizer"):
-            return sqrt(float(self.grid.everyone.all_reduce(array, agreed=True).wait()[0]))
-
-    def _counts(self, parameter: Parameter) -> bool:
-        """Whether this rank's part is counted here: one of the ranks that hold the same."""
-        return self._layout(parameter).is_first(self.grid.coords)
+            return sqrt(float(self.grid.everyone.all_reduce(np.array([total]), agreed=True).wait()[0]))
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was."""
         if not norm > 0:
             raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
-        found = self.gradient_norm()
-        if found > norm:
-            for parameter in self.parameters:
-                if parameter.filled:
-                    start, stop = self._own(parameter)
-                    flat = parameter.gradient.reshape(-1)[start:stop]
-                    flat *= norm / found
-        return found
+        before = self.gradient_norm()
+        if before > norm:
+            for parameter in self._filled():
+                own = self._own(parameter, parameter.gradient)
+                own *= norm / before
+        return before
+
+    def _filled(self) -> list[Parameter]:
+        """The parameters that have a gradient."""
+        return [parameter for parameter in self.parameters if parameter.filled]
+
+    def _change(self, parameter: Parameter) -> None:
+        xp = array_api_compat.array_namespace(parameter.local)
+        arrays = [self._own(parameter, array) for array in (parameter.local, parameter.gradient)]
+        arrays += [array.reshape(-1) for array in self._states(parameter)]
+        for low in range(0, arrays[0].shape[0], CHUNK):
+            self.update(xp, *(array[low : low + CHUNK] for array in arrays))
+
+    def _own(self, parameter: Parameter, array: Array) -> Array:
+        """The part that this rank changes of an array that is like the parameter's shard; flat."""
+        flat, index = array.reshape(-1), self.grid.data.index
+        if not self.shard_over_data:
+            return flat
+        return flat[slice(*offsets(parameter.data_counts())[index : index + 2])]
+
+    def _states(self, parameter: Parameter) -> list[Array]:
+        """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
+        if parameter not in self._state:
+            box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
+            arrays = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
+            for array in arrays:
+                array[...] = 0
+            self._state[parameter] = arrays
+            parameter.has_state = parameter.has_state or bool(arrays)
+        return self._state[parameter]
+
+    def _layout(self, parameter: Parameter) -> Layout:
+        return parameter.split() if self.shard_over_data else parameter.layout
 
 
 class SGD(Optimizer):
-    """v = momentum v + g;  w = w - lr v, or w - lr (g + momentum v) with nesterov. g has weight_decay w added."""
+    """v = momentum v + g;  w = w - lr v, or w - lr (g + momentum v) with nesterov. g has weight_decay w added.
 
-    def __init__(self, parameters, lr: float, momentum: float = 0.0, *, nesterov: bool = False, **options):
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     SGD(nn.Linear(grid, 3, 2).parameters(), lr=0.1, momentum=0.9).state_names
+        ('momentum',)
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], lr: float, momentum: float = 0.0, *, nesterov: bool = False,
+                 **options: Any):
         super().__init__(parameters, lr, **options)
         if not 0 <= momentum < 1 or (nesterov and not momentum):
             raise Pmm3dError(f"SGD: momentum is at least 0 and below 1, and above 0 for nesterov; got {momentum!r}")
         self.momentum, self.nesterov = momentum, nesterov
         self.state_names = ("momentum",) if momentum else ()
 
-    def update(self, xp, weight, gradient, *state):
+    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
         if self.weight_decay:
             gradient = gradient + self.weight_decay * weight
         if state:
@@ -177,20 +184,26 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient."""
+    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(Adam(nn.Linear(grid, 3, 2, bias=False).parameters(), shard_over_data=True).matrices())
+        ['optimizer/weight/mean', 'optimizer/weight/square']
+    """
 
     state_names = ("mean", "square")
     decoupled = False
 
-    def __init__(self, parameters, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, **options):
+    def __init__(self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, **options: Any):
         super().__init__(parameters, lr, **options)
         if not all(0 <= beta < 1 for beta in betas):
             raise Pmm3dError(f"{type(self).__name__}: betas are at least 0 and below 1; got {betas!r}")
-        self.betas, self.eps = tuple(betas), eps
+        self.betas, self.eps = betas, eps
 
-    def update(self, xp, weight, gradient, *state):
-        mean, square = state
-        first, second = self.betas
+    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        (mean, square), (first, second) = state, self.betas
         if self.weight_decay and not self.decoupled:
             gradient = gradient + self.weight_decay * weight
         if self.weight_decay and self.decoupled:
@@ -204,19 +217,36 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov, Hutter 2019): w = (1 - lr weight_decay) w before each step."""
+    """Adam with decoupled weight decay (Loshchilov, Hutter 2019): w = (1 - lr weight_decay) w before each step.
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     layer, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     optimizer = AdamW(layer.parameters(), weight_decay=0.1)
+        ...     nn.mse(layer(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward()
+        ...     optimizer.step()
+        ...     optimizer.steps, layer.weight.grad
+        (1, None)
+    """
 
     decoupled = True
 
-    def __init__(self, parameters, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, *,
-                 weight_decay: float = 0.01, **options):
+    def __init__(self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, *, weight_decay: float = 0.01, **options: Any):
         super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, **options)
 
 
 class Schedule:
-    """Sets an optimizer's learning rate; call step() after each of its steps.
+    """Sets an optimizer's learning rate; call step() after each of its steps. This one keeps it constant.
 
     warm_up   steps in which the rate rises linearly from 1/warm_up of the optimizer's to the whole of it
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     schedule = Schedule(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), warm_up=4)
+        ...     schedule.step()
+        ...     schedule.optimizer.lr
+        0.5
     """
 
     def __init__(self, optimizer: Optimizer, warm_up: int = 0):
@@ -237,16 +267,23 @@ class Schedule:
         else:
             self.optimizer.lr = self.base * self.factor(self.count - self.warm_up)
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; JSON-able."""
         return {"count": self.count, "base": self.base}
 
-    def load_state(self, state: dict) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self.count, self.base = state["count"], state["base"]
         self._set()
 
 
 class Cosine(Schedule):
-    """Half a cosine from the whole rate to `floor` of it, `steps` steps after the start, warm-up included."""
+    """Half a cosine from the whole rate to `floor` of it, `steps` steps after the start, warm-up included.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     round(Cosine(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), steps=10).factor(5), 12)
+        0.5
+    """
 
     def __init__(self, optimizer: Optimizer, steps: int, warm_up: int = 0, floor: float = 0.0):
         self.length, self.floor = max(1, steps - warm_up), floor
@@ -258,7 +295,13 @@ class Cosine(Schedule):
 
 
 class Step(Schedule):
-    """The rate times `factor` every `every` steps."""
+    """The rate times `factor` every `every` steps.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     Step(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), every=10, factor=0.5).factor(25)
+        0.25
+    """
 
     def __init__(self, optimizer: Optimizer, every: int, factor: float = 0.1, warm_up: int = 0):
         self.every, self.ratio = every, factor
@@ -268,9 +311,9 @@ class Step(Schedule):
         return self.ratio ** (steps // self.every)
 
 
-def _square_sum(library, flat) -> float:
-    xp = array_api_compat.array_namespace(flat)
-    total = 0.0
+def _square_sum(library: NumpyLibrary, flat: Array) -> float:
+    """In float64, slice by slice."""
+    xp, total = array_api_compat.array_namespace(flat), 0.0
     for start in range(0, flat.shape[0], CHUNK):
         part = library.astype(flat[start : start + CHUNK], "float64")
         total += float(xp.sum(part * part))

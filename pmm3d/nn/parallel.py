@@ -5,19 +5,29 @@ All that is under way belongs to one grid: `Tape.of(grid).parallel`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+from ..arrays import Array
+from ..comm import Grid, Pending
 from ..layout import itemsize, part_range
 from ..model.machine import available_memory
+from .compute import gather_over
 from .gradients import Gradients
-from .parts import gathered_bytes, z_counts
 
-PANELS_ACROSS_HOSTS = 8
-LEAST_PANEL_BYTES = 2**19
+if TYPE_CHECKING:
+    from .parameter import Parameter
+
+STRIPS_ACROSS_HOSTS = 8
+"""Within one there is little to hide."""
+LEAST_STRIP_BYTES = 2**19
+"""Below it the latency of a message outweighs what is hidden."""
 IDLE_PAUSES = 8
+"""A weight that so many passes did not use is taken for one of a network that is gone."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +40,31 @@ class Overlap:
     oag       the gather (z) of the weight that is needed next under the GEMM of the one before
     buckets   the sums of gradients over the data axis under the rest of the backward pass
 
-    panels                  rows of those products are cut into so many panels, each reduced as it is there; None: 1 on
-                            one node, 8 across nodes. Panels have half a MiB at least. The BLAS may round a product
+    strips                  rows of those products are cut into so many strips, each reduced as it is there; None: 1 on
+                            one node, 8 across nodes. Strips have half a MiB at least. The BLAS may round a product
                             that is cut differently
     bucket_bytes            gradients are summed over data once this much has come together
     reshard_after_forward   True: gathered weights are dropped after the forward pass and gathered again for the
                             backward pass; False: kept until they change; None: kept while they take no more than
                             `keep_bytes`
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
+
+        >>> Overlap.none(strips=2).oar, Overlap(strips=2).oar
+        (False, True)
     """
 
     oar: bool = True
     ors: bool = True
     oag: bool = True
     buckets: bool = True
-    panels: int | None = None
+    strips: int | None = None
     bucket_bytes: int = 2**24
     reshard_after_forward: bool | None = None
     keep_bytes: int | None = None
 
     @classmethod
-    def none(cls, **others) -> Overlap:
+    def none(cls, **others: Any) -> Overlap:
+        """All four switches off."""
         return cls(oar=False, ors=False, oag=False, buckets=False, **others)
 
 
@@ -61,14 +75,12 @@ class Parallel:
     weights     gathers them;   gradients   sums them
     """
 
-    def __init__(self, grid):
-        self.grid = grid
-        self.overlap = Overlap()
-        self.weights = Weights(self)
-        self.gradients = Gradients(self)
+    def __init__(self, grid: Grid):
+        self.grid, self.overlap = grid, Overlap()
+        self.weights, self.gradients = Weights(self), Gradients(self)
 
     @contextmanager
-    def backward(self, sync: bool):
+    def backward(self, sync: bool) -> Iterator[None]:
         """A backward pass; at its end all gradients are there."""
         memory = self.grid.ledger.memory
         memory["recompute saves"] = 0
@@ -79,19 +91,25 @@ class Parallel:
         self.weights.pause()
         memory["arrays, most at once"] = self.grid.workspace.most_lent
 
-    def row_panels(self, rows: int, cols: int, dtype: str) -> list[slice]:
-        """The panels that a product of this local shape is reduced in."""
-        panels = self.overlap.panels or (1 if self.grid.hosts == 1 else PANELS_ACROSS_HOSTS)
-        panels = max(1, min(panels, rows * cols * itemsize(dtype) // LEAST_PANEL_BYTES))
-        return [slice(*part_range(rows, panels, index)) for index in range(panels)]
+    def row_strips(self, rows: int, cols: int, dtype: str) -> list[slice]:
+        """The strips that a product of this local shape is reduced in."""
+        strips = self.overlap.strips or (1 if self.grid.hosts == 1 else STRIPS_ACROSS_HOSTS)
+        strips = max(1, min(strips, rows * cols * itemsize(dtype) // LEAST_STRIP_BYTES))
+        return [slice(*part_range(rows, strips, index)) for index in range(strips)]
 
 
-class Held(NamedTuple):
-    """A gathered weight that is kept; used: how many pauses there had been when it was last taken."""
+@dataclass(eq=False)
+class Gathered:
+    """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
+    is kept. number: in the order of first use; following: the weight that was needed next the last time, by the phase
+    of the pass."""
 
-    weight: ref
-    nbytes: int
-    used: int
+    number: int
+    version: int = -1
+    nbytes: int = 0
+    pending: Pending | None = None
+    block: Array = None
+    following: dict[str, ref[Parameter]] = field(default_factory=dict)
 
 
 class Weights:
@@ -104,98 +122,78 @@ class Weights:
 
     def __init__(self, parallel: Parallel):
         self._parallel = parallel
-        self._coming: WeakKeyDictionary = WeakKeyDictionary()
-        self._kept: WeakKeyDictionary = WeakKeyDictionary()
-        self._after: WeakKeyDictionary = WeakKeyDictionary()
-        self._last = None
+        self._gathered: WeakKeyDictionary[Parameter, Gathered] = WeakKeyDictionary()
+        self._kept: dict[int, tuple[int, int]] = {}
+        """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
+        collect garbage at different moments, and must keep the same weights."""
+        self._numbers, self._pauses = count(), 0
+        self._last: tuple[ref[Gathered], str] | None = None
         self.budget: int | None = None
-        self._held: dict[int, Held] = {}
-        self._numbers: WeakKeyDictionary = WeakKeyDictionary()
-        self._named = self._pauses = 0
 
-    def take(self, weight, phase: str):
+    def take(self, weight: Parameter, phase: str) -> Array:
         """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
 
         Each rank receives (Gz-1)/Gz of it, unless it was kept.
         """
         if weight.grid.z.size == 1:
             return weight.local
-        self._learn(weight, phase)
-        full = self._known(self._kept, weight)
-        if full is not None:
-            self._hold(weight)
-        else:
-            pending = self._known(self._coming, weight) or self._start(weight)
-            self._coming.pop(weight, None)
-            full = pending.wait()
-            if self._keeps(weight):
-                self._kept[weight] = weight.version, full
+        gathered = self._of(weight)
+        if self._last is not None and (before := self._last[0]()) is not None:
+            before.following[self._last[1]] = ref(weight)
+        self._last, block = (ref(gathered), phase), gathered.block
+        if block is None:
+            pending, gathered.pending = gathered.pending or self._start(weight), None
+            block = pending.wait()
+        self._kept.pop(gathered.number, None)
+        if gathered.block is not None or self._keeps(gathered.nbytes):
+            gathered.block = block
+            self._kept[gathered.number] = gathered.nbytes, self._pauses
         if self._parallel.overlap.oag:
-            self._prefetch(weight, phase)
-        return full
+            self._prefetch(weight, gathered, phase)
+        return block
 
     def pause(self) -> None:
         """What comes next is not known: the values may change before it. Weights out of use are let go."""
         self._last = None
         self._pauses += 1
-        for number, held in list(self._held.items()):
-            if held.used < self._pauses - IDLE_PAUSES:
-                if held.weight() is not None:
-                    self._kept.pop(held.weight(), None)
-                del self._held[number]
+        oldest = self._pauses - IDLE_PAUSES
+        self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
+        for gathered in self._gathered.values():
+            if gathered.number not in self._kept:
+                gathered.block = None
 
-    def _learn(self, weight, phase: str) -> None:
-        if self._last is not None and self._last[0]() is not None:
-            self._after.setdefault(self._last[0](), {})[self._last[1]] = ref(weight)
-        self._last = ref(weight), phase
+    def _of(self, weight: Parameter) -> Gathered:
+        """What there is of its present values; what is out of date is dropped."""
+        if weight not in self._gathered:
+            self._gathered[weight] = Gathered(next(self._numbers))
+        gathered = self._gathered[weight]
+        if gathered.version != weight.version:
+            gathered.version, gathered.pending, gathered.block = weight.version, None, None
+            gathered.nbytes = weight.largest(weight.gathered_layout)
+        return gathered
 
-    def _prefetch(self, weight, phase: str) -> None:
-        following = self._after.get(weight, {}).get(phase, lambda: None)()
+    def _prefetch(self, weight: Parameter, gathered: Gathered, phase: str) -> None:
+        following = gathered.following[phase]() if phase in gathered.following else None
         if following is None or following is weight:
             return
-        if self._known(self._kept, following) is None and self._known(self._coming, following) is None:
-            self._coming[following] = following.version, self._start(following)
+        ahead = self._of(following)
+        if ahead.block is None and ahead.pending is None:
+            ahead.pending = self._start(following)
 
-    @staticmethod
-    def _known(where, weight):
-        """What is there for the weight's present values; what is out of date is dropped."""
-        version, found = where.get(weight, (None, None))
-        if version != weight.version:
-            where.pop(weight, None)
-            return None
-        return found
-
-    def _start(self, weight):
-        grid, counts = weight.grid, z_counts(weight)
-        full = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
+    def _start(self, weight: Parameter) -> Pending:
+        grid, counts = weight.grid, weight.z_counts()
+        block = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
         with grid.ledger.phase("gather W"):
-            return grid.z.all_gather(weight.local, out=full, counts=counts)
+            return gather_over(grid.z, weight.local, block, counts)
 
-    def _keeps(self, weight) -> bool:
-        """The same on all ranks: by what was kept and is in use, not by what happens to be alive."""
+    def _keeps(self, nbytes: int) -> bool:
+        """Whether so many bytes may be kept beside the others."""
         overlap = self._parallel.overlap
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward
-        budget = overlap.keep_bytes
-        if budget is None:
-            budget = self.budget = self._agreed_budget() if self.budget is None else self.budget
-        self._held.pop(self._number(weight), None)
-        if sum(held.nbytes for held in self._held.values()) + gathered_bytes(weight) > budget:
-            return False
-        self._hold(weight)
-        return True
-
-    def _hold(self, weight) -> None:
-        self._held[self._number(weight)] = Held(ref(weight), gathered_bytes(weight), self._pauses)
-
-    def _number(self, weight) -> int:
-        """In the order of first use, so the same on all ranks."""
-        if weight not in self._numbers:
-            self._named += 1
-            self._numbers[weight] = self._named
-        return self._numbers[weight]
-
-    def _agreed_budget(self) -> int:
-        grid = self._parallel.grid
-        ranks_of_a_node = -(-grid.size // grid.hosts)
-        return min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
+        if overlap.keep_bytes is None and self.budget is None:
+            grid = self._parallel.grid
+            ranks_of_a_node = -(-grid.size // grid.hosts)
+            self.budget = min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
+        budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
+        return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget

@@ -1,4 +1,4 @@
-"""Gradients: against differences, as adjoints, added up over micro-batches, the same on all ranks that hold them."""
+"""Gradients: against differences, as adjoints, added up over the batches of a step, the same wherever they are held."""
 
 import numpy as np
 import pytest
@@ -247,8 +247,8 @@ def test_gradients_of_a_deep_network_are_differences(comm):
     on_each_grid(comm, check)
 
 
-def micro_steps(grid, cuts, synced, shard):
-    """Three steps of gradient descent, each on micro-batches of rows between the cuts; the weights."""
+def accumulated(grid, cuts, synced, shard):
+    """Three steps of gradient descent, each on batches of the rows between the cuts; the weights."""
     net = network_of(grid, CLASSES)
     optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=shard)
     for step in range(3):
@@ -265,16 +265,16 @@ def micro_steps(grid, cuts, synced, shard):
 
 
 @pytest.mark.parallel([1, 2, 4, 8])
-def test_gradients_of_micro_batches_add_up(comm):
+def test_gradients_of_the_batches_of_a_step_add_up(comm):
     """Summed over the ranks once, each time, or now and then: the gradient of the whole batch."""
 
     def check(grid):
-        whole = micro_steps(grid, [0, 23], [True], False)
+        whole = accumulated(grid, [0, 23], [True], False)
         for shard in (False, True) if grid.data.size > 1 else (False,):
             for synced in ([False, True], [True, True]):
-                assert largest_difference(micro_steps(grid, [0, 9, 23], synced, shard), whole) < 1e-13
+                assert largest_difference(accumulated(grid, [0, 9, 23], synced, shard), whole) < 1e-13
             for synced in ([True, False, True], [False, True, True]):
-                assert largest_difference(micro_steps(grid, [0, 11, 13, 23], synced, shard), whole) < 1e-13
+                assert largest_difference(accumulated(grid, [0, 11, 13, 23], synced, shard), whole) < 1e-13
 
     on_each_grid(comm, check, GRIDS[comm.size][:4])
 

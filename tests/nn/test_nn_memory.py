@@ -7,7 +7,7 @@ from networks import INPUT, Case, batch_of, network_of, on_each_grid, spread
 
 from pmm3d import nn
 from pmm3d.layout import batch_layout
-from pmm3d.nn import functional, optim, tensor
+from pmm3d.nn import compute, optim
 
 MEBIBYTE = 2**20
 CASE = Case((800, 750, 800, 300), 800, "gelu", True, "mse")
@@ -67,7 +67,7 @@ def largest_block(net) -> int:
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """Elementwise operations go through slices of 256 KiB, some at once. Smaller here, so the peak shows the rest."""
-    for module in (tensor, functional, optim):
+    for module in (compute, optim):
         monkeypatch.setattr(module, "CHUNK", 2**12)
 
 

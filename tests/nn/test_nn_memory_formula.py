@@ -19,7 +19,7 @@ GRIDS = {
 def test_a_rank_holds_what_the_formula_says(comm, nranks):
     for shape in GRIDS[nranks]:
         with Grid(comm, shape[:3], shape[3]) as grid:
-            formula = MLPMemory(SIZES, 1024, GridShape(*shape), "gelu", states=2, sharded=True)
+            formula = MLPMemory(SIZES, 1024, GridShape(*shape), "gelu", states=2, split_over_data=True)
             assert 0.85 < held(grid) / formula.total < 1.15
 
 

@@ -135,8 +135,8 @@ def weighted(x, gain):
     out = form.new()
     out[...] = local * own
 
-    def rule(grad):
-        return grad * own, (grad * local).sum(axis=0, keepdims=True)
+    def rule(gradient):
+        return gradient * own, (gradient * local).sum(axis=0, keepdims=True)
 
     return x.made(out, (x, gain), rule)
 

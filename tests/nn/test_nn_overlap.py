@@ -45,7 +45,7 @@ def choices():
     with each of the other choices."""
     for index, (oar, ors, oag, buckets) in enumerate(SWITCHES):
         reshard, budget = ((True, None), (False, None), (None, 30_000), (None, None))[(oar ^ buckets) + 2 * (ors ^ oag)]
-        yield nn.Overlap(oar, ors, oag, buckets, panels=1 + (index + index // 4) % 3, keep_bytes=budget,
+        yield nn.Overlap(oar, ors, oag, buckets, strips=1 + (index + index // 4) % 3, keep_bytes=budget,
                          bucket_bytes=(1, 40_000, 2**24)[index % 3], reshard_after_forward=reshard), index % 5 == 0
 
 
@@ -70,19 +70,19 @@ def test_every_switch_meets_every_other_choice():
     for name in ("oar", "ors", "oag", "buckets"):
         assert len({(getattr(one, name), one.reshard_after_forward, one.keep_bytes) for one in tried}) == 8
         assert len({(getattr(one, name), one.bucket_bytes) for one in tried}) == 6
-        assert len({(getattr(one, name), one.panels) for one in tried}) == 6
+        assert len({(getattr(one, name), one.strips) for one in tried}) == 6
 
 
 def assert_all_alike(grid, recompute=True):
-    expected = {panels: trained(grid, nn.Overlap.none(panels=panels)) for panels in (1, 2, 3)}
+    expected = {strips: trained(grid, nn.Overlap.none(strips=strips)) for strips in (1, 2, 3)}
     for overlap, shard in choices():
-        assert trained(grid, overlap, shard, recompute) == expected[overlap.panels], overlap
+        assert trained(grid, overlap, shard, recompute) == expected[overlap.strips], overlap
 
 
 @pytest.mark.parallel([2, 4, 8])
 def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm, monkeypatch):
-    """For each number of panels: the BLAS rounds some rows of a product otherwise where the rows above are fewer."""
-    monkeypatch.setattr(parallel, "LEAST_PANEL_BYTES", 2**13)
+    """For each number of strips: the BLAS rounds some rows of a product otherwise where the rows above are fewer."""
+    monkeypatch.setattr(parallel, "LEAST_STRIP_BYTES", 2**13)
     on_each_grid(comm, assert_all_alike, GRIDS_OF_SWITCHES[comm.size])
 
 

@@ -9,8 +9,8 @@ from networks import GRIDS, Case, batch_of, on_each_grid, spread
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.training.record import settle
-from pmm3d.nn.training.trainer import evaluate
+from pmm3d.nn.training import evaluate
+from pmm3d.nn.training.record import drain
 from pmm3d.nn.volume import MLPVolume, Passes
 
 pytestmark = [pytest.mark.parallel([1, 2, 4, 6, 8]), pytest.mark.deadline(90)]
@@ -22,22 +22,22 @@ CASES = {
     "odd": {"sizes": ODD, "rows": (23, 3), "norm": True, "clip": True},
     "kept": {"sizes": LARGE, "rows": (256, 256), "overlap": nn.Overlap(reshard_after_forward=False), "norm": True},
     "partly kept": {"sizes": LARGE, "rows": (64, 64), "overlap": nn.Overlap(keep_bytes=30_000)},
-    "partly kept, micro-batches": {"sizes": LARGE, "rows": (64, 64), "micro_batches": 2,
+    "partly kept, accumulated": {"sizes": LARGE, "rows": (64, 64), "accumulate": 2,
                                    "overlap": nn.Overlap(keep_bytes=30_000), "evaluates": False},
-    "zero": {"sizes": LARGE, "rows": (256, 31), "sharded": True,
+    "zero": {"sizes": LARGE, "rows": (256, 31), "split_over_data": True,
              "overlap": nn.Overlap(bucket_bytes=60_000, keep_bytes=0)},
     "one by one": {"sizes": ODD, "rows": (40, 40), "overlap": nn.Overlap.none(), "bias": False, "loss": "mse"},
     "recomputed": {"sizes": LARGE, "rows": (256, 100), "recompute": True, "norm": True, "loss": "mse"},
-    "micro-batches": {"sizes": LARGE, "rows": (128, 128), "micro_batches": 2, "overlap": nn.Overlap(panels=3),
+    "accumulated": {"sizes": LARGE, "rows": (128, 128), "accumulate": 2, "overlap": nn.Overlap(strips=3),
                       "norm": True},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_ledger_holds_what_the_formulas_say(comm, name):
-    case = {"norm": False, "bias": True, "recompute": False, "loss": "cross_entropy", "sharded": False, "clip": False,
-            "micro_batches": 1, "overlap": nn.Overlap(reshard_after_forward=True), "evaluates": True,
-            **CASES[name]}
+    case = {"norm": False, "bias": True, "recompute": False, "loss": "cross_entropy", "split_over_data": False,
+            "clip": False, "accumulate": 1, "overlap": nn.Overlap(reshard_after_forward=True),
+            "evaluates": True, **CASES[name]}
 
     def check(grid):
         model, passes = trained(grid, **case)
@@ -51,11 +51,11 @@ def test_the_ledger_holds_what_the_formulas_say(comm, name):
     on_each_grid(comm, check, GRIDS[comm.size] + [("1x2x2", 2)] * (comm.size == 8))
 
 
-def trained(grid, sizes, rows, norm, bias, recompute, loss, sharded, clip, micro_batches, overlap, evaluates):
+def trained(grid, sizes, rows, norm, bias, recompute, loss, split_over_data, clip, accumulate, overlap, evaluates):
     """(model, passes) of three steps, evaluations of two batches after the first and the third, all in the ledger."""
     nn.Tape.of(grid).parallel.overlap = overlap
     net = nn.MLP(grid, sizes, nn.relu, norm=norm, bias=bias, recompute=recompute, seed=1, dtype="float64")
-    optimizer = optim.AdamW(net.parameters(), shard_over_data=sharded)
+    optimizer = optim.AdamW(net.parameters(), shard_over_data=split_over_data)
     case = Case(sizes, rows[0], loss=loss)
     function = getattr(nn, loss)
     grid.ledger.reset()
@@ -67,7 +67,7 @@ def trained(grid, sizes, rows, norm, bias, recompute, loss, sharded, clip, micro
             yield spread(grid, x), spread(grid, y, batch_layout(None) if loss == "cross_entropy" else net.output_layout)
 
     for step in range(3):
-        given = list(batches(step))[:micro_batches] if micro_batches > 1 else [list(batches(step))[step % 2]]
+        given = list(batches(step))[:accumulate] if accumulate > 1 else [list(batches(step))[step % 2]]
         for index, (x, y) in enumerate(given):
             with nn.no_sync(grid) if index < len(given) - 1 else nullcontext():
                 value = function(net(x), y)
@@ -80,5 +80,5 @@ def trained(grid, sizes, rows, norm, bias, recompute, loss, sharded, clip, micro
         if evaluates and step != 1:
             evaluate(net, batches(9), function)
             passes.evaluated.update(rows)
-    settle(grid)
-    return MLPVolume.of(net, optimizer, loss, clip=clip, micro_batches=micro_batches), passes
+    drain(grid)
+    return MLPVolume.of(net, optimizer, loss, clip=clip, accumulate=accumulate), passes

@@ -54,12 +54,12 @@ os.kill = told
 """
 WAITING = """
 from pmm3d.nn.training.trainer import Trainer
-tell = Trainer._tell
+log_step = Trainer._log_step
 def waiting(self, *args):
-    tell(self, *args)
+    log_step(self, *args)
     while self.step == 3 and not os.path.exists({go!r}):
         time.sleep(0.01)
-Trainer._tell = waiting
+Trainer._log_step = waiting
 """
 
 
@@ -132,7 +132,7 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(runs):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_losses(runs):
-    options = {"data": "validation = 0.0", "training": "epochs = 3\nmicro_batches = 2", "grid": 'shape = "1x2x1"',
+    options = {"data": "validation = 0.0", "training": "epochs = 3\naccumulate = 2", "grid": 'shape = "1x2x1"',
                "network": "dropout = 0.2\nnorm = true\ndtype = 'float64'"}
     whole = runs.train(runs.config("whole", **options))
     assert whole.returncode == 0, whole.stderr
@@ -147,9 +147,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
     assert all(np.array_equal(expected[name], found[name]) for name in expected)
     assert [line["loss"] for line in runs.metrics("ended")] == [line["loss"] for line in runs.metrics("whole")]
 
-    elsewhere = runs.config("ended", **{**options, "training": "epochs = 4\nmicro_batches = 2", "grid": "data = 1"})
+    elsewhere = runs.config("ended", **{**options, "training": "epochs = 4\naccumulate = 2", "grid": "data = 1"})
     assert runs.train(elsewhere, "--resume", "auto", ranks=3).returncode == 0
-    further = runs.config("whole", **{**options, "training": "epochs = 4\nmicro_batches = 2"})
+    further = runs.config("whole", **{**options, "training": "epochs = 4\naccumulate = 2"})
     assert runs.train(further, "--resume", "auto").returncode == 0
     losses = [[line["loss"] for line in runs.metrics(name)] for name in ("ended", "whole")]
     assert len(losses[0]) == 16 and np.allclose(*losses, rtol=1e-12, atol=0)
@@ -174,6 +174,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(runs):
 
 @pytest.mark.parametrize("changes, text", [
     ({"network": "hiden = [4]"}, "unknown key network.hiden (did you mean hidden?)"),
+    ({"training": "micro_batches = 2"}, "unknown key training.micro_batches (did you mean accumulate?)"),
     ({"optimiser": "lr = 1"}, "unknown key optimiser (did you mean optimizer?)"),
     ({"optimizer": "lr = -1"}, "optimizer.lr = -1"),
     ({"grid": "shape = '2x2x1'"}, "grid 2x2x1 (data 1) needs 4 ranks; the communicator has 2"),
@@ -193,14 +194,14 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(runs):
     assert runs.checkpoints() == before
 
 
-def test_epochs_end_where_the_data_does_also_after_a_change_of_micro_batches(runs):
+def test_epochs_end_where_the_data_does_also_after_a_change_of_accumulate(runs):
     """Six batches an epoch: six steps, then three and three, each epoch's end validated and logged."""
     assert runs.train(runs.config(training="epochs = 1")).returncode == 0
-    done = runs.train(runs.config(training="epochs = 3\nmicro_batches = 2"), "--resume", "auto")
+    done = runs.train(runs.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in runs.metrics() if "validation" in line] == [6, 9, 12]
     assert runs.metrics()[-2]["step"] == 12 and "loss" in runs.metrics()[-2]
-    again = runs.train(runs.config(training="epochs = 3\nmicro_batches = 2"), "--resume", "auto")
+    again = runs.train(runs.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
     assert again.returncode == 0 and "nothing left to train" in again.stderr, again.stderr
 
 
@@ -358,7 +359,7 @@ def test_the_figures_for_prometheus(runs):
 @pytest.mark.parametrize("path, before, text", [
     ("nowhere/x.prom", "", "cannot be written: No such file or directory"),
     ("x.txt", "", "node exporters read files that end in .prom only"),
-    ("x.prom", "sys.modules['prometheus_client'] = None", "pip install 'pmm3d[monitor]'"),
+    ("x.prom", "sys.modules['prometheus_client'] = None", 'pip install "pmm3d[monitor]"'),
 ])
 def test_figures_that_cannot_be_written_are_refused_at_the_start(runs, path, before, text):
     config = runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/{path}'")
@@ -394,7 +395,7 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
 """)
     assert done.returncode != 0
-    warning = r"warning: training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
+    warning = r"training is predicted to take [0-9.]+ GiB on a rank; host \S+ has 512 MiB left"
     assert re.search(warning, done.stderr), done.stderr
     assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr

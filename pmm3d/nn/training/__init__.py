@@ -1,1 +1,23 @@
-"""Training runs: the loop, its configuration, record and log."""
+"""Training runs: the loop, its configuration, record and log. Loaded when first used, as in pmm3d."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names, for type checkers
+    from .config import Config
+    from .run_log import RunLog
+    from .trainer import NonFiniteLossError, Trainer, evaluate
+
+_HOME = {"Config": "config", "NonFiniteLossError": "trainer", "RunLog": "run_log", "Trainer": "trainer",
+         "evaluate": "trainer"}  # fmt: skip
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pmm3d.nn.training' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import platform
-import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid
 from ...comm.words import in_bytes
 from ...errors import Pmm3dError
-from ...io import Checkpoints, DataSet
+from ...io import Checkpoints, DataSet, Loader
 from ...model.machine import available_memory
 from .. import functional, optim
 from ..layers import MLP
@@ -19,43 +21,48 @@ from ..memory import MLPMemory
 from ..parallel import Overlap
 from ..tensor import Tape
 from .config import Config
-from .run_log import RunLog
+from .run_log import RunLog, logger
 from .signals import Signals
 from .trainer import Trainer
 
-OPTIMIZERS = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
+OPTIMIZERS: dict[str, type[optim.Optimizer]] = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
+Rows = tuple[DataSet, tuple[int, int] | None]
+"""A data set, and the range of its rows to take; None for all."""
 
 
 @contextmanager
-def trainer(config: Config, comm, signals: Signals | None = None, **options):
-    """As a context: the trainer, on a grid over comm, that heeds the signals noted there; options go to Grid.
+def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None, **options: Any) -> Iterator[Trainer]:
+    """As a context: the trainer, on a grid over comm, that acts on the signals noted there; options go to Grid.
 
     Raises Pmm3dError, on every rank, if data and configuration do not fit together.
     """
     with Grid(comm, config.grid.shape, config.grid.data, **options) as grid:
         take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
-        with _data(config, grid) as (data, rows, held_out):
+        with _data(config, grid) as ((data, rows), held_out):
             loss = _loss(config, data)
-            sizes = [data.features, *config.network.hidden, data.classes if loss == "cross_entropy" else data.outputs]
+            classes = data.classes if loss == "cross_entropy" else None
+            sizes = [data.features, *config.network.hidden, data.outputs if classes is None else classes]
             _predict_memory(config, grid, sizes)
-            network = _network(config, grid, sizes)
-            options = {"split_inputs": "y", "split_targets": None if loss == "cross_entropy" else _cols(network)}
-            batches = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch, **options}
+            section = config.network.model_dump(exclude={"hidden", "activation"})
+            activation = getattr(functional, config.network.activation)
+            network = MLP(grid, sizes, activation, seed=config.training.seed, **section)
+            split = network.output_layout.cols[0] if classes is None else None
+            batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
+                                       "split_inputs": "y", "split_targets": split}
             loader = data.loader(shuffle=config.data.shuffle, seed=config.training.seed, rows=rows, **batches)
             validation = None
             if held_out is not None:
-                source, rows = held_out
-                validation = source.loader(shuffle=False, rows=rows, **batches)
+                validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
             yield _trainer(config, network, loader, validation, loss, signals or Signals())
 
 
 @contextmanager
-def _data(config: Config, grid):
-    """(data set, rows to train on, (data set, rows) to validate on or None)."""
+def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
+    """What to train on, and what to validate on."""
     section, network = config.data, config.network
-    options = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
-               "library": network.library}
+    options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
+                               "library": network.library}
     with DataSet(grid, section.file, classes=section.classes, **options) as data:
         if section.validation_file is not None:
             with DataSet(grid, section.validation_file, classes=data.classes, **options) as other:
@@ -65,30 +72,29 @@ def _data(config: Config, grid):
                             f"{section.validation_file} has {other.features} features and {other.outputs} targets a "
                             f"row, {section.file} {data.features} and {data.outputs}"
                         )
-                yield data, None, (other, None)
+                yield (data, None), (other, None)
             return
         cut = data.samples - round(section.validation * data.samples)
         with grid.together("training"):
             if cut == 0:
                 raise Pmm3dError(f"data.validation = {section.validation} leaves no row of {data.samples} to train on")
-        yield data, (0, cut), (data, (cut, data.samples)) if cut < data.samples else None
+        yield (data, (0, cut)), (data, (cut, data.samples)) if cut < data.samples else None
 
 
-def _loss(config: Config, data) -> str:
+def _loss(config: Config, data: DataSet) -> str:
     """The loss asked for, or the one that fits the targets."""
-    wanted = config.training.loss
-    fitting = "cross_entropy" if data.classes is not None else "mse"
-    if wanted == "auto":
-        return fitting
-    if (wanted == "cross_entropy") != (data.classes is not None):
+    loss = config.training.loss
+    if loss == "auto":
+        return "mse" if data.classes is None else "cross_entropy"
+    if (loss == "cross_entropy") != (data.classes is not None):
         raise Pmm3dError(
-            f"training.loss is {wanted}, but the targets {config.data.targets!r} of {config.data.file} are "
+            f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
             f"{'classes (integers)' if data.classes is not None else 'vectors (floating point)'}"
         )
-    return wanted
+    return loss
 
 
-def _predict_memory(config: Config, grid, sizes) -> None:
+def _predict_memory(config: Config, grid: Grid, sizes: list[int]) -> None:
     """Keep what training is to take on a rank, for when it cannot be had, and say so before if it looks like that."""
     states = len(OPTIMIZERS[config.optimizer.kind].state_names) or bool(config.optimizer.momentum)
     memory = MLPMemory(tuple(sizes), config.data.batch_size, grid.shape, config.network.activation,
@@ -98,46 +104,32 @@ def _predict_memory(config: Config, grid, sizes) -> None:
     grid.ledger.predict(f"training of {layers} with batches of {config.data.batch_size}", memory.total)
     if not library_named(config.network.library).on_host:
         return
-    share = available_memory() * grid.hosts // grid.size
-    share, host = min(grid.comm.allgather((share or memory.total, platform.node())))
+    free = available_memory() * grid.hosts // grid.size
+    share, host = min(grid.comm.allgather((free or memory.total, platform.node())))
     if share < memory.total and grid.rank == 0:
-        print(f"pmm3d: warning: training is predicted to take {in_bytes(memory.total)} on a rank; host {host} has "
-              f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches or "
-              "network.recompute", file=sys.stderr, flush=True)
+        logger.warning(f"training is predicted to take {in_bytes(memory.total)} on a rank; host {host} has "
+                       f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
+                       "or network.recompute")
 
 
-def _network(config: Config, grid, sizes) -> MLP:
-    section = config.network
-    return MLP(grid, sizes, getattr(functional, section.activation), bias=section.bias, norm=section.norm,
-               dropout=section.dropout, recompute=section.recompute, seed=config.training.seed, dtype=section.dtype,
-               library=section.library)
-
-
-def _cols(network: MLP) -> str | None:
-    cols = network.output_layout.cols
-    return cols[0] if cols else None
-
-
-def _trainer(config: Config, network: MLP, loader, validation, loss: str, signals: Signals) -> Trainer:
+def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | None, loss: str,
+             signals: Signals) -> Trainer:
     section, grid = config.training, network.grid
-    settings = {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay,
-                "shard_over_data": config.optimizer.shard_over_data}
-    if config.optimizer.kind == "sgd":
-        settings["momentum"] = config.optimizer.momentum
-    optimizer = OPTIMIZERS[config.optimizer.kind](network.parameters(), **settings)
-    steps = section.epochs * -(-len(loader) // section.micro_batches)
-    folder = Path(section.folder)
+    unused = {"kind", "clip"} if config.optimizer.kind == "sgd" else {"kind", "clip", "momentum"}
+    options = config.optimizer.model_dump(exclude=unused)
+    optimizer = OPTIMIZERS[config.optimizer.kind](network.parameters(), **options)
+    steps = section.epochs * -(-len(loader) // section.accumulate)
     return Trainer(
         network, optimizer, loader, loss, section.epochs, schedule=_schedule(config, optimizer, steps),
         validation=validation, evaluate_every=section.evaluate_every,
-        checkpoints=Checkpoints(grid, folder / "checkpoints", keep=section.keep),
-        checkpoint_every=section.checkpoint_every, micro_batches=section.micro_batches, clip=config.optimizer.clip,
-        log=RunLog(folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
+        checkpoints=Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
+        checkpoint_every=section.checkpoint_every, accumulate=section.accumulate, clip=config.optimizer.clip,
+        log=RunLog(section.folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
         settings=config.model_dump(mode="json"), signals=signals,
     )
 
 
-def _schedule(config: Config, optimizer, steps: int):
+def _schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
     section = config.schedule
     if section.kind == "cosine":
         return optim.Cosine(optimizer, steps, section.warm_up, section.floor)

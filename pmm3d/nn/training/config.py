@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ...errors import Pmm3dError, needs
 
-from ...errors import Pmm3dError
+with needs("train", "a configuration"):
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+RENAMED = {"training.micro_batches": "accumulate"}
+"""Keys of earlier versions, and what they are called now."""
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -20,29 +30,29 @@ class GridSection(Section):
     """shape: GxxGyxGz, ddp, fsdp, hsdp or megatron."""
 
     shape: str = "ddp"
-    data: int = Field(1, ge=1)
+    data: Count = 1
 
 
 class DataSection(Section):
     """file: HDF5, with the data sets `inputs` and `targets`; validation: the share of its rows, the last ones, that is
-    held out, or `validation_file`. batch_size: rows of a micro-batch of the whole grid."""
+    held out, or `validation_file`. batch_size: rows of a batch, over the whole grid."""
 
     file: Path
     inputs: str = "x"
     targets: str = "y"
-    validation: float = Field(0.1, ge=0, lt=1)
+    validation: Share = 0.1
     validation_file: Path | None = None
-    batch_size: int = Field(256, ge=1)
+    batch_size: Count = 256
     shuffle: bool = True
-    classes: int | None = Field(None, ge=1)
-    prefetch: int = Field(2, ge=1)
+    classes: Annotated[int | None, Field(ge=1)] = None
+    prefetch: Count = 2
 
 
 class NetworkSection(Section):
     hidden: list[int] = [512, 512]
     activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] = "gelu"
     norm: bool = False
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Share = 0.0
     bias: bool = True
     recompute: bool = False
     dtype: Literal["float32", "float64"] = "float32"
@@ -51,34 +61,34 @@ class NetworkSection(Section):
 
 class OptimizerSection(Section):
     kind: Literal["sgd", "adam", "adamw"] = "adamw"
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    clip: float | None = Field(None, gt=0)
+    lr: Positive = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    momentum: Share = 0.9
+    clip: Annotated[float | None, Field(gt=0)] = None
     shard_over_data: bool = False
 
 
 class ScheduleSection(Section):
     kind: Literal["constant", "cosine", "step"] = "cosine"
-    warm_up: int = Field(0, ge=0)
-    floor: float = Field(0.0, ge=0, le=1)
-    every: int = Field(1000, ge=1)
-    factor: float = Field(0.1, gt=0)
+    warm_up: Steps = 0
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    every: Count = 1000
+    factor: Positive = 0.1
 
 
 class TrainingSection(Section):
     """folder: of this run (metrics.jsonl, run.json, curves.png, checkpoints/); epochs: passes over the data;
-    evaluate_every and checkpoint_every: in steps, 0 for once an epoch; keep: how many checkpoints; prometheus: a .prom
-    file for the latest figures, where a node exporter looks for such."""
+    accumulate: batches that make a step; evaluate_every and checkpoint_every: in steps, 0 for once an epoch; keep: how
+    many checkpoints; prometheus: a .prom file for the latest figures, where a node exporter looks for such."""
 
     folder: Path = Path("runs/train")
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
-    epochs: int = Field(10, ge=1)
-    micro_batches: int = Field(1, ge=1)
-    evaluate_every: int = Field(0, ge=0)
-    checkpoint_every: int = Field(0, ge=0)
-    keep: int = Field(3, ge=1)
-    log_every: int = Field(10, ge=1)
+    epochs: Count = 10
+    accumulate: Count = 1
+    evaluate_every: Steps = 0
+    checkpoint_every: Steps = 0
+    keep: Count = 3
+    log_every: Count = 10
     seed: int = 0
     prometheus: Path | None = None
 
@@ -88,11 +98,17 @@ class OverlapSection(Section):
     ors: bool = True
     oag: bool = True
     buckets: bool = True
-    bucket_bytes: int = Field(2**24, ge=1)
+    bucket_bytes: Count = 2**24
     reshard_after_forward: bool | None = None
 
 
 class Config(Section):
+    """A section each of the file.
+
+        >>> checked({"data": {"file": "digits.h5"}, "training": {"accumulate": 2}}).training.accumulate
+        2
+    """
+
     grid: GridSection = GridSection()
     data: DataSection
     network: NetworkSection = NetworkSection()
@@ -102,15 +118,12 @@ class Config(Section):
     overlap: OverlapSection = OverlapSection()
 
 
-def load(path) -> Config:
+def load(path: str | os.PathLike[str]) -> Config:
     """The checked contents of a TOML file. Paths in it are relative to where the command runs.
 
     Raises Pmm3dError that names every unknown key, with the nearest known one, and every value that does not fit.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         with open(path, "rb") as file:
             return checked(tomllib.load(file), str(path))
@@ -120,7 +133,7 @@ def load(path) -> Config:
         raise Pmm3dError(f"{path} is not TOML: {error}") from None
 
 
-def checked(values: dict, source: str = "the configuration") -> Config:
+def checked(values: dict[str, Any], source: str = "the configuration") -> Config:
     """A Config from nested dictionaries; errors as in `load`."""
     try:
         return Config(**values)
@@ -129,20 +142,21 @@ def checked(values: dict, source: str = "the configuration") -> Config:
         raise Pmm3dError(f"{source}: {problems}") from None
 
 
-def _explained(problem: dict) -> str:
-    place = [str(part) for part in problem["loc"]]
+def _explained(problem: Any) -> str:
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path)
     if problem["type"] == "extra_forbidden":
-        known = _keys(place[:-1])
-        near = get_close_matches(place[-1], known, 1, 0.5)
+        known = _keys(path[:-1])
+        near = [RENAMED[key]] if key in RENAMED else get_close_matches(path[-1], known, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"known there: {', '.join(known)}"
-        return f"unknown key {'.'.join(place)} ({hint})"
+        return f"unknown key {key} ({hint})"
     if problem["type"] == "missing":
-        return f"{'.'.join(place)} is missing"
-    return f"{'.'.join(place)} = {problem['input']!r}: {problem['msg'].lower()}"
+        return f"{key} is missing"
+    return f"{key} = {problem['input']!r}: {problem['msg'].lower()}"
 
 
-def _keys(place: list[str]) -> list[str]:
-    model = Config
-    for part in place:
+def _keys(path: list[str]) -> list[str]:
+    model: Any = Config
+    for part in path:
         model = model.model_fields[part].annotation
     return list(model.model_fields)

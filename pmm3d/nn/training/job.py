@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError
 from ...model.environment import job_restarts
 from .signals import Signals
 
+if TYPE_CHECKING:
+    from .config import Config
+    from .trainer import Trainer
 
-def train_job(config, comm, resume: str, trace: Path | None) -> bool:
+
+def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None) -> bool:
     """Train as a Config says, on the ranks of comm; False if a signal ended it before its end.
 
     resume   "auto", "never" or the path of a checkpoint;   trace   where to write a Chrome trace, or None
@@ -25,14 +32,13 @@ def train_job(config, comm, resume: str, trace: Path | None) -> bool:
         return finished
 
 
-def _train_on(run, resume: str, trace: Path | None) -> bool:
-    if resume == "auto":
-        if not run.resume():
-            _refuse_if_requeued(run)
-    elif resume != "never":
-        run.resume(Path(resume))
-    else:
+def _train_on(run: Trainer, resume: str, trace: Path | None) -> bool:
+    if resume == "never":
         run.refuse_to_overwrite()
+    elif resume != "auto":
+        run.resume(Path(resume))
+    elif not run.resume():
+        _refuse_if_requeued(run)
     if run.grid.rank == 0:
         print(run.describe(), file=sys.stderr, flush=True)
     finished = run.run()
@@ -44,22 +50,24 @@ def _train_on(run, resume: str, trace: Path | None) -> bool:
     return finished
 
 
-def _refuse_to_stand_still(run, finished: bool) -> None:
+def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
     """A job that Slurm started again and that was stopped before a step would be started again for ever."""
     with run.grid.together("training", always=True):
         if not finished and not run.passes.steps and job_restarts():
             raise Pmm3dError(
-                f"this start of the job (restart {job_restarts()}) was asked to end before its first step: the time limit "
-                "leaves no time to train between starting and the signal. Raise it, or have the signal later (sbatch "
-                "--signal). Nothing is lost")
+                f"this start of the job (restart {job_restarts()}) was asked to end before its first step: the time "
+                "limit leaves no time to train between starting and the signal. Raise it, or have the signal later "
+                "(sbatch --signal). Nothing is lost"
+            )
 
 
-def _refuse_if_requeued(run) -> None:
+def _refuse_if_requeued(run: Trainer) -> None:
     """A job that Slurm started again is to go on: beginning anew each time would never end."""
     with run.grid.together("training", always=True):
-        if job_restarts():
+        if job_restarts() and run.checkpoints is not None:
             raise CheckpointError(
                 f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
                 f"{run.checkpoints.folder}: the start before ended before it wrote one, or training.folder is another. "
                 "Submit a new job to begin from the start; for checkpoints more often, lower "
-                "training.checkpoint_every")
+                "training.checkpoint_every"
+            )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import Pmm3dError
+from ...errors import Pmm3dError, needs
 from ...model.environment import job_id
 
 GAUGES = {
@@ -30,18 +31,13 @@ class Textfile:
     Raises Pmm3dError if prometheus_client is missing or the file cannot be written; `write` then raises OSError only.
     """
 
-    def __init__(self, path, run):
-        try:
+    def __init__(self, path: Path, run: Path):
+        with needs("monitor", "training.prometheus"):
             from prometheus_client import CollectorRegistry, Gauge
-        except ImportError:
-            raise Pmm3dError(
-                "training.prometheus needs the package prometheus_client: pip install 'pmm3d[monitor]', or leave "
-                "training.prometheus out"
-            ) from None
-        self.path = Path(path)
-        if self.path.suffix != ".prom":
+        if path.suffix != ".prom":
             raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read files that end in .prom only")
-        self._registry, self._labels = CollectorRegistry(), (str(Path(run).absolute()), job_id() or "")
+        self.path = path
+        self._registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
         self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=self._registry)
                         for name, text in GAUGES.items()}
         self._scores = Gauge("pmm3d_validation", "Figures of the last validation", (*LABELS, "figure"),
@@ -54,7 +50,7 @@ class Textfile:
                 "that is there and that this user may write to"
             ) from None
 
-    def write(self, figures: dict, validation: dict | None = None) -> None:
+    def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         """Set the gauges that are named, and write all that were ever set."""
         from prometheus_client import write_to_textfile
 

@@ -6,26 +6,39 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ... import __version__
+from ...comm import Grid
 from ...comm.hosts import hosts, mpi_name
-from ...comm.ledger import Entry
+from ...comm.ledger import Entry, Key
 from ...comm.words import spans
 from ...layout import itemsize
 from ...model import machine
 from ...model.environment import job_id
-from ..layers import MLP, Dropout, LayerNorm, Recompute
+from ...product import DistMatrix
+from ..layers import MLP, Dropout, LayerNorm, Module, Recompute, Sequential
 from ..memory import KEPT, MLPMemory
+from ..tensor import Tensor
 from ..volume import MLPVolume
+from .run_log import RunLog, logger
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 FORMAT = 1
 NAME = "run.json"
 PATIENCE = 5.0
+"""Seconds for what is under way to come to its end."""
 DIGITS = 6
 MOST_EVENTS = 1000
 FIGURES = ("calls", "sent", "received", "waited")
+Document = dict[str, Any]
 
 
 class RunRecord:
@@ -34,75 +47,92 @@ class RunRecord:
     It covers the run from its latest start on; of earlier starts in the folder the totals are kept (`starts`). Times
     are seconds, sizes bytes; lists have one number a rank.
 
-    trainer   whose run it is; it has a log
+    trainer, log   whose run it is
     """
 
-    def __init__(self, trainer):
-        self._trainer, self._grid, self._path = trainer, trainer.grid, trainer.log.folder / NAME
-        self._begun, self._before, self._saving = None, {}, 0.0
-        self._document: dict = {}
-        self._from, self._warned = None, False
+    def __init__(self, trainer: Trainer, log: RunLog):
+        self._trainer, self._grid, self._log, self._path = trainer, trainer.grid, log, log.folder / NAME
+        self._from: str | None = None
+        self._begun, self._saving = 0.0, 0.0
+        self._before: dict[Key, Entry] = {}
+        self._document: Document = {}
+        self._warned = False
 
-    def resumed(self, path) -> None:
+    def resumed(self, path: str | os.PathLike[str]) -> None:
         """The run goes on from a checkpoint."""
+        self._log.say(f"resumed {path}, step {self._trainer.step}")
         self._from = str(path)
 
-    def begin(self) -> None:
-        """From here on counts. Collective."""
+    def open_log(self) -> None:
+        self._log.open(self._trainer.step, self._trainer.step + self._trainer.steps_left())
+
+    @contextmanager
+    def of_run(self) -> Iterator[None]:
+        """As a context, the run: from its beginning on counts, and its end is recorded. Collective."""
+        try:
+            self._begin()
+            try:
+                yield
+            except Exception as error:
+                self._event("failed", f"{type(error).__name__}: {error}")
+                if self._grid.rank == 0:
+                    self._store("failed")
+                raise
+            done = self._trainer.loader.epoch >= self._trainer.epochs
+            self._write("finished" if done else "ended by SIGTERM")
+        finally:
+            self._log.close()
+
+    def _begin(self) -> None:
         trainer, grid = self._trainer, self._grid
         blas = machine.loaded_blas()
         nodes = hosts(grid.comm, blas.threads)
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
-            earlier = _earlier(self._path) if trainer.step else {"starts": [], "events": []}
+            starts, events = _earlier(self._path) if trainer.step else ([], [])
             start = {"began": _now(), "state": "running", "resumed": self._from, "from_step": trainer.step,
                      "ranks": grid.size, "hosts": len(nodes), "grid": list(grid.shape), "job": job_id()}
             self._document = {
-                "format": FORMAT, "folder": str(trainer.log.folder.absolute()), "job": job_id(), "command": sys.argv,
+                "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
                 "program": _program(blas), "grid": grid.shape._asdict(),
                 "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
                 "network": _network(trainer.network), "settings": trainer.settings,
-                "starts": [*earlier["starts"], start], "events": earlier["events"],
+                "starts": [*starts, start], "events": events,
             }
             what = "resumed" if self._from else "started"
             self._event(what, f"{self._from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
-        self.write("running")
+        self._write("running")
 
-    def saved(self, path, seconds: float) -> None:
+    def saved(self, path: Path, seconds: float) -> None:
         """A checkpoint was written, in so many seconds. Collective."""
-        if self._begun is not None:
+        self._log.saved(self._trainer.step, path)
+        if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
-            self.write("running")
+            self._write("running")
 
-    def write(self, state: str) -> None:
+    def _write(self, state: str) -> None:
         """Gather every rank's figures and write them. Collective."""
         if state != "running":
             self._event(state, f"after {self._trainer.passes.steps} steps")
-        settle(self._grid)
-        told = self._grid.comm.gather(self._mine())
-        if self._grid.rank == 0:
-            self._put(told)
+        drain(self._grid)
+        ranks = self._grid.comm.gather(self._own_figures())
+        if ranks is not None:
+            self._merge(ranks)
             self._store(state)
 
-    def broke_off(self, error: Exception) -> None:
-        """The run ends with an error; rank 0 adds that to what is there."""
-        self._event("failed", f"{type(error).__name__}: {error}")
-        if self._grid.rank == 0:
-            self._store("failed")
-
-    def _event(self, what: str, text: str, **figures) -> None:
+    def _event(self, what: str, text: str, **figures: float) -> None:
         if self._grid.rank == 0:
             events = self._document["events"]
             events.append({"when": _now(), "step": self._trainer.step, "what": what, "text": text, **figures})
             del events[:-MOST_EVENTS]
 
-    def _mine(self) -> dict:
+    def _own_figures(self) -> Document:
         """This rank's share of the record."""
-        trainer, ledger = self._trainer, self._grid.ledger
-        entries, computed = {}, {}
-        for key, entry in ledger.entries.items():
+        computed: dict[str, float] = {}
+        entries = {}
+        for key, entry in self._grid.ledger.entries.items():
             old = self._before.get(key, Entry())
             if entry.computed > old.computed:
                 computed[key.operation] = computed.get(key.operation, 0.0) + entry.computed - old.computed
@@ -110,10 +140,10 @@ class RunRecord:
             if (key.axis or figures[-1]) and any(figures):
                 entries[tuple(key)] = figures
         model = self._model()
-        moved = model.training(trainer.passes) if model is not None else {}
+        moved = {} if model is None else model.training(self._trainer.passes)
         return {
             "seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-            "peak_memory": machine.peak_memory(), "arrays": _arrays(trainer), "entries": entries,
+            "peak_memory": machine.peak_memory(), "arrays": _arrays(self._trainer), "entries": entries,
             "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()},
         }
 
@@ -122,33 +152,35 @@ class RunRecord:
         if not isinstance(trainer.loss, str):
             return None
         return MLPVolume.of(trainer.network, trainer.optimizer, trainer.loss, clip=bool(trainer.clip),
-                            micro_batches=trainer.micro_batches)
+                            accumulate=trainer.accumulate)
 
-    def _put(self, told: list[dict]) -> None:
+    def _merge(self, ranks: list[Document]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
         trainer, document = self._trainer, self._document
-        column = lambda name: [_short(rank[name]) for rank in told]
-        operations = dict.fromkeys(name for rank in told for name in rank["computed"])
-        keys = dict.fromkeys(key for rank in told for key in (*rank["entries"], *rank["model"]))
-        predicted = _predicted_memory(trainer)
+        columns = {name: [_rounded(rank[name]) for rank in ranks] for name in ("seconds", "saving", "peak_memory")}
+        operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
+        keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
+        passes = asdict(trainer.passes) | {"trained": dict(trainer.passes.trained),
+                                           "evaluated": dict(trainer.passes.evaluated)}
         document.update({
             "written": _now(), "step": trainer.step, "epoch": trainer.loader.epoch, "epochs": trainer.epochs,
-            "figures": trainer.figures, "passes": _passes(trainer.passes),
-            "modelled": self._model() is not None,
+            "figures": trainer.figures, "passes": passes, "modelled": self._model() is not None,
             "ranks": {
-                "seconds": column("seconds"), "saving": column("saving"), "peak_memory": column("peak_memory"),
-                "computed": {name: [_short(rank["computed"].get(name, 0.0)) for rank in told] for name in operations},
-                "waited": [_short(sum(entry[3] for entry in rank["entries"].values())) for rank in told],
+                **columns,
+                "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
+                             for name in operations},
+                "waited": [_rounded(sum(entry[3] for entry in rank["entries"].values())) for rank in ranks],
             },
-            "moved": [_moved(key, told) for key in keys],
-            "memory": {"held": {name: [rank["arrays"][name] for rank in told] for name in told[0]["arrays"]},
-                       "predicted": predicted},
+            "moved": [_moved(key, ranks) for key in keys],
+            "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]},
+                       "predicted": _predicted_memory(trainer)},
         })
         document["starts"][-1].update({
             "written": document["written"], "to_step": trainer.step, "steps": trainer.passes.steps,
-            "seconds": max(column("seconds")), "computed": _short(sum(sum(rank["computed"].values()) for rank in told)),
-            "waited": _short(sum(document["ranks"]["waited"])),
-            **{name: sum(entry[index] for rank in told for entry in rank["entries"].values())
+            "seconds": max(columns["seconds"]),
+            "computed": _rounded(sum(sum(rank["computed"].values()) for rank in ranks)),
+            "waited": _rounded(sum(document["ranks"]["waited"])),
+            **{name: sum(entry[index] for rank in ranks for entry in rank["entries"].values())
                for index, name in ((1, "sent"), (2, "received"))},
         })
 
@@ -161,102 +193,95 @@ class RunRecord:
             os.replace(temporary, self._path)
         except OSError as error:
             if not self._warned:
-                self._trainer.log.say(f"pmm3d: warning: {self._path} could not be written: {error.strerror}")
+                logger.warning(f"{self._path} could not be written: {error.strerror}")
             self._warned = True
 
 
-def settle(grid) -> None:
-    """Let what is under way come to its end, without waiting for it for ever. To be called by all ranks."""
+def drain(grid: Grid) -> None:
+    """Wait for what is under way, but not for ever. To be called by all ranks."""
     deadline = time.monotonic() + PATIENCE
     while not grid.engine.idle() and time.monotonic() < deadline:
         grid.engine.poll()
         time.sleep(1e-4)
 
 
-def _earlier(path) -> dict:
+def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
     """The starts and events of a record that is there; a start that did not say how it ended was killed."""
     try:
-        found = json.loads(path.read_text())
-        earlier = {"starts": list(found["starts"]), "events": list(found["events"])}
-        for start in earlier["starts"]:
+        document = json.loads(path.read_text())
+        starts, events = list(document["starts"]), list(document["events"])
+        for start in starts:
             start["state"] = "broke off" if start["state"] == "running" else start["state"]
-        return earlier
+        return starts, events
     except (OSError, ValueError, KeyError, TypeError):
-        return {"starts": [], "events": []}
+        return [], []
 
 
-def _program(blas: machine.Blas) -> dict:
+def _program(blas: machine.Blas) -> Document:
     return {"pmm3d": __version__, "python": sys.version.split()[0], "mpi": mpi_name(),
             "blas": f"{blas.name} {blas.version}", "kernel": blas.kernel, "threads": blas.threads,
             "cpu": machine.cpu().name}
 
 
-def _network(network) -> dict:
+def _network(network: Module) -> Document:
     first = network.parameters()[0]
-    found = {"kind": type(network).__name__, "parameters": network.size, "dtype": first.dtype,
-             "library": first.library.name}
+    described = {"kind": type(network).__name__, "parameters": network.size, "dtype": first.dtype,
+                 "library": first.library.name}
     if type(network) is MLP:
         shapes = [parameter.shape for parameter in network.parameters() if not parameter.is_vector]
-        found["sizes"] = [shapes[0][0], *(cols for _, cols in shapes)]
-    return found
+        described["sizes"] = [shapes[0][0], *(cols for _, cols in shapes)]
+    return described
 
 
-def _moved(key: tuple, told: list[dict]) -> dict:
+def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
     """One kind of collective: a list over the ranks for each figure. The model's only where there is one."""
-    found = dict(zip(("axis", "phase", "operation"), key))
+    moved: Document = dict(zip(("axis", "phase", "operation"), key))
     for index, name in enumerate(FIGURES):
-        found[name] = [_short(rank["entries"].get(key, (0, 0, 0, 0.0))[index]) for rank in told]
-    if any(rank["model"] for rank in told):
+        moved[name] = [_rounded(rank["entries"].get(key, (0, 0, 0, 0.0))[index]) for rank in ranks]
+    if any(rank["model"] for rank in ranks):
         for index, name in enumerate(("model_sent", "model_received")):
-            found[name] = [rank["model"].get(key, (0, 0))[index] for rank in told]
-    return found
+            moved[name] = [rank["model"].get(key, (0, 0))[index] for rank in ranks]
+    return moved
 
 
-def _arrays(trainer) -> dict[str, int]:
+def _arrays(trainer: Trainer) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
-    matrices = lambda found: sum(matrix.box.size * itemsize(matrix.dtype) for matrix in found.values())
-    parameters = trainer.network.parameters()
-    held = [parameter for parameter in parameters if parameter.gradient is not None]
+    weights = trainer.network.parameters()
+    states = trainer.optimizer.matrices().values() if trainer.passes.steps else ()
     return {
-        "weights": matrices(trainer.network.matrices()),
-        "gradients": sum(parameter.form.local_shape[0] * parameter.form.local_shape[1] * itemsize(parameter.dtype)
-                         for parameter in held),
-        "state": matrices(trainer.optimizer.matrices()) if trainer.passes.steps else 0,
+        "weights": _nbytes(weights),
+        "gradients": _nbytes(weight for weight in weights if weight.gradient is not None),
+        "state": _nbytes(states),
         "work": trainer.grid.workspace.allocated,
     }
 
 
-def _predicted_memory(trainer) -> dict:
-    """Part -> bytes of the largest rank by `MLPMemory`, and "covers": what it leaves out, if anything. Empty for other
-    networks."""
-    network = trainer.network
-    activation = _activation(network)
-    rows = max(trainer.passes.trained, default=0)
-    if type(network) is not MLP or activation not in KEPT or not rows:
-        return {}
-    modules = [module for _, module in network.named_modules()]
+def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:
+    return sum(matrix.box.size * itemsize(matrix.dtype) for matrix in matrices)
+
+
+def _predicted_memory(trainer: Trainer) -> Document:
+    """Part -> bytes of the largest rank by `MLPMemory`, and what that leaves out. Empty for other networks."""
+    network, rows = trainer.network, max(trainer.passes.trained, default=0)
     model = MLPVolume.of(network, trainer.optimizer, "mse")
+    if not isinstance(network, MLP) or model is None or not rows or (activation := _activation(network)) not in KEPT:
+        return {}
     memory = MLPMemory(model.sizes, rows, model.grid, activation, model.dtype, len(trainer.optimizer.state_names),
-                       model.sharded, not all(model.kept()), 0, model.overlap.bucket_bytes)
+                       model.split_over_data, not all(model.kept()), 0, model.overlap.bucket_bytes)
     names = {LayerNorm: "LayerNorm", Dropout: "dropout", Recompute: "recomputing"}
-    left_out = sorted({names[type(module)] for module in modules if type(module) in names})
-    return {"parts": memory.parts(), "leaves_out": left_out}
+    kinds = {type(module) for _, module in network.named_modules()}
+    return {"parts": memory.parts(), "leaves_out": sorted(name for kind, name in names.items() if kind in kinds)}
 
 
-def _activation(network) -> str:
+def _activation(network: MLP) -> str:
     """The name of the function between the layers; "relu" where there is none."""
-    if type(network) is not MLP:
-        return ""
-    layers = [layer for outer in network.layers
-              for layer in (outer.module.layers if isinstance(outer, Recompute) else [outer])]
+    first = network.layers[0]
+    block = first.module if isinstance(first, Recompute) else network
+    layers = block.layers if isinstance(block, Sequential) else []
     return next((layer.__name__ for layer in layers if hasattr(layer, "__name__")), "relu")
 
 
-def _passes(passes) -> dict:
-    return {**asdict(passes), "trained": dict(passes.trained), "evaluated": dict(passes.evaluated)}
-
-
-def _short(value):
+def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 

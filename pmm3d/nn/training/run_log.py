@@ -4,17 +4,24 @@ Prometheus. Rank 0 speaks."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from math import log
 from pathlib import Path
+from typing import Any
+
+from ...errors import MissingPackageError, needs
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+METRICS = "metrics.jsonl"
+logger = logging.getLogger("pmm3d.nn")
 
 
 class RunLog:
-    """The record of one run in a folder; on ranks other than 0 it does nothing.
+    """The log of one run in a folder; on ranks other than 0 it does nothing.
 
     metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
                     and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
@@ -22,15 +29,27 @@ class RunLog:
                     beyond is cut off.
     curves.png      loss and validation by step
 
+    bar             whether a progress bar is drawn
     prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `prometheus.Textfile`
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = RunLog(folder, rank=0, bar=False)
+        ...     log.open(0, 1)
+        ...     log.step({"step": 1, "loss": 0.5, "samples_per_second": 9.0, "waiting": 0.0})
+        ...     log.close()
+        ...     read_metrics(log.folder / METRICS)[0]["loss"]
+        0.5
     """
 
-    def __init__(self, folder, rank: int, *, bar: bool = True, prometheus=None):
+    def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True,
+                 prometheus: str | os.PathLike[str] | None = None):
         self.folder, self.speaks = Path(folder), rank == 0
-        self._bar = self._task = self._file = self._exporter = None
-        self._prometheus = prometheus
-        self._begun = time.perf_counter()
-        self._draws = bar
+        self._draws, self._begun, self._prometheus = bar, time.perf_counter(), prometheus
+        self._bar: Any = None
+        self._task: Any = None
+        self._file: Any = None
+        self._exporter: Any = None
 
     def open(self, step: int, total: int) -> None:
         """Begin, or go on after a step, of so many in all. Raises OSError where the folder cannot be written, and
@@ -40,9 +59,9 @@ class RunLog:
         if self._prometheus is not None:
             from .prometheus import Textfile
 
-            self._exporter = Textfile(self._prometheus, self.folder)
+            self._exporter = Textfile(Path(self._prometheus), self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "metrics.jsonl"
+        path = self.folder / METRICS
         kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -52,8 +71,9 @@ class RunLog:
             self._open_bar(step, total)
 
     def _open_bar(self, step: int, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        with needs("train", "the progress bar"):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(),
                              TextColumn("{task.fields[said]}"), TimeRemainingColumn(),
@@ -61,41 +81,43 @@ class RunLog:
         self._bar.start()
         self._task = self._bar.add_task("training", total=total, completed=step, said="")
 
-    def step(self, metrics: dict) -> None:
+    def step(self, metrics: dict[str, float]) -> None:
         """A line about a step."""
         if not self.speaks:
             return
         self._write({**metrics, "seconds": round(time.perf_counter() - self._begun, 3)})
         self._export(metrics)
-        said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
-                f"waiting {metrics['waiting']:.0%}")
         if self._bar is not None:
+            said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
+                    f"waiting {metrics['waiting']:.0%}")
             self._bar.update(self._task, completed=metrics["step"], said=said)
             self._bar.refresh()
 
-    def validation(self, step: int, epoch: int, figures: dict) -> None:
+    def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
+        """A line about an evaluation."""
         if not self.speaks:
             return
         self._write({"step": step, "epoch": epoch, "validation": figures})
         self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
 
-    def saved(self, step: int, path) -> None:
+    def saved(self, step: int, path: Path) -> None:
         """A checkpoint is on the disk."""
         self.say(f"step {step}: wrote {path}")
         self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": time.time()})
 
-    def _export(self, figures: dict, validation: dict | None = None) -> None:
+    def _export(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         """For Prometheus; a file that cannot be written any more is given up, and the training goes on."""
         if self._exporter is None:
             return
         try:
             self._exporter.write(figures, validation)
         except OSError as error:
-            self.say(f"pmm3d: warning: {self._prometheus} cannot be written any more: {error.strerror}")
+            logger.warning(f"{self._prometheus} cannot be written any more: {error.strerror}")
             self._exporter = None
 
     def say(self, text: str) -> None:
+        """Print it, above the progress bar."""
         if not self.speaks:
             return
         if self._bar is not None and self._bar.console.is_terminal:
@@ -103,42 +125,38 @@ class RunLog:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def _write(self, line: dict) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
-    def close(self, draw: bool = True) -> None:
-        if not self.speaks or self._file is None:
+    def close(self) -> None:
+        """The end of a run, whatever ended it: curves.png is drawn."""
+        if self._file is None:
             return
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
         self._file = None
-        if draw:
-            try:
-                plot(self.folder / "metrics.jsonl", self.folder / "curves.png")
-            except OSError as error:
-                self.say(f"pmm3d: curves.png could not be written: {error}")
-
-
-def read_metrics(path) -> list[dict]:
-    """The lines of a metrics file; a last one that a crash cut short is left out."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return found
+            plot(self.folder / METRICS, self.folder / "curves.png")
+        except (OSError, MissingPackageError) as error:
+            logger.warning(f"curves.png could not be written: {error}")
 
 
-def curve(values, width: int = 48) -> str:
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last one that a crash cut short is left out."""
+    lines: list[dict[str, Any]] = []
+    try:
+        for line in Path(path).read_text().splitlines():
+            lines.append(json.loads(line))
+    except (FileNotFoundError, json.JSONDecodeError):
+        pass
+    return lines
+
+
+def curve(values: Sequence[float], width: int = 48) -> str:
     """A line of blocks, as high as the logarithms of positive numbers."""
-    chosen = [values[index * len(values) // width] for index in range(width)] if len(values) > width else list(values)
+    chosen = [values[index * len(values) // width] for index in range(width)] if len(values) > width else values
     heights = [log(value) for value in chosen if value > 0]
     if not heights:
         return ""
@@ -146,28 +164,23 @@ def curve(values, width: int = 48) -> str:
     return "".join(BLOCKS[round((height - low) / span * (len(BLOCKS) - 1))] for height in heights)
 
 
-def plot(metrics, picture) -> None:
+def plot(metrics: Path, picture: Path) -> None:
     """Draw the loss, and what was validated, by step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    with needs("report", "curves.png"):
+        from matplotlib.figure import Figure
 
     lines = read_metrics(metrics)
-    steps = [line for line in lines if "loss" in line]
     validated = [line for line in lines if "validation" in line]
     scores = [name for name in (validated[-1]["validation"] if validated else {}) if name != "loss"]
-    figure, axes = pyplot.subplots(1, 1 + bool(scores), figsize=(5 + 4 * bool(scores), 3.6), squeeze=False)
-    axes[0, 0].plot([line["step"] for line in steps], [line["loss"] for line in steps], label="training", linewidth=0.8)
-    if validated:
-        axes[0, 0].plot([line["step"] for line in validated], [line["validation"]["loss"] for line in validated], "o-",
-                        label="validation", markersize=3)
-    axes[0, 0].set(xlabel="step", ylabel="loss", yscale="log")
-    axes[0, 0].legend()
-    for name in scores:
-        axes[0, 1].plot([line["step"] for line in validated], [line["validation"][name] for line in validated], "o-",
-                        markersize=3)
-        axes[0, 1].set(xlabel="step", ylabel=f"validation {name}")
+    figure = Figure(figsize=(5 + 4 * bool(scores), 3.6))
+    left, *right = figure.subplots(1, 1 + bool(scores), squeeze=False)[0]
+    steps = [line for line in lines if "loss" in line]
+    left.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="training", linewidth=0.8)
+    for axes, name in zip([left, *right * len(scores)], ["loss", *scores] if validated else []):
+        points = [line["step"] for line in validated], [line["validation"][name] for line in validated]
+        axes.plot(*points, "o-", label="validation", markersize=3)
+        axes.set(xlabel="step", ylabel=f"validation {name}")
+    left.set(xlabel="step", ylabel="loss", yscale="log")
+    left.legend()
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
-    pyplot.close(figure)

@@ -1,12 +1,15 @@
-"""Signals as wishes: noted as they come, heeded by all ranks together when there is a good moment."""
+"""Signals as requests: noted as they come, and acted on by all ranks together between two steps."""
 
 from __future__ import annotations
 
 import signal
+from typing import Any
+
+from ...comm import Grid
 
 SAVE, END = 1, 2
 """A checkpoint and on; a checkpoint and the end."""
-WISHES = {signal.SIGUSR1: SAVE, signal.SIGTERM: END}
+REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END}
 
 
 class Signals:
@@ -15,21 +18,21 @@ class Signals:
     Python takes signals in its main thread only; elsewhere nothing is noted.
     """
 
-    def __init__(self):
-        self._wish, self._depth = 0, 0
-        self._before: dict = {}
+    def __init__(self) -> None:
+        self._request, self._depth = 0, 0
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         self._depth += 1
         if self._depth == 1:
             try:
-                for number in WISHES:
+                for number in REQUESTS:
                     self._before[number] = signal.signal(number, self._note)
             except ValueError:
                 pass
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             for number, handler in self._before.items():
@@ -40,14 +43,14 @@ class Signals:
         """Once the context is left they are ignored to the end of the process: all that they ask for is done."""
         self._before = dict.fromkeys(self._before, signal.SIG_IGN)
 
-    def _note(self, number, frame) -> None:
-        self._wish = max(self._wish, WISHES[signal.Signals(number)])
+    def _note(self, number: int, frame: object) -> None:
+        self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
-    def asked(self, grid) -> int:
-        """The most urgent wish that any rank has had since the last call; 0 for none. Collective."""
+    def agreed(self, grid: Grid) -> int:
+        """The most urgent request that any rank has had since the last call; 0 for none. Collective."""
         import numpy as np
 
-        mine, self._wish = self._wish, 0
-        counts = np.array([mine == wish for wish in WISHES.values()], np.int64)
-        heard = grid.everyone.all_reduce(counts, agreed=True).wait()
-        return max((wish for wish, count in zip(WISHES.values(), heard) if count), default=0)
+        own, self._request = self._request, 0
+        counts = np.array([own == request for request in REQUESTS.values()], np.int64)
+        total = grid.everyone.all_reduce(counts, agreed=True).wait()
+        return max((request for request, count in zip(REQUESTS.values(), total) if count), default=0)
