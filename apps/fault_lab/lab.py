@@ -20,7 +20,7 @@ from .jobs import Ending, Job
 from .judgement import Expected, Outcome, judged
 
 mpi4py.rc.initialize = False
-from pmm3d.io import files, shards  # noqa: E402
+from pmm3d.io import disk, shards  # noqa: E402
 
 CONFIG = """
 [grid]
@@ -179,7 +179,7 @@ def whole_checkpoints(run: Run, said: str, outcome: Outcome) -> None:
     for path in found:
         try:
             manifest = json.loads(shards.read_master(path)[0])
-            files.verify(path, shards.chunks_of(manifest["files"]))
+            disk.verify(path, manifest["files"])
         except Exception as error:
             outcome.note("checkpoints", False, f"{path.name}: {error}")
     told = [int(step) for step in re.findall(r"^step (\d+): wrote ", said, re.M)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,7 +107,7 @@ class Trainer:
             with self.signals:
                 yield
             return
-        self._lock = RunLock(self._folder, lambda text: print(f"pmm3d: {text}", file=sys.stderr, flush=True))
+        self._lock = RunLock(self._folder)
         try:
             self._on_first(self._lock.acquire)
             with self.signals:
