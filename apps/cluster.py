@@ -88,11 +88,6 @@ def hosts_file(nodes: int) -> str:
     return "\n".join(lines + [f"{address(node)} node{node}" for node in range(1, nodes + 1)]) + "\n"
 
 
-def switch_commands() -> list[str]:
-    return ["hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up", "ip link add switch type bridge",
-            f"ip address add {SWITCH_ADDRESS}/24 dev switch", "ip link set switch up"]
-
-
 def node_commands(node: int, pid: int, rate: str | None) -> list[str]:
     """What connects the node whose namespaces process pid holds. Both ends are limited: each limits what it sends."""
     inside = f"nsenter --target {pid} --net"
@@ -189,26 +184,29 @@ class Cluster:
         return ["nsenter", "--target", str(inside[0]), *ENTER_SWITCH, f"--wd={os.getcwd()}", *command]
 
 
-def be_switch(nodes: int, rate: str | None) -> None:
+def be_switch(options: argparse.Namespace) -> int:
     """The first process of the new namespaces: makes the network and the nodes, then waits for its end."""
+    nodes = range(1, options.nodes + 1)
 
     def do(command: str) -> None:
         subprocess.run(shlex.split(command), check=True)
 
-    for command in switch_commands():
+    for command in ("hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up",
+                    "ip link add switch type bridge", f"ip address add {SWITCH_ADDRESS}/24 dev switch",
+                    "ip link set switch up"):
         do(command)
-    Path("/dev/shm/hosts").write_text(hosts_file(nodes))
+    Path("/dev/shm/hosts").write_text(hosts_file(options.nodes))
     do("mount --bind /dev/shm/hosts /etc/hosts")
     shell = Path(SSH)
     shell.write_text(REMOTE_SHELL)
     shell.chmod(0o755)
-    for node in range(1, nodes + 1):
+    for node in nodes:
         inside = f"hostname node{node} && mount -t tmpfs tmpfs /dev/shm && echo made && exec sleep infinity"
         holder = subprocess.Popen(["unshare", "--mount", "--uts", "--ipc", "--net", "--propagation", "private",
                                    "sh", "-c", inside], stdout=subprocess.PIPE)
         if holder.stdout.readline() != b"made\n":
             sys.exit(f"node{node} could not be made")
-        for command in node_commands(node, holder.pid, rate):
+        for command in node_commands(node, holder.pid, options.rate):
             do(command)
         Path(f"/dev/shm/node{node}").write_text(str(holder.pid))
     print("ready", flush=True)
@@ -216,7 +214,7 @@ def be_switch(nodes: int, rate: str | None) -> None:
         try:
             os.wait()
         except ChildProcessError:
-            return
+            return 0
 
 
 def started(pid: int) -> str | None:
@@ -245,7 +243,7 @@ def standing(name: str) -> Cluster | None:
     return Cluster(state["pid"], state["nodes"], state["rate"])
 
 
-def up(options) -> int:
+def up(options: argparse.Namespace) -> int:
     if standing(options.name):
         raise ClusterError(f"the cluster {options.name!r} is up already; `down` removes it, --name makes another")
     file = state_file(options.name)
@@ -258,13 +256,13 @@ def up(options) -> int:
     return 0
 
 
-def down(options) -> int:
+def down(options: argparse.Namespace) -> int:
     cluster = standing(options.name)
     state_file(options.name).unlink(missing_ok=True)
     if cluster is None:
         print(f"no cluster {options.name!r} is up")
-        return 0
-    cluster.end()
+    else:
+        cluster.end()
     return 0
 
 
@@ -275,7 +273,7 @@ def found(name: str) -> Cluster:
     return cluster
 
 
-def run(options) -> int:
+def run(options: argparse.Namespace) -> int:
     wheel = launcher.installed_wheel()
     mpi_command(wheel, 1, 1, options.program)
     if options.on and options.rate:
@@ -293,9 +291,12 @@ def run(options) -> int:
             cluster.end()
 
 
-def execute(options) -> int:
+def execute(options: argparse.Namespace) -> int:
     command = [SSH, options.node, shlex.join(options.program)]
     return subprocess.run(found(options.name).enter(command)).returncode
+
+
+COMMANDS = {"up": up, "down": down, "run": run, "exec": execute, "_switch": be_switch}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -306,22 +307,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     size.add_argument("--rate", help="what a link carries in each direction: 4gbit, 500mbit (no limit)")
     name = argparse.ArgumentParser(add_help=False)
     name.add_argument("--name", default="pmm3d", help="of the cluster (pmm3d)")
-    one = commands.add_parser("up", parents=[size, name], help="make a cluster that stays")
-    one.set_defaults(work=up)
-    one = commands.add_parser("down", parents=[name], help="remove it, with all that runs on it")
-    one.set_defaults(work=down)
+    commands.add_parser("_switch", parents=[size])
+    commands.add_parser("up", parents=[size, name], help="make a cluster that stays")
+    commands.add_parser("down", parents=[name], help="remove it, with all that runs on it")
     one = commands.add_parser("run", parents=[size], help="run an MPI program on a cluster made for it")
     one.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (1)")
     one.add_argument("--on", metavar="NAME", help="on the cluster of that name that `up` made, which stays")
     one.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with status 124")
     one.add_argument("program", nargs="+", metavar="-- program", help="a .py file or -m module, and its arguments")
-    one.set_defaults(work=run)
     one = commands.add_parser("exec", parents=[name], help="run a command on one node of the cluster that is up")
     one.add_argument("node", help="node1, node2, ...")
     one.add_argument("program", nargs="+", metavar="-- command")
-    one.set_defaults(work=execute)
-    one = commands.add_parser("_switch", parents=[size])
-    one.set_defaults(work=lambda options: be_switch(options.nodes, options.rate))
     options = parser.parse_args(arguments)
     if getattr(options, "ranks_per_node", 1) < 1:
         parser.error("--ranks-per-node must be at least 1")
@@ -332,7 +328,7 @@ def main() -> int:
     options = parse()
     try:
         check_machine()
-        return options.work(options)
+        return COMMANDS[options.command](options)
     except (ClusterError, LauncherError) as problem:
         print(f"cluster: {problem}", file=sys.stderr)
         return 2

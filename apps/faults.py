@@ -1,7 +1,7 @@
 """Ten kinds of faults, each many times, with the victim, the moment and the place by chance: what becomes of the job?
 
     python apps/faults.py --times 20
-    python apps/faults.py --times 3 --only killed,stopped --markdown
+    python apps/faults.py --times 3 --only killed,stopped --json outcomes.json
 
 killed    SIGKILL to a rank                              stopped   SIGSTOP to a rank
 sigterm   SIGTERM to a rank or to mpiexec                raising   an exception on one rank, in a loop of one's own
@@ -21,49 +21,28 @@ of this fails. "-" stands where there is nothing to check: a SIGTERM to all, a m
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 from pathlib import Path
+from random import Random
 
-from fault_lab.judgement import TITLES, from_json, markdown, row, to_json
+from fault_lab.judgement import Outcome, table, to_json
 from fault_lab.kinds import KINDS, MORE
 from fault_lab.lab import Lab
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 
-def study(lab: Lab, kinds: list[str], times: int, seed: int, keep=lambda outcomes: None) -> list:
-    """The outcomes of all repetitions, with a progress bar; keep is called after each with those so far."""
+def study(lab: Lab, options: argparse.Namespace) -> list[Outcome]:
+    """The outcomes of all repetitions; each is told of when it is there, and all so far are kept."""
     outcomes = []
-    bar = Progress(TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(),
-                   TextColumn("{task.fields[said]}"), TimeElapsedColumn(), console=Console(file=sys.stderr))
-    with bar:
-        task = bar.add_task("", total=len(kinds) * times, said="")
-        for kind in kinds:
-            for repetition in range(times):
-                lab.random.seed(f"{seed} {kind} {repetition}")
-                bar.update(task, description=kind)
-                outcome = (KINDS | MORE)[kind](lab)
-                outcomes.append(outcome)
-                keep(outcomes)
-                said = f"{outcome.variant}: {'; '.join(outcome.notes) or 'ok'}"
-                bar.update(task, advance=1, said=f"{sum(bool(found.failed) for found in outcomes)} failed")
-                bar.console.print(f"{outcome.kind}: {said}"[:600], highlight=False, markup=False)
+    for kind in options.only:
+        for repetition in range(options.times):
+            lab.random.seed(f"{options.seed} {kind} {repetition}")
+            outcomes.append(outcome := (KINDS | MORE)[kind](lab))
+            if options.json:
+                options.json.write_text(to_json(outcomes))
+            print(f"{kind} {repetition + 1} of {options.times}: {outcome.variant}: "
+                  f"{'; '.join(outcome.notes) or 'ok'}"[:600], file=sys.stderr, flush=True)
     return outcomes
-
-
-def rows_of(outcomes) -> list:
-    kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
-    return [row(kind, [outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds]
-
-
-def print_table(rows) -> None:
-    table = Table(*TITLES)
-    for found in rows:
-        table.add_row(*found.words(), style=None if found.good else "bold red")
-    Console(width=140 if not sys.stdout.isatty() else None).print(table)
 
 
 def chosen(text: str) -> list[str]:
@@ -80,28 +59,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="a multiple of 4 (4)")
     parser.add_argument("--only", type=chosen, default=list(KINDS), help="kinds, with commas between them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--json", type=Path, help="write every outcome here, after each repetition")
-    parser.add_argument("--table", type=Path, nargs="+", metavar="JSON", help="run nothing; the table of those files")
     options = parser.parse_args()
     if options.ranks < 4 or options.ranks % 4:
         parser.error("--ranks is a multiple of 4")
-    if options.table:
-        outcomes = [outcome for path in options.table for outcome in from_json(path.read_text())]
-    else:
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            keep = lambda outcomes: options.json and options.json.write_text(to_json(outcomes))
-            lab = Lab(Path(folder), options.ranks, random.Random())
-            try:
-                outcomes = study(lab, options.only, options.times, options.seed, keep)
-            finally:
-                lab.close()
-    rows = rows_of(outcomes)
-    if options.markdown:
-        print(markdown(rows))
-    else:
-        print_table(rows)
-    sys.exit(0 if all(found.good for found in rows) else 1)
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, Lab(Path(folder), options.ranks, Random()) as lab:
+        outcomes = study(lab, options)
+    print(table(outcomes))
+    sys.exit(any(outcome.failed for outcome in outcomes))
 
 
 if __name__ == "__main__":

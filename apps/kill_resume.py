@@ -10,183 +10,87 @@ resumed on other grids: the losses must agree to rounding. The exit code is 1 if
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from random import Random
 
-import h5py
-import numpy as np
-
-from pmm3d.tools.launcher import descendants, end_job
-
-CONFIG = """
-[grid]
-shape = "{shape}"
-data = {data}
-[data]
-file = "{folder}/data.h5"
-batch_size = 50
-validation = 0.1
-[network]
-hidden = [48, 40]
-norm = true
-dropout = 0.1
-dtype = "float64"
-[optimizer]
-lr = 3e-3
-clip = 1.0
-shard_over_data = {sharded}
-[training]
-folder = "{folder}/{name}"
-epochs = {epochs}
-checkpoint_every = 7
-log_every = 1
-"""
-PATIENCE = 180
+from fault_lab.jobs import Job
+from fault_lab.lab import Lab, Run, contents, step_of
 
 
-class Study:
-    """Runs of one configuration in one folder, each under a name of its own."""
-
-    def __init__(self, folder: Path, ranks: int, epochs: int):
-        self.folder, self.ranks, self.epochs = folder, ranks, epochs
-        generator = np.random.default_rng(0)
-        with h5py.File(folder / "data.h5", "w") as file:
-            x = generator.standard_normal((1111, 20))
-            file["x"], file["y"] = x, (x @ generator.standard_normal((20, 5))).argmax(1)
-
-    def start(self, name: str, shape: str, data: int, ranks: int | None = None) -> subprocess.Popen:
-        config = self.folder / f"{name}.toml"
-        sharded = str(data > 1).lower()
-        config.write_text(CONFIG.format(folder=self.folder, name=name, shape=shape, data=data, epochs=self.epochs,
-                                        sharded=sharded))
-        command = [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks or self.ranks), "-m", "pmm3d", "train",
-                   str(config), "--resume", "auto"]
-        log = open(self.folder / f"{name}.log", "a")
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-    def finish(self, process: subprocess.Popen, name: str) -> None:
-        try:
-            code = process.wait(PATIENCE)
-        finally:
-            end_job(process)
-        if code:
-            raise SystemExit(f"run {name} ended with {code}: {(self.folder / f'{name}.log').read_text()[-3000:]}")
-
-    def checkpoints(self, name: str) -> list[Path]:
-        return sorted((self.folder / name / "checkpoints").glob("step-*[0-9]/checkpoint.h5"))
-
-    def losses(self, name: str) -> dict[int, float]:
-        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every matrix of a checkpoint, whole, as plain h5py reads it; a missing piece would read as NaN."""
-    found = {}
-
-    def visit(name, item):
-        if isinstance(item, h5py.Dataset) and item.dtype.kind == "f":
-            values = item[...]
-            assert np.isfinite(values).all(), f"{path}: {name} is not whole"
-            found[name] = values.tobytes()
-
-    with h5py.File(path) as file:
-        file.visititems(visit)
-    assert found, f"{path} holds nothing"
-    return found
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """The processes that train."""
-    found = []
-    for pid in descendants(process.pid):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"train" in words and b"-n" not in words and b"-np" not in words:
-            found.append(pid)
-    return found
-
-
-def kill_one(process: subprocess.Popen, delay: float) -> bool:
+def kill_one(job: Job, delay: float, random: Random) -> bool:
     """Kill a rank `delay` seconds after all are there; False if the run was over before."""
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None and not ranks_of(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    job.until(job.all_there)
     time.sleep(delay)
-    ranks = ranks_of(process)
-    if process.poll() is not None or not ranks:
+    pids = list(job.pids().values())
+    if not job.running() or not pids:
         return False
-    os.kill(random.choice(ranks), signal.SIGKILL)
+    job.send(signal.SIGKILL, random.choice(pids))
     return True
 
 
-def disturbed(study: Study, kills: int, longest: float, expected: dict[str, bytes], tell) -> dict[str, int]:
-    """Kill that often; whenever a run ends by itself, compare it and begin a new one."""
-    figures = {"kills": 0, "runs ended": 0, "checkpoints read": 0}
-    name = "disturbed-0"
-    while figures["kills"] < kills or not figures["runs ended"]:
-        process = study.start(name, "2x1x1", 2)
-        killed = figures["kills"] < kills and kill_one(process, random.uniform(0, longest))
+def disturbed(lab: Lab, kills: int, longest: float, undisturbed: Run) -> tuple[int, int]:
+    """Kill that often; whenever a run ends by itself, compare it and begin a new one. Returns how many ended so, and
+    how many checkpoints were read."""
+    expected = undisturbed.final()
+    done = ended = read = 0
+    run = Run(lab, "disturbed-0", undisturbed.shape, undisturbed.data)
+    while done < kills or not ended:
+        job = run.start()
+        killed = done < kills and kill_one(job, lab.random.uniform(0, longest), lab.random)
         if killed:
-            process.wait(PATIENCE)
-            end_job(process)
-            figures["kills"] += 1
+            job.end()
+            done += 1
         else:
-            study.finish(process, name)
-        written = study.checkpoints(name)
-        read = [contents(path) for path in written]
-        figures["checkpoints read"] += len(read)
-        steps = [int(path.parent.name[5:13]) for path in written]
-        tell(f"{name}, {figures['kills']} kills: newest checkpoint {max(steps, default='none')}")
+            run.finish(job)
+        paths = run.checkpoints()
+        matrices = [contents(path / "checkpoint.h5") for path in paths]
+        read += len(matrices)
+        print(f"{run.name}, {done} kills: newest checkpoint {max(map(step_of, paths), default='none')}",
+              file=sys.stderr, flush=True)
         if not killed:
-            assert read[-1] == expected, f"{name}: the weights differ from the undisturbed run's"
-            figures["runs ended"] += 1
-            name = f"disturbed-{figures['runs ended']}"
-    return figures
+            assert matrices[-1] == expected, f"{run.name}: the weights differ from the undisturbed run's"
+            ended += 1
+            run = Run(lab, f"disturbed-{ended}", run.shape, run.data)
+    return ended, read
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in run.metrics() if "loss" in line}
+
+
+def other_grid(undisturbed: Run, shape: str, data: int, ranks: int) -> float:
+    """Resume the undisturbed run's oldest kept checkpoint on another grid; compare the losses from there on."""
+    run, oldest = Run(undisturbed.lab, f"on-{shape}-{data}", shape, data), undisturbed.checkpoints()[0]
+    shutil.copytree(oldest, run.folder / "checkpoints" / oldest.name)
+    run.finish(run.start(ranks=ranks))
+    expected, resumed = losses(undisturbed), losses(run)
+    assert resumed and min(resumed) == step_of(oldest) + 1 and max(resumed) == max(expected)
+    return max(abs(resumed[step] / expected[step] - 1) for step in resumed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=4, help="of the disturbed runs, a multiple of 4 (4)")
+    parser.add_argument("--ranks", type=int, default=4, help="of the disturbed runs, a multiple of 2 (4)")
     parser.add_argument("--epochs", type=int, default=60, help="of 20 steps each (60)")
     parser.add_argument("--longest", type=float, default=15.0, help="kills come within so many seconds of the start")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    random.seed(options.seed)
-    tell = lambda text: print(text, file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        study = Study(Path(folder), options.ranks, options.epochs)
-        study.finish(study.start("undisturbed", "2x1x1", 2), "undisturbed")
-        last = study.checkpoints("undisturbed")[-1]
-        figures = disturbed(study, options.kills, options.longest, contents(last), tell)
-        print(f"{figures['kills']} kills, {figures['runs ended']} disturbed runs came to their end, all bitwise as the "
-              f"undisturbed one; {figures['checkpoints read']} checkpoints read, none broken")
+    random = Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder), options.ranks, random, options.epochs) as lab:
+        undisturbed = Run(lab, "undisturbed", "2x1x1", options.ranks // 2)
+        undisturbed.finish(undisturbed.start())
+        ended, read = disturbed(lab, options.kills, options.longest, undisturbed)
+        print(f"{options.kills} kills, {ended} disturbed runs came to their end, all bitwise as the undisturbed one; "
+              f"{read} checkpoints read, none broken")
         for shape, data, ranks in (("1x1x1", 1, 1), ("1x2x2", 1, 4), ("2x2x1", 2, 8)):
             print(f"resumed on {shape} data {data}: largest relative difference of a loss "
-                  f"{other_grid(study, shape, data, ranks):.1e}")
-
-
-def other_grid(study: Study, shape: str, data: int, ranks: int) -> float:
-    """Resume the undisturbed run's oldest kept checkpoint on another grid; compare the losses from there on."""
-    name = f"on-{shape}-{data}"
-    oldest = study.checkpoints("undisturbed")[0].parent
-    folder = study.folder / name / "checkpoints"
-    folder.mkdir(parents=True)
-    subprocess.run(["cp", "-r", str(oldest), str(folder)], check=True)
-    study.finish(study.start(name, shape, data, ranks), name)
-    expected, found = study.losses("undisturbed"), study.losses(name)
-    assert found and min(found) == int(oldest.name[5:13]) + 1 and max(found) == max(expected)
-    return max(abs(found[step] / expected[step] - 1) for step in found)
+                  f"{other_grid(undisturbed, shape, data, ranks):.1e}")
 
 
 if __name__ == "__main__":

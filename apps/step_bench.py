@@ -21,11 +21,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch_rivals
-from torch_rivals import LEARNING_RATE, RIVALS, RivalError, batch_of, check_losses, weights
+from torch_rivals import GEMM, RIVALS, RivalError, batch_of, weights
 
 from pmm3d.comm.hosts import mpi_name
 from pmm3d.model import machine
@@ -34,7 +36,12 @@ from pmm3d.tools import launcher
 RANKS = 2
 GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
 KERNEL = "OPENBLAS_CORETYPE"
-SIZES = ("layers", "width", "batch", "steps", "warm_up", "seed")
+SIZES = ("layers", "width", "batch", "steps", "warm_up", "seed", "lr")
+LEARNING_RATE = 10.0
+"""Large, since the gradient of a mean over batch x width elements is small; yet three times as much, and one ReLU that
+rounding turns from 0 to 1e-8 changes the loss by more than 1e-6 within five steps."""
+TOLERANCE = 1e-4
+"""Of the losses, relative."""
 
 
 def ours(options: argparse.Namespace) -> None:
@@ -42,12 +49,12 @@ def ours(options: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     from pmm3d import DistMatrix, Grid, nn
-    from pmm3d.layout import batch_layout
+    from pmm3d.layout import batch_layout, parse_shape
     from pmm3d.nn import optim
     from pmm3d.tools.bench import measure as bench
 
-    comm = MPI.COMM_WORLD
-    with Grid(comm, options.ours, data=data_of(options.ours, comm.size)) as grid:
+    comm, shape = MPI.COMM_WORLD, parse_shape(options.ours)
+    with Grid(comm, shape[:3], data=comm.size // shape.size) as grid:
         net = nn.MLP(grid, [options.width] * (options.layers + 1), activation=nn.relu, bias=False, seed=options.seed,
                      dtype="float32")
         for index, parameter in enumerate(net.parameters()):
@@ -57,7 +64,7 @@ def ours(options: argparse.Namespace) -> None:
         inputs, targets = batch_of(options.batch, options.width, options.seed)
         x = DistMatrix.from_global(grid, inputs, layout=batch_layout("y"))
         y = DistMatrix.from_global(grid, targets, layout=net.output_layout)
-        case = bench.Case(2048, 2048, 2048, dtype="float32")
+        case = bench.Case(GEMM, GEMM, GEMM, dtype="float32")
         core = [bench.core_rate(grid, case, (case.m, case.n, case.k))]
         seconds = []
         for _ in range(options.warm_up + options.steps):
@@ -67,18 +74,12 @@ def ours(options: argparse.Namespace) -> None:
             loss.backward()
             opt.step()
             seconds.append(max(comm.allgather(time.perf_counter() - begun)))
-        found = {"seconds": seconds[options.warm_up:], "final_loss": loss.item()}
+        final_loss = loss.item()
         core.append(bench.core_rate(grid, case, (case.m, case.n, case.k)))
-        found["core_gflops"] = max(core)
         if grid.rank == 0:
-            blas = machine.loaded_blas()
-            print(json.dumps(found | {"kernel": blas.kernel, "mpi": mpi_name(), "grid": str(grid.shape)}))
-
-
-def data_of(shape: str, ranks: int) -> int:
-    """The data axis takes the ranks that a shape leaves."""
-    x, y, z = map(int, shape.split("x"))
-    return ranks // (x * y * z)
+            print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": final_loss,
+                              "core_gflops": max(core), "kernel": machine.loaded_blas().kernel, "mpi": mpi_name(),
+                              "grid": str(grid.shape)}))
 
 
 def blas_environment(kernel: str) -> dict[str, str]:
@@ -95,11 +96,11 @@ def kernels() -> list[str]:
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 
 
-def pmm3d_step_times(shape: str, kernel: str, options: argparse.Namespace) -> dict:
+def run_ours(shape: str, kernel: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """What `ours` prints, of a run on a grid with a kernel of OpenBLAS."""
-    program = [__file__, "--ours", shape, "--lr", str(options.lr)]
-    for name in SIZES:
-        program += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    program = [__file__, "--ours", shape]
+    for name, size in sizes.items():
+        program += [f"--{name.replace('_', '-')}", str(size)]
     environment = launcher.environment(RANKS, blas_environment(kernel))
     done = subprocess.run(launcher.command(RANKS, program), env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -108,77 +109,64 @@ def pmm3d_step_times(shape: str, kernel: str, options: argparse.Namespace) -> di
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def contestants(options: argparse.Namespace) -> dict:
+def contestants(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
     """Name -> what runs it once and returns {"seconds", "final_loss", ...}."""
-    found = {}
-    for kernel in options.kernels or kernels():
-        for shape in options.grids:
-            found[f"{shape}, {kernel}"] = lambda shape=shape, kernel=kernel: pmm3d_step_times(shape, kernel, options)
     sizes = {name: getattr(options, name) for name in SIZES}
-    for rival in options.rivals:
-        found[rival] = lambda rival=rival: torch_rivals.run(rival, **sizes, lr=options.lr)
-    return found
+    everyone = {f"{shape}, {kernel}": lambda shape=shape, kernel=kernel: run_ours(shape, kernel, sizes)
+                for kernel in options.kernels or kernels() for shape in options.grids}
+    return everyone | {rival: lambda rival=rival: torch_rivals.run(rival, sizes) for rival in options.rivals}
 
 
-def interleaved(options: argparse.Namespace) -> dict:
+def interleaved(options: argparse.Namespace) -> dict[str, Any]:
     """{"runs": name -> one result per round, "torch_gflops": [...], "failed": name -> why}."""
-    everyone, runs, failed, torch_gflops = contestants(options), {}, {}, []
+    everyone, failed, torch_gflops = contestants(options), {}, []
+    runs = {name: [] for name in everyone}
     for turn in range(options.rounds):
         names = [name for name in everyone if name not in failed]
-        for name in names[turn % len(names):] + names[:turn % len(names)]:
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
             try:
                 result = everyone[name]()
             except RivalError as reason:
                 failed[name] = str(reason)
                 print(f"{name} could not run: {reason}", file=sys.stderr)
                 continue
-            runs.setdefault(name, []).append(result)
-            progress = f"round {turn + 1} of {options.rounds}: {name:20} {1e3 * median(result['seconds']):7.1f} ms"
-            print(progress, file=sys.stderr, flush=True)
-        if any(rival in runs for rival in options.rivals):
+            runs[name].append(result)
+            print(f"round {turn + 1} of {options.rounds}: {name:20} {1e3 * median(result['seconds']):7.1f} ms",
+                  file=sys.stderr, flush=True)
+        if {*options.rivals} - {*failed}:
             torch_gflops.append(torch_rivals.gemm_gflops())
-        if len(failed) == len(everyone):
-            break
-    return {"runs": {name: found for name, found in runs.items() if name not in failed}, "failed": failed,
+    return {"runs": {name: results for name, results in runs.items() if name not in failed}, "failed": failed,
             "torch_gflops": torch_gflops}
 
 
-def step_flop(options: argparse.Namespace) -> int:
-    return (6 * options.layers - 2) * options.batch * options.width**2
+def figures(name: str, found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Of one contestant: milliseconds, share of the limit, the core's rate, and, of ours, rival's time / our time, as
+    medians over the rounds."""
+    results = found["runs"][name]
+    times = [median(result["seconds"]) for result in results]
+    is_rival = name in options.rivals
+    rates = found["torch_gflops"] if is_rival else [result["core_gflops"] for result in results]
+    flop = (6 * options.layers - 2) * options.batch * options.width**2
+    ratios = {rival: median(median(run["seconds"]) / own for run, own in zip(found["runs"][rival], times))
+              for rival in options.rivals if rival in found["runs"] and not is_rival}
+    return {"ms": 1e3 * median(times), "min": 1e3 * min(times), "max": 1e3 * max(times), "ratios": ratios,
+            "of_limit": median(flop / (RANKS * rate * 1e9) / own for rate, own in zip(rates, times)),
+            "core_gflops": median(rates)}
 
 
-def figures(name: str, found: dict, options: argparse.Namespace) -> dict:
-    """Of one of ours: milliseconds, share of the limit, and rival's time / our time, as medians over the rounds."""
-    times = [median(run["seconds"]) for run in found["runs"][name]]
-    limits = [step_flop(options) / (RANKS * run["core_gflops"] * 1e9) for run in found["runs"][name]]
-    ratios = {}
-    for rival in options.rivals:
-        if rival in found["runs"]:
-            theirs = [median(run["seconds"]) for run in found["runs"][rival]]
-            ratios[rival] = median(their / our for their, our in zip(theirs, times))
-    return {"ms": 1e3 * median(times), "min": 1e3 * min(times), "max": 1e3 * max(times),
-            "of_limit": median(limit / our for limit, our in zip(limits, times)), "ratios": ratios,
-            "core_gflops": median(run["core_gflops"] for run in found["runs"][name])}
-
-
-def table(found: dict, options: argparse.Namespace) -> list[str]:
+def table(found: dict[str, Any], summary: dict[str, Any], options: argparse.Namespace) -> list[str]:
     """Lines of markdown."""
     rivals = [rival for rival in options.rivals if rival in found["runs"]]
     lines = [f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {RANKS} ranks; medians "
              f"of {options.rounds} rounds of {options.steps} steps. rival / ours above 1: ours is faster.", "",
              "| | ms (min to max) | of the limit | core GFLOP/s |" + "".join(f" {rival} / ours |" for rival in rivals),
              "|---" * (4 + len(rivals)) + "|"]
-    for name, runs in found["runs"].items():
-        if name in rivals:
-            times = [1e3 * median(run["seconds"]) for run in runs]
-            cells = [f"torch {name}", f"{median(times):.0f} ({min(times):.0f} to {max(times):.0f})",
-                     f"{step_flop(options) / RANKS / 1e6 / median(found['torch_gflops']) / median(times):.3f}",
-                     f"{median(found['torch_gflops']):.0f}"] + [""] * len(rivals)
-        else:
-            mine = figures(name, found, options)
-            cells = [f"{name} ({runs[0]['kernel']})", f"{mine['ms']:.0f} ({mine['min']:.0f} to {mine['max']:.0f})",
-                     f"{mine['of_limit']:.3f}", f"{mine['core_gflops']:.0f}"]
-            cells += [f"{mine['ratios'][rival]:.3f}" for rival in rivals]
+    for name, own in summary.items():
+        label = f"torch {name}" if name in rivals else f"{name} ({found['runs'][name][0]['kernel']})"
+        cells = [label, f"{own['ms']:.0f} ({own['min']:.0f} to {own['max']:.0f})", f"{own['of_limit']:.3f}",
+                 f"{own['core_gflops']:.0f}"]
+        cells += [f"{own['ratios'][rival]:.3f}" if own["ratios"] else "" for rival in rivals]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -188,7 +176,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds over everyone (5)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each in a round (5)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them (2)")
-    parser.add_argument("--grids", nargs="+", default=GRIDS, metavar="G",
+    parser.add_argument("--grids", nargs="*", default=GRIDS, metavar="G",
                         help=f"grids GxxGyxGz; data takes the ranks left over ({' '.join(GRIDS)})")
     parser.add_argument("--rivals", nargs="*", default=RIVALS, choices=RIVALS, metavar="R", help=", ".join(RIVALS))
     parser.add_argument("--kernels", nargs="+", metavar="K",
@@ -209,19 +197,20 @@ def main() -> int:
         ours(options)
         return 0
     found = interleaved(options)
-    losses = {name: runs[-1]["final_loss"] for name, runs in found["runs"].items()}
-    problem = check_losses(losses) if losses else "nothing could be measured"
-    if losses:
-        print("\n".join(table(found, options)))
-        print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
+    summary = {name: figures(name, found, options) for name in found["runs"]}
+    losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
+    print("\n".join(table(found, summary, options)))
+    print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        summary = {name: figures(name, found, options) for name in found["runs"] if name not in options.rivals}
-        settings = {name: getattr(options, name) for name in (*SIZES, "rounds", "lr")}
-        options.json.write_text(json.dumps({"settings": settings, "cpu": machine.cpu().name, "ours": summary, **found}))
-    if problem:
-        print(problem, file=sys.stderr)
-    return 1 if problem or found["failed"] else 0
+        settings = {name: getattr(options, name) for name in (*SIZES, "rounds")}
+        options.json.write_text(json.dumps({"settings": settings, "cpu": machine.cpu().name, "figures": summary,
+                                            **found}))
+    first = next(iter(losses.values()), 0.0)
+    differ = [name for name, loss in losses.items() if not abs(loss - first) <= TOLERANCE * abs(first)]
+    if differ:
+        print(f"the losses differ: {', '.join(differ)}", file=sys.stderr)
+    return 1 if differ or found["failed"] or not losses else 0
 
 
 if __name__ == "__main__":

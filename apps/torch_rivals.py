@@ -1,9 +1,7 @@
-"""One training step of PyTorch on two cores: data parallel, fully sharded, tensor parallel, and threads.
+"""The rivals of step_bench.py: one training step of PyTorch on two cores.
 
-    python apps/torch_rivals.py                     (or: --rivals ddp fsdp2 --layers 8 --width 2048 --batch 1024)
-
-A perceptron of --layers linear layers, each --width wide, ReLU between them, float32, plain SGD on the mean squared
-error. A step is forward, backward and update of one batch. The rivals do the same mathematics:
+A perceptron of layers of one width, ReLU between them, no bias, float32, plain SGD on the mean squared error. A step is
+forward, backward and update of one batch. The rivals do the same mathematics:
 
     ddp       two processes with half of the batch each; gradients summed          (DistributedDataParallel)
     fsdp2     the same, and each keeps half of the weights                         (fully_shard)
@@ -11,13 +9,11 @@ error. A step is forward, backward and update of one batch. The rivals do the sa
     threads   one process, two threads
 
 Each process has one thread and one core of its own, and talks through gloo. Weights and batch come from numpy, so that
-other libraries can start from the same numbers (`weights`, `batch_of`), and all must come to the same loss.
-One JSON line per rival on standard output, a table on standard error. torch's GEMM on one core is measured too. Linux.
+pmm3d starts from the same numbers, and all must come to the same loss. Linux.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,13 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 RIVALS = ("ddp", "fsdp2", "tp", "threads")
-# Large, since the gradient of a mean over batch x width elements is small; yet three times as much, and one ReLU that
-# rounding turns from 0 to 1e-8 changes the loss by more than 1e-6 within five steps.
-LEARNING_RATE = 10.0
 GEMM = 2048
 PATIENCE = 600
 
@@ -50,23 +44,18 @@ def weights(layer: int, width: int, seed: int) -> np.ndarray:
 def batch_of(batch: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, (batch, width) each: normal numbers."""
     source = np.random.default_rng([seed, 2**20])
-    return tuple(source.standard_normal((batch, width), np.float32) for _ in range(2))
+    return source.standard_normal((batch, width), np.float32), source.standard_normal((batch, width), np.float32)
 
 
-def measure(rival: str, layers: int, width: int, batch: int, steps: int, warm_up: int, seed: int) -> list[float]:
-    """Seconds of each of the steps after the warm-up, of the slower process."""
-    return run(rival, layers, width, batch, steps, warm_up, seed)["seconds"]
+def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """{"seconds": of each step after the warm-up, of the slower process, "final_loss": of the last, before its update}.
 
-
-def run(rival: str, layers: int, width: int, batch: int, steps: int, warm_up: int, seed: int, *, bias: bool = False,
-        lr: float = LEARNING_RATE) -> dict:
-    """{"rival", "seconds", "final_loss"}: final_loss is that of the last step, before its update.
+    sizes   layers, width, batch, steps, warm_up, seed, lr
 
     Raises RivalError with the last lines of the process that failed.
     """
-    task = {"rival": rival, "layers": layers, "width": width, "batch": batch, "steps": steps, "warm_up": warm_up,
-            "seed": seed, "bias": bias, "lr": lr}
-    return {"rival": rival, **_in_processes(task, 1 if rival == "threads" else 2, 2 if rival == "threads" else 1)}
+    processes, threads = (1, 2) if rival == "threads" else (2, 1)
+    return _in_processes({"rival": rival, **sizes}, processes, threads)
 
 
 def gemm_gflops() -> float:
@@ -74,24 +63,33 @@ def gemm_gflops() -> float:
     return _in_processes({"rival": "gemm"}, 1, 1)["gflops"]
 
 
-def _in_processes(task: dict, processes: int, threads: int) -> dict:
+def _in_processes(task: dict[str, Any], processes: int, threads: int) -> dict[str, Any]:
     """What rank 0 answers. Every process has cores of its own, where there are enough."""
     cores = sorted(os.sched_getaffinity(0))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+                                "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
         started = []
         for rank in range(processes):
-            mine = [cores[(rank * threads + thread) % len(cores)] for thread in range(threads)]
-            place = {"rank": rank, "processes": processes, "cores": mine, "threads": threads, "folder": folder}
-            environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-                                        "GLOO_SOCKET_IFNAME": "lo"}
-            with open(Path(folder) / f"said-{rank}", "w") as said:
-                started.append(subprocess.Popen([sys.executable, __file__, "--worker", json.dumps(task | place)],
-                                                env=environment, stdout=said, stderr=subprocess.STDOUT))
+            own_cores = [cores[(rank * threads + thread) % len(cores)] for thread in range(threads)]
+            part = task | {"rank": rank, "processes": processes, "threads": threads, "cores": own_cores,
+                           "folder": folder}
+            with open(Path(folder) / f"output-{rank}", "w") as output:
+                started.append(subprocess.Popen([sys.executable, __file__, json.dumps(part)], env=environment,
+                                                stdout=output, stderr=subprocess.STDOUT))
         try:
-            _wait(started)
-            answer = Path(folder) / "answer.json"
-            if any(process.returncode for process in started) or not answer.exists():
-                raise RivalError(_last_words(folder, started))
+            until = time.monotonic() + PATIENCE
+            while None in (codes := [process.poll() for process in started]):
+                if any(codes) or time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            for rank, code in enumerate(codes):
+                if code:
+                    lines = (Path(folder) / f"output-{rank}").read_text().strip().splitlines()
+                    raise RivalError(f"process {rank}: " + " | ".join(lines[-2:]))
+            if not answer.exists():
+                raise RivalError(f"not done after {PATIENCE} s")
             return json.loads(answer.read_text())
         finally:
             for process in started:
@@ -99,40 +97,23 @@ def _in_processes(task: dict, processes: int, threads: int) -> dict:
                 process.wait()
 
 
-def _wait(started) -> None:
-    """Until all have ended well, one has failed, or it takes too long."""
-    until = time.monotonic() + PATIENCE
-    while any(process.poll() is None for process in started):
-        if any(process.returncode for process in started) or time.monotonic() > until:
-            return
-        time.sleep(0.05)
-
-
-def _last_words(folder: str, started) -> str:
-    failed = [rank for rank, process in enumerate(started) if process.returncode]
-    if not failed:
-        return f"not done after {PATIENCE} s"
-    lines = (Path(folder) / f"said-{failed[0]}").read_text().strip().splitlines()
-    return f"process {failed[0]}: " + " | ".join(lines[-2:])
-
-
-def work(place: dict) -> dict:
+def work(task: dict[str, Any]) -> dict[str, Any]:
     """In a process of its own: build the rival and time its steps."""
-    os.sched_setaffinity(0, place["cores"])
+    os.sched_setaffinity(0, task["cores"])
     import torch
 
-    torch.set_num_threads(place["threads"])
-    if place["rival"] == "gemm":
+    torch.set_num_threads(task["threads"])
+    if task["rival"] == "gemm":
         return {"gflops": _gemm(torch)}
-    if place["processes"] > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{place['folder']}/rendezvous",
-                                             rank=place["rank"], world_size=place["processes"])
-    model, x, y = prepare(torch, place)
-    seconds, loss = _steps(torch, place, model, x, y)
-    if place["processes"] > 1:
-        if place["rival"] != "tp":
+    together = task["processes"] > 1
+    if together:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{task['folder']}/rendezvous",
+                                             rank=task["rank"], world_size=task["processes"])
+    seconds, loss = _steps(torch, task, *_prepared(torch, task))
+    if together:
+        if task["rival"] != "tp":
             torch.distributed.all_reduce(loss)
-            loss /= place["processes"]
+            loss /= task["processes"]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
         seconds = slowest.tolist()
@@ -140,61 +121,42 @@ def work(place: dict) -> dict:
     return {"seconds": seconds, "final_loss": loss.item()}
 
 
-def prepare(torch, place: dict):
+def _prepared(torch: Any, task: dict[str, Any]) -> tuple[Any, Any, Any]:
     """(model, inputs, targets) of this process."""
-    model = perceptron(torch, place["layers"], place["width"], place["seed"], place["bias"])
-    x, y = map(torch.from_numpy, batch_of(place["batch"], place["width"], place["seed"]))
-    rival, processes = place["rival"], place["processes"]
+    rival, processes = task["rival"], task["processes"]
+    layers = [torch.nn.Linear(task["width"], task["width"], bias=False) for _ in range(task["layers"])]
+    for index, layer in enumerate(layers):
+        layer.weight.data.copy_(torch.from_numpy(weights(index, task["width"], task["seed"])).T)
+    model = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())][:-1])
+    x, y = map(torch.from_numpy, batch_of(task["batch"], task["width"], task["seed"]))
     if rival in ("ddp", "fsdp2"):
-        if place["batch"] % processes:
-            raise RivalError(f"a batch of {place['batch']} has no equal parts for {processes} processes")
-        x, y = (part.chunk(processes)[place["rank"]].clone() for part in (x, y))
+        if task["batch"] % processes:
+            raise RivalError(f"a batch of {task['batch']} has no equal parts for {processes} processes")
+        x, y = (part.chunk(processes)[task["rank"]].clone() for part in (x, y))
     if rival == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif rival == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
         mesh = torch.distributed.init_device_mesh("cpu", (processes,))
-        for layer in linear_layers(torch, model).values():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for part in (*layers, model):
+            fully_shard(part, mesh=mesh)
     elif rival == "tp":
-        tensor_parallel(torch, model, processes)
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan = {str(2 * index): RowwiseParallel() if index % 2 else ColwiseParallel() for index in range(len(layers))}
+        if len(layers) % 2:
+            plan[str(2 * len(layers) - 2)] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, torch.distributed.init_device_mesh("cpu", (processes,)), plan)
     return model, x, y
 
 
-def tensor_parallel(torch, model, processes: int) -> None:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    names = list(linear_layers(torch, model))
-    plan = {name: RowwiseParallel() if index % 2 else ColwiseParallel() for index, name in enumerate(names)}
-    if len(names) % 2:
-        plan[names[-1]] = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, torch.distributed.init_device_mesh("cpu", (processes,)), plan)
-
-
-def perceptron(torch, layers: int, width: int, seed: int, bias: bool):
-    parts = []
-    for index in range(layers):
-        layer = torch.nn.Linear(width, width, bias=bias)
-        with torch.no_grad():
-            layer.weight.copy_(torch.from_numpy(weights(index, width, seed)).T)
-            if bias:
-                layer.bias.zero_()
-        parts += [layer, torch.nn.ReLU()]
-    return torch.nn.Sequential(*parts[:-1])
-
-
-def linear_layers(torch, model) -> dict:
-    return {name: part for name, part in model.named_children() if isinstance(part, torch.nn.Linear)}
-
-
-def _steps(torch, place: dict, model, x, y):
-    optimizer = torch.optim.SGD(model.parameters(), lr=place["lr"])
+def _steps(torch: Any, task: dict[str, Any], model: Any, x: Any, y: Any) -> tuple[list[float], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=task["lr"])
     seconds = []
-    for _ in range(place["warm_up"] + place["steps"]):
-        if place["processes"] > 1:
+    for _ in range(task["warm_up"] + task["steps"]):
+        if task["processes"] > 1:
             torch.distributed.barrier()
         begun = time.perf_counter()
         optimizer.zero_grad()
@@ -202,10 +164,10 @@ def _steps(torch, place: dict, model, x, y):
         loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - begun)
-    return seconds[place["warm_up"]:], loss.detach().clone()
+    return seconds[task["warm_up"] :], loss.detach().clone()
 
 
-def _gemm(torch) -> float:
+def _gemm(torch: Any) -> float:
     a, b, c = (torch.rand(GEMM, GEMM) for _ in range(3))
     times = []
     for _ in range(6):
@@ -215,58 +177,9 @@ def _gemm(torch) -> float:
     return 2 * GEMM**3 / median(times[1:]) / 1e9
 
 
-def check_losses(losses: dict[str, float], tolerance: float = 1e-4) -> str | None:
-    """What is wrong if the losses differ, relative to the first."""
-    (first, right), *others = losses.items()
-    wrong = [f"{name} {loss:.8g}" for name, loss in others if not abs(loss - right) <= tolerance * abs(right)]
-    return f"losses differ: {first} {right:.8g}, {', '.join(wrong)}" if wrong else None
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS, metavar="R", help=", ".join(RIVALS))
-    parser.add_argument("--layers", type=int, default=8, help="linear layers (8)")
-    parser.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
-    parser.add_argument("--batch", type=int, default=1024, help="rows, over all processes (1024)")
-    parser.add_argument("--bias", action="store_true", help="layers with bias")
-    parser.add_argument("--steps", type=int, default=7, help="timed steps (7)")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before them (2)")
-    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help=f"learning rate ({LEARNING_RATE:g})")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = parse()
-    if options.worker:
-        place = json.loads(options.worker)
-        answer = work(place)
-        if place["rank"] == 0:
-            (Path(place["folder"]) / "answer.json").write_text(json.dumps(answer))
-        os._exit(0)  # not through the destructors of gloo, which now and then abort
-    losses, problem = {}, None
-    print(f"{'rival':8} {'median':>9} {'min':>9} {'max':>9}  loss", file=sys.stderr)
-    for rival in options.rivals:
-        try:
-            result = run(rival, options.layers, options.width, options.batch, options.steps, options.warm_up,
-                         options.seed, bias=options.bias, lr=options.lr)
-        except RivalError as reason:
-            problem = f"{rival} could not run: {reason}"
-            print(problem, file=sys.stderr)
-            continue
-        print(json.dumps(result), flush=True)
-        times = [1e3 * seconds for seconds in result["seconds"]]
-        losses[rival] = result["final_loss"]
-        figures = "".join(f" {figure:6.1f} ms" for figure in (median(times), min(times), max(times)))
-        print(f"{rival:8}{figures}  {result['final_loss']:.7f}", file=sys.stderr)
-    if losses:
-        print(f"GEMM of {GEMM} cubed on one core: {gemm_gflops():.1f} GFLOP/s", file=sys.stderr)
-    problem = (check_losses(losses) if losses else None) or problem
-    if problem:
-        print(problem, file=sys.stderr)
-    return 1 if problem else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    task = json.loads(sys.argv[1])
+    answer = work(task)
+    if task["rank"] == 0:
+        (Path(task["folder"]) / "answer.json").write_text(json.dumps(answer))
+    os._exit(0)  # not through the destructors of gloo, which now and then abort

@@ -1,4 +1,4 @@
-"""Jobs under mpiexec that something happens to: their ranks, end and words. A job that stays is a silent hang."""
+"""Jobs under mpiexec that something happens to: their ranks, their output, their end."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pmm3d.tools.launcher import descendants, end_job
 
 PATIENCE = 90.0
-"""Seconds after which a job counts as a silent hang."""
+"""Seconds after which a job that is still there counts as a silent hang."""
 RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK")
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended: its exit code (None: it had to be ended from outside), the time from the fault on, its words."""
+    """How a job ended: its exit code (None: it had to be ended from outside), seconds since the fault, its output."""
 
     code: int | None
     seconds: float
-    said: str
+    output: str
 
 
 class Job:
@@ -33,8 +34,9 @@ class Job:
     launcher  another command in place of `pmm3d.launcher -n RANKS`
     """
 
-    def __init__(self, ranks: int, program, log: Path, environ=None, launcher=None):
-        self.ranks, self.log, self.disturbed = ranks, log, None
+    def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str] | None = None,
+                 launcher: Sequence[str] | None = None):
+        self.ranks, self.log, self.fault_at = ranks, log, 0.0
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         start = launcher or [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks)]
         with open(log, "wb") as file:
@@ -43,30 +45,31 @@ class Job:
                 env=os.environ | {"PYTHONPATH": path} | (environ or {}), start_new_session=True)
         self.begun = time.time()
 
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
     def pids(self) -> dict[int, int]:
         """Process of each rank that is there now."""
-        found = {}
+        pids: dict[int, int] = {}
         for pid in descendants(self.process.pid):
             try:
-                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                variables = dict(word.split(b"=", 1) for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                                 if b"=" in word)
                 is_python = b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
             except OSError:
                 continue
-            ranks = [word.partition(b"=")[2] for word in words if word.partition(b"=")[0] in RANK_VARIABLES]
-            if ranks and is_python:
-                found.setdefault(int(ranks[0]), pid)
-        return found
+            rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
+            if rank is not None and is_python:
+                pids.setdefault(int(rank), pid)
+        return pids
 
-    def until(self, condition) -> bool:
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def until(self, condition: Callable[[], bool]) -> bool:
         """Wait; False if the job ends, or stays for too long, before the condition holds."""
         while not condition():
-            if self.process.poll() is not None or time.time() > self.begun + PATIENCE:
+            if not self.running() or time.time() > self.begun + PATIENCE:
                 return False
             time.sleep(0.01)
-        return self.process.poll() is None
+        return self.running()
 
     def all_there(self) -> bool:
         return len(self.pids()) == self.ranks
@@ -76,26 +79,27 @@ class Job:
         pids = self.pids()
         return len(pids) == self.ranks and all(_catches(pid, number) for pid in pids.values())
 
-    def until_gone(self, pids) -> None:
+    def until_gone(self, pids: Iterable[int]) -> None:
         """Wait for the end of processes, which may come after that of mpiexec."""
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.time() < self.begun + PATIENCE:
             time.sleep(0.05)
 
-    def disturb(self) -> None:
-        """The fault happens now."""
-        self.disturbed = time.time()
+    def send(self, number: int, pid: int) -> None:
+        """The fault: a signal to a process of the job."""
+        self.fault_at = time.time()
+        os.kill(pid, number)
 
-    def end(self, mark: Path | None = None) -> Ending:
+    def end(self, mark: Path | None = None, patience: float = PATIENCE) -> Ending:
         """Wait for the end; mark: a file that came to be at the moment of the fault."""
         try:
-            code = self.process.wait(PATIENCE)
+            code = self.process.wait(patience)
         except subprocess.TimeoutExpired:
             code = None
         now = time.time()
         end_job(self.process)
         if mark is not None and mark.exists():
-            self.disturbed = mark.stat().st_mtime
-        return Ending(code, now - (self.disturbed or self.begun), self.said())
+            self.fault_at = mark.stat().st_mtime
+        return Ending(code, now - (self.fault_at or self.begun), self.log.read_text(errors="replace"))
 
 
 def _catches(pid: int, number: int) -> bool:

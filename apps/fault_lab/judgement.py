@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from .jobs import Ending
 
-CHECKS = ("ended", "rank", "cause", "code", "result", "checkpoints")
-HEADINGS = ("ended by itself", "names the rank", "names the cause", "exit code", "result right", "checkpoints whole")
+CHECKS = {"ended": "ended by itself", "rank": "names the rank", "cause": "names the cause", "code": "exit code",
+          "result": "result right", "checkpoints": "checkpoints whole"}
+"""Each check and its heading in the table."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Outcome:
     exit_code: int | None = None
     checks: dict[str, bool | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    said: str = ""
+    output: str = ""
 
     @property
     def failed(self) -> list[str]:
@@ -55,69 +57,46 @@ class Outcome:
 
 def judged(kind: str, variant: str, ending: Ending, expected: Expected) -> Outcome:
     """What the job said and how it ended; result and checkpoints are for others to look at."""
-    outcome = Outcome(kind, variant, round(ending.seconds, 2), ending.code, said=ending.said[-4000:])
+    outcome = Outcome(kind, variant, round(ending.seconds, 2), ending.code, output=ending.output[-4000:])
     outcome.note("ended", ending.code is not None, "a silent hang")
-    found = [match for cause in expected.causes for match in re.finditer(cause, ending.said, re.S)]
-    outcome.note("cause", bool(found), f"none of {expected.causes} is said")
-    outcome.note("rank", None if expected.everyone else any(_names(match, expected.rank) for match in found),
+    matches = [match for cause in expected.causes for match in re.finditer(cause, ending.output, re.S)]
+    outcome.note("cause", bool(matches), f"none of {expected.causes} is said")
+    outcome.note("rank", None if expected.everyone else any(_names(match, expected.rank) for match in matches),
                  f"rank {expected.rank} is not named")
     right = ending.code in expected.codes if expected.codes else ending.code not in (None, 0, 75)
     outcome.note("code", right, f"{ending.code}, expected {expected.codes or 'an error'}")
     return outcome
 
 
-def _names(match: re.Match, rank: int | None) -> bool:
+def _names(match: re.Match[str], rank: int | None) -> bool:
     """Whether its group `rank` names the rank (None: any one) by itself."""
-    alone = [spans for spans in ranks_in(match.groupdict().get("rank") or "") if len(spans) == 1]
+    alone = [ranks for ranks in ranks_in(match.groupdict().get("rank") or "") if len(ranks) == 1]
     return bool(alone) if rank is None else [rank] in alone
 
 
 def ranks_in(text: str) -> list[list[int]]:
     """ "rank 3: ...; ranks 0-2, 7: ..." as [[3], [0, 1, 2, 7]]."""
-    found = []
+    named = []
     for spans in re.findall(r"\branks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text):
         ends = [[int(end) for end in span.split("-")] for span in spans.split(", ")]
-        found.append([rank for span in ends for rank in range(span[0], span[-1] + 1)])
-    return found
+        named.append([rank for span in ends for rank in range(span[0], span[-1] + 1)])
+    return named
 
 
-@dataclass(frozen=True)
-class Row:
-    """All repetitions of a kind."""
-
-    kind: str
-    times: int
-    median: float
-    longest: float
-    cells: dict[str, str]
-    good: bool
-
-    def words(self) -> list[str]:
-        return [self.kind, str(self.times), f"{self.median:.1f}", f"{self.longest:.1f}",
-                *(self.cells[check] for check in CHECKS), "ok" if self.good else "FAILS"]
-
-
-def row(kind: str, outcomes: list[Outcome]) -> Row:
-    seconds = [outcome.seconds for outcome in outcomes]
-    cells = {}
-    for check in CHECKS:
-        looked = [outcome.checks[check] for outcome in outcomes if outcome.checks.get(check) is not None]
-        cells[check] = f"{sum(looked)}/{len(looked)}" if looked else "-"
-    return Row(kind, len(outcomes), median(seconds), max(seconds), cells,
-               not any(outcome.failed for outcome in outcomes))
+def table(outcomes: Sequence[Outcome]) -> str:
+    """In Markdown, a row for each kind: of each check how often it was right, of how often there was one."""
+    rows = [["fault", "times", "median s", "longest s", *CHECKS.values(), "verdict"]]
+    for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
+        those = [outcome for outcome in outcomes if outcome.kind == kind]
+        seconds = [outcome.seconds for outcome in those]
+        made = {check: [outcome.checks[check] for outcome in those if outcome.checks.get(check) is not None]
+                for check in CHECKS}
+        rows.append([kind, str(len(those)), f"{median(seconds):.1f}", f"{max(seconds):.1f}",
+                     *(f"{sum(made[check])}/{len(made[check])}" if made[check] else "-" for check in CHECKS),
+                     "FAILS" if any(outcome.failed for outcome in those) else "ok"])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-TITLES = ["fault", "times", "median s", "longest s", *HEADINGS, "verdict"]
-
-
-def markdown(rows: list[Row]) -> str:
-    lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
-    return "\n".join(lines + ["| " + " | ".join(row.words()) + " |" for row in rows])
-
-
-def to_json(outcomes: list[Outcome]) -> str:
+def to_json(outcomes: Sequence[Outcome]) -> str:
     return json.dumps([asdict(outcome) | {"failed": outcome.failed} for outcome in outcomes], indent=1)
-
-
-def from_json(text: str) -> list[Outcome]:
-    return [Outcome(**{name: value for name, value in entry.items() if name != "failed"}) for entry in json.loads(text)]

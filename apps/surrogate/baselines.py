@@ -8,31 +8,33 @@ Errors are relative, |prediction - u| / |u| in the Euclidean norm over the point
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from itertools import combinations_with_replacement
+from pathlib import Path
 
 import h5py
 import numpy as np
 from scipy.spatial import cKDTree
 
 
-def mean_field(x, y, wanted) -> np.ndarray:
+def mean_field(x: np.ndarray, y: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The mean of all fields, whatever the parameters."""
     return np.broadcast_to(y.mean(axis=0), (len(wanted), y.shape[1]))
 
 
-def nearest(x, y, wanted) -> np.ndarray:
+def nearest(x: np.ndarray, y: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The field of the nearest parameters."""
     return y[cKDTree(x).query(wanted)[1]]
 
 
-def polynomial(degree: int):
+def polynomial(degree: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
     """Least squares in all monomials of the parameters up to a degree."""
 
-    def monomials(x) -> np.ndarray:
+    def monomials(x: np.ndarray) -> np.ndarray:
         powers = [c for d in range(degree + 1) for c in combinations_with_replacement(range(x.shape[1]), d)]
         return np.stack([np.prod(x[:, list(c)], axis=1, dtype=float) for c in powers], axis=1)
 
-    def predict(x, y, wanted) -> np.ndarray:
+    def predict(x: np.ndarray, y: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         terms = monomials(x)
         factors = np.linalg.lstsq(terms.T @ terms, terms.astype("float32").T @ y, rcond=None)[0]
         return (monomials(wanted) @ factors).astype(y.dtype)
@@ -44,18 +46,18 @@ BASELINES = {"mean field": mean_field, "nearest neighbour": nearest,
              "linear regression": polynomial(1), "cubic regression": polynomial(3)}
 
 
-def relative_errors(prediction, y, mean: float, std: float) -> np.ndarray:
+def relative_errors(prediction: np.ndarray, y: np.ndarray, mean: float, std: float) -> np.ndarray:
     """Of each sample; prediction and y as they are stored, u = mean + std y."""
     return std * np.linalg.norm(prediction - y, axis=1) / np.linalg.norm(mean + std * y, axis=1)
 
 
-def baseline_errors(path, held_out: int, names=tuple(BASELINES)) -> dict[str, np.ndarray]:
+def baseline_errors(path: str | Path, held_out: int) -> dict[str, np.ndarray]:
     """Name -> relative error of each of the last `held_out` samples, from all those before."""
     with h5py.File(path) as file:
         x, y, mean, std = file["x"][:], file["y"][:], file.attrs["mean"], file.attrs["std"]
     known = len(x) - held_out
-    return {name: relative_errors(BASELINES[name](x[:known], y[:known], x[known:]), y[known:], mean, std)
-            for name in names}
+    return {name: relative_errors(predict(x[:known], y[:known], x[known:]), y[known:], mean, std)
+            for name, predict in BASELINES.items()}
 
 
 def table(errors: dict[str, np.ndarray]) -> str:

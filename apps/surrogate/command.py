@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from mpi4py import MPI
 
 from pmm3d.errors import Pmm3dError
 
 
-def parsed(parser: argparse.ArgumentParser, comm) -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, comm: MPI.Intracomm) -> argparse.Namespace:
     """The options, on all ranks; rank 0 alone explains usage."""
     options = None
     try:
@@ -26,7 +26,7 @@ def parsed(parser: argparse.ArgumentParser, comm) -> argparse.Namespace:
     return options
 
 
-def at_least(smallest: int):
+def at_least(smallest: int) -> Callable[[str], int]:
     """A type for argparse."""
 
     def number(text: str) -> int:
@@ -39,7 +39,7 @@ def at_least(smallest: int):
 
 
 @contextmanager
-def said_once(comm):
+def said_once(comm: MPI.Intracomm) -> Iterator[None]:
     """What pmm3d raises on all ranks is one line, not a traceback from each. To be put around the Grid, which ends the
     job if one rank raises alone."""
     try:
@@ -51,24 +51,14 @@ def said_once(comm):
         sys.exit(2)
 
 
-@contextmanager
-def progress(comm, what: str, total: int):
-    """tell(count), for what rank 0 has done of its total: a bar in a terminal, a line every tenth elsewhere."""
-    console = Console(highlight=False)
-    if comm.rank != 0:
-        yield lambda count, note="": None
-    elif console.is_terminal and not console.is_dumb_terminal:
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn()
-        with Progress(TextColumn("{task.description}"), *columns, TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task(what, total=total, note="")
-            yield lambda count, note="": bar.update(task, advance=count, note=note)
-    else:
-        begun, done = time.monotonic(), 0
+def progress(comm: MPI.Intracomm, what: str, total: int) -> Callable[..., None]:
+    """tell(count, note), for what rank 0 has done of its total: a line every tenth."""
+    begun, done = time.monotonic(), 0
 
-        def tell(count: int, note: str = "") -> None:
-            nonlocal done
-            before, done = done, done + count
-            if 10 * before // total < 10 * done // total:
-                print(f"{what}: {done} of {total}, {time.monotonic() - begun:.0f} s {note}".rstrip(), flush=True)
+    def tell(count: int, note: str = "") -> None:
+        nonlocal done
+        before, done = done, done + count
+        if comm.rank == 0 and 10 * before // total < 10 * done // total:
+            print(f"{what}: {done} of {total}, {time.monotonic() - begun:.0f} s {note}".rstrip(), flush=True)
 
-        yield tell
+    return tell

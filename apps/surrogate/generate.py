@@ -9,15 +9,17 @@ The file holds
     attributes: parameters, low, high (x = -1 is low, x = 1 is high), points, refine, mean, std
 
 The parameters are Sobol's sequence by the number of the sample, so the data are the same, bit for bit, on any number
-of ranks. All ranks write at once: into one file where h5py is built with MPI, otherwise each into its own file in the
-folder NAME.parts, which the virtual data sets of NAME.h5 join; keep the two together. Neither is there under its name
-before all is complete. Any HDF5 reader sees whole arrays: h5py.File("surrogate.h5")["y"][:10].
+of ranks. Each rank keeps its share in memory until the mean is known; then all write at once: into one file where h5py
+is built with MPI, otherwise each into its own file in the folder NAME.parts, which the virtual data sets of NAME.h5
+join; keep the two together. Neither is there under its name before all is complete. Any HDF5 reader sees whole arrays:
+h5py.File("surrogate.h5")["y"][:10].
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -33,7 +35,6 @@ from pmm3d.errors import Pmm3dError
 from pmm3d.layout import part_range
 
 ONE_FILE = h5py.get_config().mpi
-CHUNK = 100
 
 
 def parameters(first: int, last: int) -> np.ndarray:
@@ -50,45 +51,41 @@ class Output:
         self.widths = {"x": len(PARAMETERS), "y": points**2}
         self.samples = samples
 
-    def prepare(self, overwrite: bool) -> str | None:
-        """What stands in the way, if anything."""
+    def prepare(self, overwrite: bool) -> None:
+        """Raises Pmm3dError if something stands in the way."""
         for each in (self.path, self.parts):
             if each.exists() and not overwrite:
-                return f"{each} exists already; --overwrite replaces it, --out names another"
+                raise Pmm3dError(f"{each} exists already; --overwrite replaces it, --out names another")
         folder = self.path.resolve().parent
         needed = 4 * self.samples * sum(self.widths.values())
         try:
             free = shutil.disk_usage(folder).free
             if free < needed:
-                return f"{folder} has {free / 1e9:.2f} GB free; the data set takes {needed / 1e9:.2f} GB"
+                raise Pmm3dError(f"{folder} has {free / 1e9:.2f} GB free; the data set takes {needed / 1e9:.2f} GB")
             self.discard()
             self.partial_parts.mkdir()
         except OSError as error:
-            return f"cannot write in {folder}: {error.strerror}"
+            raise Pmm3dError(f"cannot write in {folder}: {error.strerror}") from None
 
-    def open(self, grid: Grid, mode: str) -> h5py.File:
-        """The file that this rank writes."""
+    def write(self, grid: Grid, first: int, values: dict[str, np.ndarray]) -> None:
+        """This rank's samples, from the first on."""
         if ONE_FILE:
-            return h5py.File(self.partial_path, mode, driver="mpio", comm=grid.comm)
-        return h5py.File(self.partial_parts / f"{grid.rank:05d}.h5", mode)
+            file = h5py.File(self.partial_path, "w", driver="mpio", comm=grid.comm)
+        else:
+            file = h5py.File(self.partial_parts / f"{grid.rank:05d}.h5", "w")
+        with file:
+            for name, rows in values.items():
+                begin, total = (first, self.samples) if ONE_FILE else (0, len(rows))
+                dataset = file.create_dataset(name, (total, self.widths[name]), "float32")
+                dataset[begin : begin + len(rows)] = rows
 
-    def join(self, ranks: int) -> None:
-        """Virtual data sets over the files of the ranks. Where such a file is missing they read as NaN."""
-        with h5py.File(self.partial_path, "w") as file:
-            for name, width in self.widths.items():
-                layout = h5py.VirtualLayout((self.samples, width), "float32")
-                for rank in range(min(ranks, self.samples)):
-                    first, last = part_range(self.samples, ranks, rank)
-                    part = f"{self.parts.name}/{rank:05d}.h5"
-                    layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
-                file.create_virtual_dataset(name, layout, fillvalue=np.nan)
-
-    def describe(self, **attributes) -> None:
-        with h5py.File(self.partial_path, "r+") as file:
+    def publish(self, ranks: int, **attributes) -> None:
+        """All is written: join the files of the ranks, add the attributes, and give the data set its name."""
+        with h5py.File(self.partial_path, "r+" if ONE_FILE else "w") as file:
+            if not ONE_FILE:
+                self._join(file, ranks)
             names, low, high = zip(*PARAMETERS)
             file.attrs.update({"parameters": names, "low": low, "high": high, **attributes})
-
-    def publish(self) -> None:
         self.path.unlink(missing_ok=True)
         shutil.rmtree(self.parts, ignore_errors=True)
         if ONE_FILE:
@@ -97,48 +94,45 @@ class Output:
             self.partial_parts.rename(self.parts)
         self.partial_path.rename(self.path)
 
+    def _join(self, file: h5py.File, ranks: int) -> None:
+        """Virtual data sets over the files of the ranks. Where such a file is missing they read as NaN."""
+        for name, width in self.widths.items():
+            layout = h5py.VirtualLayout((self.samples, width), "float32")
+            for rank in range(min(ranks, self.samples)):
+                first, last = part_range(self.samples, ranks, rank)
+                part = f"{self.parts.name}/{rank:05d}.h5"
+                layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
+            file.create_virtual_dataset(name, layout, fillvalue=np.nan)
+
     def discard(self) -> None:
         self.partial_path.unlink(missing_ok=True)
         if self.partial_parts.exists():
             shutil.rmtree(self.partial_parts)
 
 
-def generate(grid: Grid, path: Path, samples: int, points=32, refine=2, overwrite=False, tell=lambda n: None) -> None:
-    """Write the data set; collective. tell(n) hears of each n samples that this rank has solved."""
+def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int = 2, overwrite: bool = False,
+             tell: Callable[[int], None] = lambda count: None) -> None:
+    """Write the data set; collective. tell(1) is called for each sample that this rank has solved."""
     output = Output(path, samples, points)
     first, last = part_range(samples, grid.size, grid.rank)
-    offset = first if ONE_FILE else 0
-    problem = grid.comm.bcast(output.prepare(overwrite) if grid.rank == 0 else None)
     with grid.together("generate", str(path), samples, points, refine, overwrite):
-        if problem:
-            raise Pmm3dError(problem)
+        if grid.rank == 0:
+            output.prepare(overwrite)
     try:
-        sums = np.empty((last - first, 2))
-        with grid.together("generate: solve"), output.open(grid, "w") as file:
-            rows = samples if ONE_FILE else last - first
-            x, y = (file.create_dataset(name, (rows, width), "float32") for name, width in output.widths.items())
-            plume = Plume(points, refine)
-            for low in range(first, last, CHUNK):
-                high = min(low + CHUNK, last)
-                chosen = parameters(low, high)
-                fields = np.stack([plume.field(each).ravel() for each in in_units(chosen)])
-                x[low - first + offset : high - first + offset] = chosen
-                y[low - first + offset : high - first + offset] = fields
-                sums[low - first : high - first, 0] = fields.mean(axis=1)
-                sums[low - first : high - first, 1] = (fields**2).mean(axis=1)
-                tell(high - low)
-        mean, square = np.concatenate(grid.comm.allgather(sums)).mean(axis=0)
+        with grid.together("generate: solve"):
+            plume, x = Plume(points, refine), parameters(first, last)
+            y = np.empty((last - first, points**2))
+            for field, chosen in zip(y, in_units(x)):
+                field[:] = plume.field(chosen).ravel()
+                tell(1)
+            moments = np.stack([y.mean(axis=1), (y**2).mean(axis=1)], axis=1)
+        mean, square = np.concatenate(grid.comm.allgather(moments)).mean(axis=0)
         std = np.sqrt(square - mean**2)
-        with grid.together("generate: scale"), output.open(grid, "r+") as file:
-            for low in range(first, last, CHUNK):
-                rows = slice(low - first + offset, min(low + CHUNK, last) - first + offset)
-                file["y"][rows] = (file["y"][rows] - np.float32(mean)) / np.float32(std)
+        with grid.together("generate: write"):
+            output.write(grid, first, {"x": x, "y": (y - mean) / std})
         with grid.together("generate: publish"):
             if grid.rank == 0:
-                if not ONE_FILE:
-                    output.join(grid.size)
-                output.describe(points=points, refine=refine, mean=mean, std=std)
-                output.publish()
+                output.publish(grid.size, points=points, refine=refine, mean=mean, std=std)
     except Exception:
         if grid.rank == 0:
             output.discard()
@@ -157,8 +151,8 @@ def main() -> None:
     with said_once(comm), Grid(comm, (1, 1, 1), data=comm.size) as grid:
         begun = perf_counter()
         share = part_range(options.samples, comm.size, 0)[1]
-        with progress(comm, f"solving on rank 0 of {comm.size}", share) as tell:
-            generate(grid, options.out, options.samples, options.points, options.refine, options.overwrite, tell)
+        tell = progress(comm, f"solving on rank 0 of {comm.size}", share)
+        generate(grid, options.out, options.samples, options.points, options.refine, options.overwrite, tell)
         if comm.rank == 0:
             seconds = perf_counter() - begun
             print(f"wrote {options.out}: {options.samples} samples of {options.points} x {options.points} points "

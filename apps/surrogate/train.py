@@ -14,12 +14,13 @@ few fields, predicted and true.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
 import h5py
 import numpy as np
-from baselines import BASELINES, baseline_errors, relative_errors, table
+from baselines import baseline_errors, relative_errors, table
 from command import at_least, parsed, progress, said_once
 from figure import draw
 from mpi4py import MPI
@@ -27,12 +28,13 @@ from pde import Plume, in_units
 
 from pmm3d import Grid, nn
 from pmm3d.errors import Pmm3dError
-from pmm3d.io import DataSet
+from pmm3d.io import DataSet, Loader
 from pmm3d.layout import parse_shape
 from pmm3d.nn import optim
 
 
-def train(net, batches, held_out, epochs: int, rate: float, tell) -> list[tuple[float, float]]:
+def train(net: nn.Module, batches: Loader, held_out: Loader, epochs: int, rate: float,
+          tell: Callable[[int, str], None]) -> list[tuple[float, float]]:
     """(loss on the batches, loss on what is held out) of each epoch."""
     opt = optim.AdamW(net.parameters(), lr=rate, weight_decay=1e-4)
     schedule = optim.Cosine(opt, steps=epochs * len(batches), warm_up=min(100, len(batches)))
@@ -52,13 +54,13 @@ def train(net, batches, held_out, epochs: int, rate: float, tell) -> list[tuple[
     return losses
 
 
-def predict(net, batches) -> np.ndarray:
+def predict(net: nn.Module, batches: Loader) -> np.ndarray:
     """The network's answer to all samples of a loader, in order, on all ranks."""
     with nn.no_grad(net.grid):
         return np.concatenate([np.array(net(x).gather()) for x, _ in batches])
 
 
-def attributes(path) -> dict:
+def attributes(path: Path) -> dict:
     """What generate.py noted about its data, and a network has to know."""
     with h5py.File(path) as file:
         missing = {"points", "refine", "mean", "std"} - set(file.attrs)
@@ -67,13 +69,14 @@ def attributes(path) -> dict:
         return dict(file.attrs)
 
 
-def report(grid: Grid, options, noted, losses, predicted, seconds_of_net: float) -> None:
+def report(grid: Grid, options: argparse.Namespace, noted: dict, losses: list[tuple[float, float]],
+           predicted: np.ndarray, seconds_of_net: float) -> None:
     """What was learnt, beside what is known without a network, and the figure."""
     with h5py.File(options.data) as file:
         x, y = (file[name][-options.held_out :] for name in ("x", "y"))
     mean, std, points = noted["mean"], noted["std"], noted["points"]
     errors = {"this network": relative_errors(predicted, y, mean, std)}
-    errors |= baseline_errors(options.data, options.held_out, options.baselines)
+    errors |= baseline_errors(options.data, options.held_out)
     print(table(errors))
     plume, begun, few = Plume(points, noted["refine"]), perf_counter(), min(20, len(x))
     for each in in_units(x[:few]):
@@ -86,7 +89,7 @@ def report(grid: Grid, options, noted, losses, predicted, seconds_of_net: float)
     print(f"wrote {options.figure}", flush=True)
 
 
-def run(grid: Grid, data: DataSet, options) -> None:
+def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
     """All of it: checks, training, report."""
     known = data.samples - options.held_out
     with grid.together("train", vars(options)):
@@ -98,8 +101,8 @@ def run(grid: Grid, data: DataSet, options) -> None:
     batches = data.loader(options.batch, seed=options.seed, rows=(0, known))
     held_out = data.loader(options.batch, shuffle=False, rows=(known, data.samples))
     net = nn.MLP(grid, [data.features, *options.hidden, data.outputs], nn.gelu, seed=options.seed, dtype="float32")
-    with progress(grid.comm, f"{net.size:,} parameters on {grid.shape}", options.epochs) as tell:
-        losses = train(net, batches, held_out, options.epochs, options.rate, tell)
+    tell = progress(grid.comm, f"{net.size:,} parameters on {grid.shape}", options.epochs)
+    losses = train(net, batches, held_out, options.epochs, options.rate, tell)
     begun = perf_counter()
     predicted = predict(net, held_out)
     seconds = (perf_counter() - begun) / options.held_out
@@ -108,7 +111,7 @@ def run(grid: Grid, data: DataSet, options) -> None:
             report(grid, options, noted, losses, predicted, seconds)
 
 
-def options_of(comm) -> argparse.Namespace:
+def options_of(comm: MPI.Intracomm) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="file that generate.py wrote")
     parser.add_argument("--grid", default="1x1x1", help="GxxGyxGz of one copy of the network (1x1x1)")
@@ -117,8 +120,6 @@ def options_of(comm) -> argparse.Namespace:
     parser.add_argument("--batch", type=at_least(1), default=250, help="samples per step, over all ranks (250)")
     parser.add_argument("--rate", type=float, default=4e-3, help="learning rate, after the warm-up (4e-3)")
     parser.add_argument("--held-out", type=at_least(1), default=2000, help="samples at the end, not learnt from (2000)")
-    parser.add_argument("--baselines", nargs="*", default=list(BASELINES), choices=BASELINES, metavar="NAME",
-                        help=f"of {', '.join(map(repr, BASELINES))} (all)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of initial weights and order of samples (0)")
     parser.add_argument("--figure", type=Path, default=Path("surrogate.png"), help="to draw (surrogate.png)")
     return parsed(parser, comm)

@@ -1,24 +1,26 @@
 """Files: data sets, their conversion, checkpoints. Loaded when first used, as in pmm3d."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .convert import convert  # here, since the function has the name of its module; it loads neither numpy nor h5py
 
-_HOME = {
-    "DataSet": "dataset",
-    "Loader": "dataset",
-    "Checkpoints": "checkpoint",
-    "export_safetensors": "safetensors",
-    "import_safetensors": "safetensors",
-}
-__all__ = ["convert", *_HOME]
+if TYPE_CHECKING:  # the same names, for type checkers
+    from .checkpoint import Checkpoints
+    from .dataset import DataSet
+    from .loader import Loader
+    from .safetensors import export_safetensors, import_safetensors
+
+_MODULES = {"DataSet": "dataset", "Loader": "loader", "Checkpoints": "checkpoint",
+            "export_safetensors": "safetensors", "import_safetensors": "safetensors"}
+__all__ = ["convert", *_MODULES]
 
 
-def __getattr__(name: str):
-    if name not in _HOME:
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
         raise AttributeError(f"module 'pmm3d.io' has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

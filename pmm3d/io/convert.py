@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError
+from ..errors import DataError, needs
+
+if TYPE_CHECKING:
+    import h5py
+    import numpy as np
 
 CELLS_AT_ONCE = 2**20
 DELIMITERS = ",;\t|"
 DTYPES = ("float32", "float64")
 
+Columns = str | int | Sequence[str | int] | None
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+Progress = Callable[[int, int], object]
 
-def convert(source, target, *, inputs="x", targets="y", target_columns=None, classes=False, chunk_rows=None,
-            delimiter=None, dtype="float32", overwrite=False, tell=lambda done, total: None) -> tuple[tuple, tuple]:
-    """Write the samples of a CSV file or of a .npz file to an HDF5 file; gives the shapes of inputs and targets.
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x", targets: str = "y",
+            target_columns: Columns = None, classes: bool | Sequence[str] = False, chunk_rows: int | None = None,
+            delimiter: str | None = None, dtype: str = "float32", overwrite: bool = False,
+            tell: Progress = lambda done, total: None) -> Shapes:
+    """Write the samples of a CSV file or of a .npz file to an HDF5 file; returns the shapes of inputs and targets.
 
     inputs, targets   names of the two data sets; in a .npz file the arrays of these names
     target_columns    of a CSV file: a name, an index, or several; the others are the inputs. Left out, the last one
@@ -35,6 +47,13 @@ def convert(source, target, *, inputs="x", targets="y", target_columns=None, cla
 
     Raises DataError: a file that is missing, empty or in the way; a cell that is no finite number, with its line and
     column; lines of different lengths; targets that do not exist or are no labels.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table = Path(folder, "houses.csv")
+        ...     size = table.write_text("rooms,area,price\\n3,70,210\\n5,120,390\\n")
+        ...     convert(table, table.with_suffix(".h5"), target_columns="price")
+        ((2, 2), (2, 1))
     """
     source, target = Path(source), Path(target)
     labels = None if classes is False else _Labels(None if classes is True else classes)
@@ -49,7 +68,7 @@ def convert(source, target, *, inputs="x", targets="y", target_columns=None, cla
     try:
         with _completed(target) as file:
             if source.suffix == ".npz":
-                shapes = _from_npz(source, file, inputs, targets, labels)
+                shapes = _write_arrays(source, file, inputs, targets, labels)
             else:
                 table = _Table(source, target_columns, delimiter, labels)
                 shapes = table.write(file, inputs, targets, dtype, chunk_rows, tell)
@@ -61,10 +80,10 @@ def convert(source, target, *, inputs="x", targets="y", target_columns=None, cla
 
 
 @contextmanager
-def _completed(target: Path):
+def _completed(target: Path) -> Iterator[h5py.File]:
     """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
-    import h5py
-
+    with needs("io", "HDF5 files"):
+        import h5py
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         with h5py.File(partial, "w", libver=("v108", "v110")) as file:
@@ -93,27 +112,25 @@ class _Labels:
             self._numbers[text] = len(self._numbers)
         return self._numbers[text]
 
-    def finish(self, dataset) -> None:
+    def finish(self, dataset: h5py.Dataset) -> None:
         """Renumber the data set, and store the names."""
         import numpy as np
 
-        names = self._given or list(self._numbers)
+        names = self._given or sorted(self._numbers)
+        whole = self._given is None and all(name.isascii() and name.isdigit() for name in names)
         if self._given is None:
-            whole = all(name.isascii() and name.isdigit() for name in names)
-            names = sorted(names)
             lookup = np.array([int(name) if whole else names.index(name) for name in self._numbers], np.int64)
             for start in range(0, len(dataset), CELLS_AT_ONCE):
                 rows = slice(start, min(start + CELLS_AT_ONCE, len(dataset)))
                 dataset[rows] = lookup[dataset[rows]]
-            if whole:
-                return
-        dataset.attrs["class_names"] = names
+        if not whole:
+            dataset.attrs["class_names"] = names
 
 
 class _Table:
     """The lines of a CSV file."""
 
-    def __init__(self, path: Path, target_columns, delimiter: str | None, labels: _Labels | None):
+    def __init__(self, path: Path, target_columns: Columns, delimiter: str | None, labels: _Labels | None):
         self._path, self._labels = path, labels
         first = next((text for _, text in self._lines()), None)
         if first is None:
@@ -123,52 +140,49 @@ class _Table:
         cells = self._cells(first)
         self._header = not any(_is_number(cell) for cell in cells)
         self._names = cells if self._header else [str(index) for index in range(len(cells))]
-        self._targets = self._find(target_columns)
+        self._targets = self._indices(target_columns)
         self._inputs = [index for index in range(len(cells)) if index not in self._targets]
         if not self._inputs:
             raise DataError(f"{path}: no columns are left for the inputs; it has {len(cells)}")
         if labels is not None and len(self._targets) > 1:
             raise DataError(f"{path}: labels are one column; got the target columns {target_columns!r}")
 
-    def _lines(self):
-        """(number, text) of the lines that are not blank, numbered from 1."""
+    def _lines(self, header: bool = False) -> Iterator[tuple[int, str]]:
+        """(number, text) of the lines that are not blank, numbered from 1; from the second one on after a header."""
         with open(self._path, encoding="utf-8-sig") as file:
-            for number, text in enumerate(file, 1):
-                if not text.isspace():
-                    yield number, text
-
-    def _data_lines(self):
-        return islice(self._lines(), int(self._header), None)
+            lines = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
+            yield from islice(lines, int(header), None)
 
     def _cells(self, line: str) -> list[str]:
         cells = next(csv.reader([line], delimiter=self._delimiter)) if self._delimiter else line.split()
         return [cell.strip() for cell in cells]
 
-    def _find(self, columns) -> list[int]:
-        found = []
-        single = columns is None or isinstance(columns, (str, int))
-        for column in [-1 if columns is None else columns] if single else columns:
+    def _indices(self, columns: Columns) -> list[int]:
+        """Of columns given by name or index."""
+        if columns is None or isinstance(columns, (str, int)):
+            columns = [-1 if columns is None else columns]
+        indices = []
+        for column in columns:
             if isinstance(column, str) and self._header and column in self._names:
-                found.append(self._names.index(column))
+                indices.append(self._names.index(column))
             elif isinstance(column, int) and -len(self._names) <= column < len(self._names):
-                found.append(column % len(self._names))
+                indices.append(column % len(self._names))
             else:
                 has = f"has the columns {', '.join(self._names)}" if self._header else "has no header"
                 raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self._names)}")
-        return found
+        return indices
 
-    def write(self, file, inputs: str, targets: str, dtype: str, chunk_rows: int | None, tell) -> tuple[tuple, tuple]:
-        """Fill two data sets, and give their shapes. The lines are counted first: contiguous data sets read fastest."""
-        total = sum(1 for _ in self._data_lines())
+    def write(self, file: h5py.File, inputs: str, targets: str, dtype: str, chunk_rows: int | None,
+              tell: Progress) -> Shapes:
+        """Fill two data sets. The lines are counted first: contiguous data sets read fastest. Returns their shapes."""
+        total = sum(1 for _ in self._lines(self._header))
         if total == 0:
             raise DataError(f"{self._path} has no line of data")
         x = file.create_dataset(inputs, (total, len(self._inputs)), dtype)
-        if self._labels is None:
-            y = file.create_dataset(targets, (total, len(self._targets)), dtype)
-        else:
-            y = file.create_dataset(targets, (total,), "int64")
+        shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), dtype)
+        y = file.create_dataset(targets, shape, kind)
         step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._names))
-        lines, done = self._data_lines(), 0
+        lines, done = self._lines(self._header), 0
         while chunk := list(islice(lines, step)):
             values, rows = self._parse(chunk), slice(done, done + len(chunk))
             x[rows] = values[:, self._inputs]
@@ -177,39 +191,35 @@ class _Table:
             tell(done, total)
         return x.shape, y.shape
 
-    def _parse(self, chunk):
+    def _parse(self, chunk: list[tuple[int, str]]) -> np.ndarray:
         """The numbers in some lines, (lines, columns); labels as their numbers."""
         import numpy as np
 
-        converters = None if self._labels is None else {self._targets[0]: self._labels.number}
+        converters: dict[int | str, Any] = {} if self._labels is None else {self._targets[0]: self._labels.number}
         try:
             values = np.loadtxt([text for _, text in chunk], delimiter=self._delimiter, quotechar='"', comments=None,
                                 ndmin=2, converters=converters)
         except (ValueError, DataError) as error:
-            self._explain(chunk)
+            self._check_cells(chunk)
             raise DataError(f"{self._path}, lines {chunk[0][0]} to {chunk[-1][0]}: {error}") from None
         if values.shape[1] != len(self._names) or not np.isfinite(values).all():
-            self._explain(chunk)
+            self._check_cells(chunk)
         return values
 
-    def _explain(self, chunk) -> None:
-        """Raise DataError for the first cell that cannot be used."""
+    def _check_cells(self, chunk: list[tuple[int, str]]) -> None:
+        """Raises DataError for the first cell that cannot be used."""
         for number, text in chunk:
             cells = self._cells(text)
             if len(cells) != len(self._names):
                 raise DataError(f"{self._path}, line {number} has {len(cells)} cells; the first has {len(self._names)}")
             for column, cell in enumerate(cells):
-                where = f"{self._path}, line {number}, column {self._names[column]}"
-                if self._labels is not None and column in self._targets:
-                    self._explain_label(where, cell)
-                elif not _is_number(cell) or not abs(float(cell)) < float("inf"):
-                    raise DataError(f"{where}: {cell!r} is not a finite number")
-
-    def _explain_label(self, where: str, cell: str) -> None:
-        try:
-            self._labels.number(cell)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+                try:
+                    if self._labels is not None and column in self._targets:
+                        self._labels.number(cell)
+                    elif not _is_number(cell) or not isfinite(float(cell)):
+                        raise DataError(f"{cell!r} is not a finite number")
+                except DataError as error:
+                    raise DataError(f"{self._path}, line {number}, column {self._names[column]}: {error}") from None
 
 
 def _is_number(text: str) -> bool:
@@ -220,10 +230,23 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _from_npz(source: Path, file, inputs: str, targets: str, labels: _Labels | None) -> tuple[tuple, tuple]:
+def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str, labels: _Labels | None) -> Shapes:
+    """The two arrays of a .npz file, checked. Returns their shapes."""
+    import zipfile
+
     import numpy as np
 
-    x, y = _arrays(source, inputs, targets)
+    with open(source, "rb") as opened:
+        if not zipfile.is_zipfile(opened):
+            raise DataError(f"{source} is no .npz file")
+    with np.load(source) as arrays:
+        for name in (inputs, targets):
+            if name not in arrays:
+                raise DataError(f"{source} has no array {name!r}; it has {', '.join(map(repr, arrays))}")
+        try:
+            x, y = arrays[inputs], arrays[targets]
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise DataError(f"cannot read {source}: {error}") from None
     if labels is not None:
         y = np.array([labels.number(str(label)) for label in y.reshape(-1)], np.int64)
     for name, array in ((inputs, x), (targets, y)):
@@ -236,21 +259,3 @@ def _from_npz(source: Path, file, inputs: str, targets: str, labels: _Labels | N
         raise DataError(f"{source}: {inputs!r} has {len(x)} rows, {targets!r} has {len(y)}")
     file[inputs], file[targets] = x, y
     return x.shape, y.shape
-
-
-def _arrays(source: Path, *names: str) -> list:
-    import zipfile
-
-    import numpy as np
-
-    with open(source, "rb") as opened:
-        if not zipfile.is_zipfile(opened):
-            raise DataError(f"{source} is no .npz file")
-    with np.load(source) as arrays:
-        for name in names:
-            if name not in arrays:
-                raise DataError(f"{source} has no array {name!r}; it has {', '.join(map(repr, arrays))}")
-        try:
-            return [arrays[name] for name in names]
-        except (ValueError, zipfile.BadZipFile) as error:
-            raise DataError(f"cannot read {source}: {error}") from None

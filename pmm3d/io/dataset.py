@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+import os
 import weakref
-from collections import deque
-from queue import SimpleQueue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from ..arrays import NumpyLibrary, check_matrix_dtype, library_named
-from ..errors import DataError, DTypeError
+from ..comm import Grid
+from ..errors import DataError, DTypeError, needs
 from ..layout import batch_layout, part_range
-from ..product import DistMatrix
-from .hdf5 import Columns, SourceFile, row_number, width
+from .loader import Loader, Plan, Rows, check_at_least
+
+with needs("io", "data sets"):
+    import h5py
 
 ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
@@ -36,12 +41,21 @@ class DataSet:
     The file must stay as it is while it is in use. Use as a context manager, or close(), which closes the loaders too.
     Raises DataError, on every rank: a file or data set that is missing (with the names of those there are), empty, of
     another type or number of rows, or differs between the ranks; labels below 0.
+
+        >>> import tempfile, h5py
+        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+        ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
+        ...         file["x"], file["y"] = np.ones((10, 2, 4)), np.arange(10) % 3
+        ...     with DataSet(grid, grid.comm.bcast(path)) as data:
+        ...         data.samples, data.features, data.classes
+        (10, 8, 3)
     """
 
-    def __init__(self, grid, path, inputs="x", targets="y", *, dtype="float32", library="numpy", classes=None,
-                 cache_bytes=2**28):
+    def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
+                 dtype: Any = "float32", library: str | NumpyLibrary = "numpy", classes: int | None = None,
+                 cache_bytes: int = 2**28):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
-        self._loaders = weakref.WeakSet()
+        self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest = -1
         with grid.together("DataSet", self.path, inputs, targets, str(dtype), library, classes, cache_bytes):
             self.library = library_named(library)
@@ -51,9 +65,9 @@ class DataSet:
             self.samples = len(self.inputs)
             if len(self.targets) != self.samples:
                 raise DataError(f"{self.path}: {inputs!r} has {self.samples} rows, {targets!r} has {len(self.targets)}")
-            self.features, self.outputs = width(self.inputs), width(self.targets)
+            self.features, self.outputs = prod(self.inputs.shape[1:]), prod(self.targets.shape[1:])
             self.labelled = self.targets.dtype.kind in "iu" and self.outputs == 1
-            self.classes = self._classes(classes)
+            self.classes = self._known_classes(classes)
             if self.labelled and self.classes is None:
                 largest = self._largest_label()
         with grid.together("DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled, self.classes):
@@ -61,7 +75,8 @@ class DataSet:
         if self.labelled and self.classes is None:
             self.classes = max(grid.comm.allgather(largest)) + 1
 
-    def _classes(self, classes) -> int | None:
+    def _known_classes(self, classes: int | None) -> int | None:
+        """As given or by the names in the file; None where only the labels say it, or for vectors."""
         if classes is None:
             names = self.targets.attrs.get("class_names") if self.labelled else None
             return None if names is None else len(names)
@@ -84,24 +99,19 @@ class DataSet:
             largest = max(largest, int(labels.max()))
         return largest
 
-    def check_labels(self, labels, rows) -> None:
-        for at, bad in ((labels.argmin(), labels.min() < 0),
-                        (labels.argmax(), self.classes is not None and labels.max() >= self.classes)):
-            if bad:
-                known = "at least 0" if self.classes is None else f"0 to {self.classes - 1}"
-                raise DataError(f"{self.path}: row {row_number(rows, at)} of data set {self.targets.name[1:]!r} is the "
-                                f"label {labels.reshape(-1)[at]}; labels are {known}")
+    def check_labels(self, labels: np.ndarray, rows: Rows) -> None:
+        """Raises DataError for a label in these rows that is below 0 or no class."""
+        labels = labels.reshape(-1)
+        wrong = (labels < 0) | (self.classes is not None and labels >= self.classes)
+        if wrong.any():
+            row, known = wrong.argmax(), "at least 0" if self.classes is None else f"0 to {self.classes - 1}"
+            raise DataError(f"{self.path}: row {np.r_[rows][row]} of data set {self.targets.name[1:]!r} is the "
+                            f"label {labels[row]}; labels are {known}")
 
-    def check_finite(self, values, columns: Columns, rows) -> None:
-        if values.size == 0 or (np.isfinite(values.min()) and np.isfinite(values.max())):
-            return
-        row, column = np.argwhere(~np.isfinite(values))[0]
-        raise DataError(f"{self.path}: row {row_number(rows, row)} of data set {columns.name!r} holds "
-                        f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
-
-    def loader(self, batch_size, *, shuffle=True, seed=0, split_inputs="y", split_targets=None, drop_last=False,
-               prefetch=2, rows=None) -> Loader:
-        """Batches of the samples; collective.
+    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split_inputs: str | None = "y",
+               split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2,
+               rows: tuple[int, int] | slice | None = None) -> Loader:
+        """A Loader of batches of the samples; collective.
 
         batch_size     rows of a batch, over all ranks; the last one of an epoch may have fewer, or is left out
                        (drop_last)
@@ -115,14 +125,13 @@ class DataSet:
         """
         with self.grid.together("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets, drop_last,
                                 prefetch, rows):
-            _check_at_least(1, batch_size=batch_size, prefetch=prefetch)
-            _check_at_least(0, seed=seed)
+            check_at_least(1, batch_size=batch_size, prefetch=prefetch)
+            check_at_least(0, seed=seed)
             start, stop = _row_range(rows, self.samples)
             if drop_last and stop - start < batch_size:
                 raise DataError(f"drop_last leaves no batch: {stop - start} rows, batch_size {batch_size}")
-            plan = {"samples": self.samples, "rows": [start, stop], "batch_size": int(batch_size),
-                    "shuffle": bool(shuffle), "seed": int(seed), "drop_last": bool(drop_last)}
-            loader = Loader(self, plan, batch_layout(split_inputs), batch_layout(split_targets), prefetch)
+            plan = Plan(self.samples, [start, stop], int(batch_size), bool(shuffle), int(seed), bool(drop_last))
+            loader = Loader(self, plan, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch)
         self._loaders.add(loader)
         return loader
 
@@ -134,231 +143,63 @@ class DataSet:
     def __enter__(self) -> DataSet:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Loader:
-    """Batches of a DataSet, epoch after epoch; made by `DataSet.loader`.
+class SourceFile:
+    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter."""
 
-        for x, y in loader:     the rest of the current epoch
-
-    x    (batch, features)   in batch_layout(split_inputs)
-    y    (batch, 1) int64    labels, whole on each rank that holds the row; or (batch, outputs) in
-                             batch_layout(split_targets)
-
-    epoch, batch   position: batches 0 to batch - 1 of the epoch have been handed out
-    len()          batches per epoch
-
-    A batch may be used until the next but one is asked for: its arrays are then filled anew (prefetch + 2 sets of them
-    go round). Each batch costs one all-reduce of 24 bytes. What goes wrong while a batch is read, samples that are not
-    finite and labels without a class are raised as DataError, by all ranks, when that batch is asked for; asked again,
-    it is read again.
-    """
-
-    def __init__(self, data: DataSet, plan: dict, x_layout, y_layout, prefetch: int):
-        self.data, self.epoch, self.batch = data, 0, 0
-        self._plan, self._layouts = plan, (x_layout, y_layout)
-        self._part = _Part(data, plan, x_layout, y_layout)
-        self._sets, self._held = prefetch + 2, deque()
-        self._reader = self._end = None
-
-    def __len__(self) -> int:
-        return len(self._part)
-
-    def __iter__(self):
-        while self.batch < len(self):
-            yield self._next()
-        self.epoch, self.batch = self.epoch + 1, 0
-
-    def _next(self) -> tuple[DistMatrix, DistMatrix]:
-        data, size = self.data, self._part.size(self.batch)
+    def __init__(self, path: str):
+        self.path = path
         try:
-            with data.grid.together("Loader", data.path, self.epoch, self.batch):
-                x, y = self._take()
-                x = data.library.from_numpy(x, data.dtype)
-                y = data.library.from_numpy(y, "int64" if data.labelled else data.dtype)
-        except Exception:
-            self._stop()
-            raise
-        self.batch += 1
-        return (DistMatrix(data.grid, x, (size, data.features), self._layouts[0]),
-                DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1]))
+            self._identity = self._identify()
+            self.h5 = h5py.File(path, "r", locking="best-effort")
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
 
-    def _take(self):
-        """This rank's blocks of the next batch, in one of the sets of buffers."""
-        if self._reader is None:
-            buffers = [self._part.buffers() for _ in range(self._sets)]
-            self._reader = _Reader(self._part.read, buffers, self._part.from_here(self.epoch, self.batch))
-            self._end = weakref.finalize(self, self._reader.stop)
-        if len(self._held) == 2:
-            self._reader.give_back(self._held.popleft())
-        with self.data.grid.ledger.waiting("loader"):
-            buffers, rows = self._reader.take()
-        self._held.append(buffers)
-        return [buffer[:rows] for buffer in buffers]
+    def _identify(self) -> tuple[int, int]:
+        status = os.stat(self.path)
+        return status.st_ino, status.st_size
 
-    def state(self) -> dict:
-        """The position after the last batch handed out, for JSON. Fits any grid."""
-        return {"epoch": self.epoch, "batch": self.batch, **self._plan}
+    def dataset(self, name: str) -> h5py.Dataset:
+        """The data set of that name, if it holds rows of numbers."""
+        dataset = self.h5.get(name) if isinstance(name, str) else None
+        if not isinstance(dataset, h5py.Dataset):
+            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, self._names()))}")
+        if not dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
+        if 0 in dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
+        if dataset.dtype.kind not in "fiu":
+            kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
+            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
+        return dataset
 
-    def load_state(self, state: dict) -> None:
-        """Go on where `state` was taken; collective. Raises DataError if it belongs to other batches than these."""
-        with self.data.grid.together("Loader.load_state", state):
-            missing = [key for key in self.state() if key not in state]
-            if missing:
-                raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}")
-            differ = [f"{key} was {state[key]}, is {value}" for key, value in self._plan.items() if state[key] != value]
-            if differ:
-                raise DataError(f"the state belongs to other batches: {'; '.join(differ)}")
-            _check_at_least(0, epoch=state["epoch"], batch=state["batch"])
-            if state["batch"] > len(self):
-                raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
-            self._stop()
-            self.epoch, self.batch = state["epoch"], state["batch"]
+    def _names(self) -> list[str]:
+        names: list[str] = []
+        self.h5.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+        return names
 
-    def _stop(self) -> None:
-        if self._reader is not None:
-            self._end()
-        self._reader = None
-        self._held.clear()
-
-    def close(self) -> None:
-        """End the thread and forget what it read. The position stays."""
-        self._stop()
-        self._part.forget()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """The body reads. Raises DataError if it cannot, or if the file is no longer the one that was opened."""
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        try:
+            changed = self._identify() != self._identity
+        except OSError as error:
+            raise DataError(f"lost {self.path} while reading: {error.strerror}") from None
+        if changed:
+            raise DataError(f"{self.path} has been replaced or has changed its size since it was opened")
+        if problem is not None:
+            raise DataError(f"cannot read {self.path}: {problem}") from problem
 
 
-class _Reader:
-    """A thread that fills sets of buffers, batch after batch, as they become free. No MPI in it."""
-
-    def __init__(self, read, buffers, positions):
-        self._free, self._ready, self._ending = SimpleQueue(), SimpleQueue(), False
-        for buffer in buffers:
-            self._free.put(buffer)
-        self._thread = threading.Thread(target=self._run, args=(read, positions), daemon=True, name="pmm3d loader")
-        self._thread.start()
-
-    def _run(self, read, positions) -> None:
-        for position in positions:
-            buffers = self._free.get()
-            if self._ending:
-                return
-            try:
-                self._ready.put((buffers, read(position, buffers)))
-            except Exception as error:
-                self._ready.put(error)
-                return
-
-    def take(self):
-        """(buffers, rows in them) of the next batch, once it is read. Raises what went wrong."""
-        found = self._ready.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def give_back(self, buffers) -> None:
-        self._free.put(buffers)
-
-    def stop(self) -> None:
-        self._ending = True
-        self._free.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-
-class _Part:
-    """What this rank reads: which rows and columns of which batch, from where, and whether they can be used."""
-
-    def __init__(self, data: DataSet, plan: dict, x_layout, y_layout):
-        self._data, self._plan, self._grid = data, plan, data.grid
-        self._layout = x_layout
-        self._start, self._stop = plan["rows"]
-        self._largest = min(plan["batch_size"], self._stop - self._start)
-        self._order, self._shuffled = None, None
-        x = x_layout.box((self._largest, data.features), self._grid.shape, self._grid.coords)
-        y = y_layout.box((self._largest, data.outputs), self._grid.shape, self._grid.coords)
-        self._shapes = x.shape, y.shape
-        numbers = "float32" if data.dtype == "bfloat16" else data.dtype
-        self._dtypes = numbers, "int64" if data.labelled else numbers
-        self._sources = [
-            Columns(dataset, (self._start, self._stop), (box.c0, box.c1), box.r1 - box.r0, dtype,
-                     data.cache_bytes)
-            for dataset, box, dtype in zip((data.inputs, data.targets), (x, y), self._dtypes)
-        ]
-
-    def __len__(self) -> int:
-        whole, rest = divmod(self._stop - self._start, self._plan["batch_size"])
-        return whole + (rest > 0 and not self._plan["drop_last"])
-
-    def size(self, batch: int) -> int:
-        """Rows of a batch, over all ranks."""
-        return min(self._plan["batch_size"], self._stop - self._start - batch * self._plan["batch_size"])
-
-    def from_here(self, epoch: int, batch: int):
-        """(epoch, batch) from there on, without end."""
-        while True:
-            for later in range(batch, len(self)):
-                yield epoch, later
-            epoch, batch = epoch + 1, 0
-
-    def buffers(self):
-        """For this rank's blocks of the largest batch."""
-        return [NumpyLibrary().empty(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes)]
-
-    def read(self, position, buffers) -> int:
-        """Fill the first rows of the buffers with this rank's blocks of a batch; how many these are."""
-        rows, data = self._rows(*position), self._data
-        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        if count == 0:
-            return 0
-        with data.file.unchanged():
-            for source, buffer in zip(self._sources, buffers):
-                source.read(rows, buffer[:count])
-        x, y = (buffer[:count] for buffer in buffers)
-        data.check_finite(x, self._sources[0], rows)
-        if data.labelled:
-            data.check_labels(y, rows)
-        else:
-            data.check_finite(y, self._sources[1], rows)
-        return count
-
-    def forget(self) -> None:
-        for source in self._sources:
-            source.forget()
-        self._order = self._shuffled = None
-
-    def _rows(self, epoch: int, batch: int):
-        """This rank's rows of a batch, ascending: an array, or a slice where they are consecutive."""
-        first, size = batch * self._plan["batch_size"], self.size(batch)
-        box = self._layout.box((size, self._data.features), self._grid.shape, self._grid.coords)
-        if not self._plan["shuffle"]:
-            return slice(self._start + first + box.r0, self._start + first + box.r1)
-        self._shuffle(epoch)
-        rows = self._order[first : first + size]
-        rows.sort()
-        rows = rows[box.r0 : box.r1]
-        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
-        return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
-
-    def _shuffle(self, epoch: int) -> None:
-        if self._shuffled == epoch:
-            return
-        if self._order is None:
-            self._order = np.empty(self._stop - self._start, np.int64)
-        self._order[:1], self._order[1:] = self._start, 1
-        np.cumsum(self._order, out=self._order)
-        np.random.default_rng([self._plan["seed"], epoch]).shuffle(self._order)
-        self._shuffled = epoch
-
-
-def _float_dtype(dtype, library) -> str:
+def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:
     """ "float32" from that name, a numpy type or a torch dtype."""
     name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
     if check_matrix_dtype(name, library).startswith("complex"):
@@ -366,20 +207,15 @@ def _float_dtype(dtype, library) -> str:
     return name
 
 
-def _check_at_least(least: int, **numbers) -> None:
-    for name, number in numbers.items():
-        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
-            raise DataError(f"{name} is a whole number of at least {least}; got {number!r}")
-
-
-def _row_range(rows, samples: int) -> tuple[int, int]:
+def _row_range(rows: tuple[int, int] | slice | None, samples: int) -> tuple[int, int]:
     """Start and stop of None, (start, stop) or a slice."""
+    start = stop = 0
     try:
         asked = slice(None) if rows is None else rows if isinstance(rows, slice) else slice(*rows, 1)
         start, stop, step = asked.indices(samples)
-        inside = all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
+        fits = step == 1 and all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
     except (TypeError, ValueError):
-        inside = False
-    if not inside or start >= stop or step != 1:
+        fits = False
+    if not fits or start >= stop:
         raise DataError(f"rows is (start, stop) or a slice, of at least one of the {samples} samples; got {rows!r}")
     return start, stop

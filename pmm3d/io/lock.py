@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ..errors import Pmm3dError
 from ..model.environment import job_id
 
+logger = logging.getLogger("pmm3d.io")
 NAME = "lock"
 BEAT = 30.0
 """Seconds between signs of life in the lock file."""
@@ -23,6 +26,9 @@ SETTLING = 0.5
 """Seconds after which a job looks whether another one wrote into the lock file after it; there only."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 HELD = (errno.EACCES, errno.EAGAIN)
+
+Owner = dict[str, Any]
+"""What the lock file says of a job: its "host", "pid", "job" (at the batch system) and "since"; empty if nothing."""
 
 
 class FolderInUseError(Pmm3dError):
@@ -42,69 +48,59 @@ class RunLock:
     jobs on different nodes apart.
     """
 
-    def __init__(self, folder, say=lambda text: None):
+    def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder) / NAME
-        self._say, self._file, self._beaten = say, None, 0.0
+        self._file: int | None = None
+        self._beaten = 0.0
+        self._written: Owner = {}
 
     def acquire(self) -> None:
         """Raises FolderInUseError if another job has the folder, OSError where it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self._take()
-        except BaseException:
-            self._close()
-            raise
+            self._take(file)
+            self._file = file
+        finally:
+            if self._file is None:
+                os.close(file)
 
-    def _take(self) -> None:
-        before = _facts(self._file)
+    def _take(self, file: int) -> None:
+        owner = _owner_in(file)
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
-                raise FolderInUseError(
-                    f"{self.path.parent} belongs to a job that is running: {_described(before)}. Wait for its end, end "
-                    "it, or choose another folder (training.folder)"
-                ) from None
+                raise FolderInUseError(f"{self.path.parent} belongs to a job that is running: {_in_words(owner)}. Wait "
+                                       "for its end, end it, or choose another folder (training.folder)") from None
             if error.errno not in NO_LOCKS:
                 raise
-            self._take_without_locks(before)
+            self._take_without_locks(file, owner)
             return
-        before = _facts(self._file)
-        if before:
-            self._say(f"the last job in {self.path.parent} ended without releasing it: {_described(before)}")
-        self._write()
+        owner = _owner_in(file)
+        if owner:
+            logger.warning(f"the last job in {self.path.parent} ended without releasing it: {_in_words(owner)}")
+        self._write(file)
 
-    def _take_without_locks(self, before: dict) -> None:
-        if before and not self._gone(before):
-            age = max(0.0, time.time() - os.fstat(self._file).st_mtime)
-            raise FolderInUseError(
-                f"{self.path.parent} belongs to another job: {_described(before)}; its last sign of life was {age:.0f} "
-                f"s ago, and this file system has no locks to tell whether it still runs. If it does not, remove "
-                f"{self.path} and start again"
-            )
-        if before:
-            self._say(f"{self.path.parent} is taken over from a job that is gone: {_described(before)}")
-        self._write()
+    def _take_without_locks(self, file: int, owner: Owner) -> None:
+        age = time.time() - os.fstat(file).st_mtime
+        if owner and not _gone(owner, age):
+            raise FolderInUseError(f"{self.path.parent} belongs to another job: {_in_words(owner)}; its last sign of "
+                                   f"life was {max(0.0, age):.0f} s ago, and this file system has no locks to tell "
+                                   f"whether it still runs. If it does not, remove {self.path} and start again")
+        if owner:
+            logger.warning(f"{self.path.parent} is taken over from a job that is gone: {_in_words(owner)}")
+        self._write(file)
         time.sleep(SETTLING)
-        if _facts(self._file) != self._mine:
-            raise FolderInUseError(
-                f"{self.path.parent} was taken at the same moment by {_described(_facts(self._file))}"
-            )
+        owner = _owner_in(file)
+        if owner != self._written:
+            raise FolderInUseError(f"{self.path.parent} was taken at the same moment by {_in_words(owner)}")
 
-    def _gone(self, owner: dict) -> bool:
-        if owner.get("job") is not None and owner["job"] == job_id():
-            return True
-        if owner.get("host") == socket.gethostname() and not _runs(owner.get("pid")):
-            return True
-        return time.time() - os.fstat(self._file).st_mtime > STALE
-
-    def _write(self) -> None:
-        self._mine = {"host": socket.gethostname(), "pid": os.getpid(), "job": job_id(),
+    def _write(self, file: int) -> None:
+        self._written = {"host": socket.gethostname(), "pid": os.getpid(), "job": job_id(),
                       "since": datetime.now().astimezone().isoformat(timespec="seconds")}
-        text = json.dumps(self._mine).encode() + b"\n"
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, text, 0)
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(self._written).encode() + b"\n", 0)
         self._beaten = time.monotonic()
 
     def beat(self) -> None:
@@ -115,25 +111,22 @@ class RunLock:
         try:
             os.utime(self._file)
         except OSError as error:
-            self._say(f"{self.path} cannot be kept fresh: {error.strerror}")
+            logger.warning(f"{self.path} cannot be kept fresh: {error.strerror}")
 
     def release(self) -> None:
         """Let others in; nothing if the lock is not held."""
         if self._file is None:
             return
         try:
-            if _facts(self._file) == self._mine:
+            if _owner_in(self._file) == self._written:
                 os.ftruncate(self._file, 0)
         except OSError as error:
-            self._say(f"{self.path} could not be emptied: {error.strerror}")
-        self._close()
-
-    def _close(self) -> None:
+            logger.warning(f"{self.path} could not be emptied: {error.strerror}")
         os.close(self._file)
         self._file = None
 
 
-def owner_of(folder) -> dict:
+def owner_of(folder: str | os.PathLike[str]) -> Owner:
     """What the lock of a folder says of its owner; empty if nobody has it, or had it when it ended."""
     try:
         return _parsed((Path(folder) / NAME).read_bytes())
@@ -141,30 +134,35 @@ def owner_of(folder) -> dict:
         return {}
 
 
-def _facts(file: int) -> dict:
+def _owner_in(file: int) -> Owner:
     return _parsed(os.pread(file, 4096, 0))
 
 
-def _parsed(text: bytes) -> dict:
+def _parsed(text: bytes) -> Owner:
     try:
-        found = json.loads(text)
+        owner = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
-def _described(owner: dict) -> str:
+def _in_words(owner: Owner) -> str:
     if not owner:
         return "it does not say which"
     job = f", {owner['job']}" if owner.get("job") else ""
     return f"host {owner.get('host')}, process {owner.get('pid')}{job}, since {owner.get('since')}"
 
 
-def _runs(pid) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, TypeError):
+def _gone(owner: Owner, age: float) -> bool:
+    """Whether a job that gave its last sign of life `age` seconds ago is taken for ended."""
+    if age > STALE or owner.get("job") is not None and owner["job"] == job_id():
+        return True
+    if owner.get("host") != socket.gethostname():
         return False
+    try:
+        os.kill(owner["pid"], 0)
+    except (ProcessLookupError, KeyError, TypeError):
+        return True
     except PermissionError:
         pass
-    return True
+    return False

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-
-from ..errors import CheckpointError
+from ..arrays import Array, library_of
+from ..comm import Grid
+from ..errors import CheckpointError, needs
 from ..layout import AXES, Layout, itemsize
-from .files import agreed, check_matrices, check_writable, naming, row_slices, rows_of, some, sync
+from ..product import DistMatrix
+from .disk import file_errors, sync
+from .matrices import Matrices, check_matrices, differences, first_few, row_slices, stored_rows
 
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
 
-
-class Stored(NamedTuple):
-    """How the file holds a matrix: as it is, as its transpose, or as a vector."""
-
-    transposed: bool
-    vector: bool
-
-    def shape(self, shape) -> tuple[int, ...]:
-        """The tensor's shape for that of the matrix."""
-        rows, cols = shape[::-1] if self.transposed else shape
-        return (rows * cols,) if self.vector else (rows, cols)
+Names = Collection[str]
+Shapes = dict[str, tuple[int, ...]]
 
 
-def export_safetensors(grid, path, matrices, *, transpose=(), vectors=()) -> None:
+def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
+                       vectors: Names = ()) -> None:
     """Write one file that `safetensors.torch.load_file` reads; collective. It appears, on the disk, once it is whole.
 
     matrices    DistMatrix by name, of any type but complex128, which the format lacks
@@ -38,18 +33,29 @@ def export_safetensors(grid, path, matrices, *, transpose=(), vectors=()) -> Non
 
     Each rank receives its share of the rows of each tensor, one tensor after the other, and writes them.
     Raises CheckpointError, the same on every rank; a file of that name stays as it was.
+
+        >>> import tempfile
+        >>> from safetensors.numpy import load_file
+        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+        ...     path = Path(grid.comm.bcast(folder), "model.safetensors")
+        ...     export_safetensors(grid, path, {"weight": DistMatrix.random(grid, (6, 4))}, transpose={"weight"})
+        ...     load_file(path)["weight"].shape
+        (4, 6)
     """
-    path, header, starts = Path(path), b"", {}
+    path = Path(path)
     temporary = path.with_name(path.name + ".writing")
     try:
-        with agreed(grid, "export_safetensors", str(path), sorted(matrices), sorted(transpose), sorted(vectors)):
+        with grid.together("export_safetensors", str(path), sorted(matrices), sorted(transpose), sorted(vectors),
+                           always=True):
             check_matrices(grid, matrices)
-            forms = _forms(matrices, transpose, vectors)
-            header, starts = _header(matrices, forms)
+            tensors, shapes = _as_in_file(matrices, transpose, vectors)
+            header, starts = _header(tensors, shapes)
             if grid.rank == 0:
-                _begin(temporary, header)
-        _write_all(grid, temporary, matrices, forms, starts)
-        with agreed(grid, "export_safetensors: completing"), naming(path, "written"):
+                with file_errors(temporary, "written"):
+                    temporary.parent.mkdir(parents=True, exist_ok=True)
+                    temporary.write_bytes(header)
+        _write_all(grid, temporary, tensors, starts)
+        with grid.together("export_safetensors: completing", always=True), file_errors(path, "written"):
             if grid.rank == 0:
                 os.replace(temporary, path)
                 sync(path.absolute().parent)
@@ -59,93 +65,89 @@ def export_safetensors(grid, path, matrices, *, transpose=(), vectors=()) -> Non
         raise
 
 
-def _forms(matrices, transpose, vectors) -> dict[str, Stored]:
-    unknown = sorted((set(transpose) | set(vectors)) - set(matrices))
+def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[Matrices, Shapes]:
+    """The matrices, or their transposes, and the shapes of the tensors."""
+    unknown = sorted({*transpose, *vectors} - matrices.keys())
     if unknown:
-        raise CheckpointError(f"transpose and vectors name what is not among the matrices: {some(map(repr, unknown))}")
+        raise CheckpointError("transpose and vectors name what is not among the matrices: "
+                              f"{first_few(map(repr, unknown))}")
     for name in vectors:
         if 1 not in matrices[name].shape:
             raise CheckpointError(f"{name!r} is {matrices[name].shape}; a vector has one row or one column")
-    return {name: Stored(name in transpose, name in vectors) for name in matrices}
+    tensors = {name: matrix.T if name in transpose else matrix for name, matrix in matrices.items()}
+    return tensors, {name: (prod(tensor.shape),) if name in vectors else tensor.shape
+                     for name, tensor in tensors.items()}
 
 
-def _header(matrices, forms) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: Matrices, shapes: Shapes) -> tuple[bytes, dict[str, int]]:
     """The file's first bytes and where each tensor starts; widest types first, which aligns them all."""
     entries, starts, end = {}, {}, 0
-    for name in sorted(matrices, key=lambda name: (-itemsize(matrices[name].dtype), name)):
-        matrix = matrices[name]
-        if matrix.dtype not in TYPES:
-            raise CheckpointError(f"{name!r} is {matrix.dtype}; safetensors files have {', '.join(TYPES)}")
-        starts[name], end = end, end + prod(matrix.shape) * itemsize(matrix.dtype)
-        shape = list(forms[name].shape(matrix.shape))
-        entries[name] = {"dtype": TYPES[matrix.dtype], "shape": shape, "data_offsets": [starts[name], end]}
+    for name in sorted(tensors, key=lambda name: (-itemsize(tensors[name].dtype), name)):
+        dtype = tensors[name].dtype
+        if dtype not in TYPES:
+            raise CheckpointError(f"{name!r} is {dtype}; safetensors files have {', '.join(TYPES)}")
+        starts[name], end = end, end + prod(shapes[name]) * itemsize(dtype)
+        entries[name] = {"dtype": TYPES[dtype], "shape": shapes[name], "data_offsets": [starts[name], end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}
 
 
-def _begin(path: Path, header: bytes) -> None:
-    with naming(path, "written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(header)
-
-
-def _write_all(grid, path: Path, matrices, forms, starts) -> None:
-    descriptor = None
-    with agreed(grid, "export_safetensors: opening"), naming(path, "written"):
-        descriptor = os.open(path, os.O_WRONLY)
+def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]) -> None:
+    with grid.together("export_safetensors: opening", always=True), file_errors(path, "written"):
+        file = os.open(path, os.O_WRONLY)
     try:
-        for name in sorted(matrices):
-            matrix = matrices[name].T if forms[name].transposed else matrices[name]
-            matrix = matrix.redistribute(Layout(rows=AXES))
-            with agreed(grid, "export_safetensors: writing", name), naming(path, "written"):
-                _write_rows(descriptor, matrix, starts[name])
-        with agreed(grid, "export_safetensors: writing"), naming(path, "written"):
-            os.fsync(descriptor)
+        for name in sorted(tensors):
+            tensor = tensors[name].redistribute(Layout(rows=AXES))
+            with grid.together("export_safetensors: writing", name, always=True), file_errors(path, "written"):
+                _write_rows(file, tensor, starts[name])
+        with grid.together("export_safetensors: writing", always=True), file_errors(path, "written"):
+            os.fsync(file)
     finally:
-        os.close(descriptor)
+        os.close(file)
 
 
-def _write_rows(descriptor: int, matrix, start: int) -> None:
-    width = matrix.shape[1] * itemsize(matrix.dtype)
-    for row, rows in rows_of(matrix):
-        at, rest = start + (matrix.box.r0 + row) * width, memoryview(rows.reshape(-1).view("uint8"))
+def _write_rows(file: int, tensor: DistMatrix, start: int) -> None:
+    width = tensor.shape[1] * itemsize(tensor.dtype)
+    for row, rows in stored_rows(tensor):
+        at, rest = start + (tensor.box.r0 + row) * width, rows.reshape(-1).view("uint8").data
         while rest:
-            written = os.pwrite(descriptor, rest, at)
+            written = os.pwrite(file, rest, at)
             at, rest = at + written, rest[written:]
 
 
-def import_safetensors(grid, path, matrices, *, transpose=(), vectors=()) -> None:
+def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
+                       vectors: Names = ()) -> None:
     """Fill matrices from a file, the inverse of `export_safetensors`; collective. Each rank reads its own slices.
 
     The file must hold these tensors and no others; other real types are converted, as torch's load_state_dict does.
     Raises CheckpointError, the same on every rank, before anything is changed.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+        ...     path, bias = Path(grid.comm.bcast(folder), "bias.safetensors"), DistMatrix.empty(grid, (1, 3))
+        ...     export_safetensors(grid, path, {"bias": DistMatrix.from_function(grid, (1, 3), lambda i, j: j)})
+        ...     import_safetensors(grid, path, {"bias": bias})
+        ...     bias.gather()
+        array([[0., 1., 2.]])
     """
     path = Path(path)
-    with agreed(grid, "import_safetensors", str(path), sorted(matrices), sorted(transpose), sorted(vectors)):
-        check_matrices(grid, matrices)
-        check_writable(matrices)
-        forms = _forms(matrices, transpose, vectors)
-        types = _check_same_tensors(path, matrices, forms)
-    with agreed(grid, "import_safetensors: reading", str(path)):
-        for framework in ("numpy", "pt"):
-            names = [name for name in matrices if _framework(matrices[name], types[name]) == framework]
-            if names:
-                with _opened(path, framework) as file:
-                    for name in names:
-                        _read_block(file.get_slice(name), matrices[name], forms[name])
+    with grid.together("import_safetensors", str(path), sorted(matrices), sorted(transpose), sorted(vectors),
+                       always=True):
+        check_matrices(grid, matrices, filled=True)
+        tensors, shapes = _as_in_file(matrices, transpose, vectors)
+        types = _check_same_tensors(path, tensors, shapes)
+    with grid.together("import_safetensors: reading", str(path), always=True):
+        torch = "BF16" in types.values() or any(tensor.library.name == "torch" for tensor in tensors.values())
+        with _opened(path, "pt" if torch else "numpy") as file:
+            for name, tensor in tensors.items():
+                _read_shard(file.get_slice(name), tensor, len(shapes[name]) == 1)
 
 
-def _framework(matrix, stored: str) -> str:
-    return "pt" if stored == "BF16" or matrix.library.name == "torch" else "numpy"
-
-
-def _opened(path: Path, framework: str):
-    try:
+def _opened(path: Path, framework: str) -> Any:
+    with needs("io", f"reading {path}"):
         from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise CheckpointError(f"{path}: to read it needs safetensors: pip install safetensors ({error})") from None
     try:
         return safe_open(path, framework=framework)
     except FileNotFoundError:
@@ -154,25 +156,19 @@ def _opened(path: Path, framework: str):
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _check_same_tensors(path: Path, matrices, forms) -> dict[str, str]:
-    """The types of the file's tensors. Raises CheckpointError unless names and shapes are those of the matrices."""
+def _check_same_tensors(path: Path, tensors: Matrices, shapes: Shapes) -> dict[str, str]:
+    """The types of the file's tensors. Raises CheckpointError unless names and shapes are those of ours,
+    and the types can be converted."""
     with _opened(path, "numpy") as file:
         there = {name: file.get_slice(name) for name in file.keys()}
         types = {name: tensor.get_dtype() for name, tensor in there.items()}
-        shapes = {name: tuple(tensor.get_shape()) for name, tensor in there.items()}
-    here = {name: forms[name].shape(matrix.shape) for name, matrix in matrices.items()}
-    shared = sorted(here.keys() & shapes.keys())
-    lists = {
-        "It lacks": sorted(map(repr, here.keys() - shapes.keys())),
-        "It also has": sorted(map(repr, shapes.keys() - here.keys())),
-        "It differs in": [f"{name!r} ({shapes[name]} there, {here[name]} here)"
-                          for name in shared if here[name] != shapes[name]],
-        "It cannot be converted in": [f"{name!r} ({types[name]} there, {matrices[name].dtype} here)"
-                                      for name in shared if not _converts(types[name], matrices[name].dtype)],
-    }
-    if any(lists.values()):
-        told = ". ".join(f"{what} {some(names)}" for what, names in lists.items() if names)
-        raise CheckpointError(f"{path} holds other tensors than these matrices. {told}")
+        shapes_there = {name: tuple(tensor.get_shape()) for name, tensor in there.items()}
+    wanted = {name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype
+              for name, tensor in tensors.items()}
+    text = differences({name: f"{shape} {wanted[name]}" for name, shape in shapes.items()},
+                       {name: f"{shape} {types[name]}" for name, shape in shapes_there.items()})
+    if text:
+        raise CheckpointError(f"{path} holds other tensors than these matrices. {text}")
     return types
 
 
@@ -180,26 +176,22 @@ def _converts(stored: str, dtype: str) -> bool:
     return stored in TYPES.values() and (not stored.startswith("C") or dtype.startswith("complex"))
 
 
-def _read_block(tensor, matrix, form: Stored) -> None:
-    """Read this rank's block in slices of the tensor's rows."""
-    r0, r1, c0, c1 = matrix.box
-    local = matrix.local
-    if not matrix.box.size:
+def _read_shard(source: Any, tensor: DistMatrix, vector: bool) -> None:
+    """Read this rank's shard in slices of rows."""
+    r0, r1, c0, c1 = tensor.box
+    if not tensor.box.size:
         return
-    if form.vector:
-        low, high = (c0, c1) if matrix.shape[0] == 1 else (r0, r1)
-        local[...] = _converted(tensor[low:high], matrix).reshape(matrix.box.shape)
+    if vector:
+        part = source[c0:c1] if tensor.shape[0] == 1 else source[r0:r1]
+        tensor.local[...] = _converted(part.reshape(tensor.box.shape), tensor)
         return
-    if form.transposed:
-        r0, r1, c0, c1, local = c0, c1, r0, r1, local.T
-    for start, stop in row_slices((r1 - r0, c1 - c0), itemsize(matrix.dtype)):
-        local[start:stop] = _converted(tensor[r0 + start : r0 + stop, c0:c1], matrix)
+    for start, stop in row_slices(tensor.box.shape, itemsize(tensor.dtype)):
+        tensor.local[start:stop] = _converted(source[r0 + start : r0 + stop, c0:c1], tensor)
 
 
-def _converted(part, matrix):
-    """What was read, a numpy or torch array, as an array of the matrix' library and type."""
-    library = matrix.library
+def _converted(part: Array, tensor: DistMatrix) -> Array:
+    """What was read, a numpy or torch array, as an array of the tensor's library and type."""
+    library = tensor.library
     if library.name == "torch":
-        return part.to(device=library.device, dtype=getattr(library.xp, matrix.dtype))
-    host = part if isinstance(part, np.ndarray) else part.float().numpy()
-    return library.from_numpy(host, matrix.dtype)
+        return part.to(device=tensor.local.device, dtype=getattr(library.xp, tensor.dtype))
+    return library.from_numpy(library_of(part).to_numpy(part), tensor.dtype)

@@ -1,8 +1,8 @@
 """The files of one checkpoint: each rank's shards, the master that shows them whole, the manifest. No messages.
 
-rank-00003.h5      the blocks that rank 3 wrote, under the names of their matrices
+rank-00003.h5      the shards that rank 3 wrote, under the names of their matrices
 blocks.h5          instead of those, with parallel HDF5: each matrix whole
-checkpoint.h5      each matrix whole, under its name: a virtual data set over the blocks (NaN where a file is missing);
+checkpoint.h5      each matrix whole, under its name: a virtual data set over the shards (NaN where a file is missing);
                    pmm3d/manifest and pmm3d/meta, JSON
 checkpoint.crc     the checksums of checkpoint.h5, JSON
 
@@ -17,29 +17,23 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
+from mpi4py import MPI
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, needs
 from ..layout import EMPTY, Box
-from .files import (
-    SLICE,
-    Chunk,
-    checksums,
-    from_stored,
-    naming,
-    row_slices,
-    rows_of,
-    stored_dtype,
-    sync,
-    to_stored,
-    verify,
-)
+from ..product import DistMatrix
+from .disk import Checksums, checksums, file_errors, sync, verify
+from .matrices import Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
+
+with needs("io", "checkpoints"):
+    import h5py
 
 MASTER = "checkpoint.h5"
 CHECKSUMS = "checkpoint.crc"
@@ -47,60 +41,61 @@ TOGETHER = "blocks.h5"
 OWN = "pmm3d"
 BFLOAT16_NAN = 0x7FC0
 
+Manifest = dict[str, Any]
+
 
 class Shard(NamedTuple):
-    """A block of a matrix in a file of a checkpoint."""
+    """A shard of a matrix in a file of a checkpoint."""
 
     file: str
     name: str
     box: Box
 
-    @property
-    def origin(self) -> Box:
-        """The block of which the file's data set is the whole."""
-        return EMPTY if self.file == TOGETHER else self.box
-
 
 class _Output(io.FileIO):
     """A file for HDF5 to write to. After a failed write HDF5 crashes the process at exit (2.0), so it is told that all
-    went well and `check` raises the error."""
+    went well; `error` has what failed."""
 
-    error = None
+    error: OSError | None = None
 
-    def _unless_failed(self, act):
-        try:
-            return None if self.error else act()
-        except OSError as error:
-            self.error = error
-
-    def write(self, data):
+    def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
         size = len(rest)
-        while rest and not self.error:
-            rest = rest[self._unless_failed(lambda: super(_Output, self).write(rest)) or 0 :]
+        try:
+            while rest and not self.error:
+                rest = rest[super().write(rest) or 0 :]
+        except OSError as error:
+            self.error = error
         return size
 
-    def truncate(self, size=None):
-        self._unless_failed(lambda: super(_Output, self).truncate(size))
-        return size
-
-    def check(self) -> None:
-        if self.error:
-            raise self.error
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return 0 if self.error else super().truncate(size)
+        except OSError as error:
+            self.error = error
+            return 0
 
 
 @contextmanager
-def _written(path: Path, mode: str = "w"):
-    """(HDF5 file, check): a file that is on the disk when the body is done. check() raises what failed so far."""
-    with naming(path, "written"), _Output(path, "w+" if mode == "w" else "r+") as output:
-        with h5py.File(output, mode) as file:
-            yield file, output.check
-        output.check()
+def _written(path: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file that is on the disk when the body is done."""
+    with file_errors(path, "written"), _Output(path, "w+") as output:
+        with h5py.File(output, "w") as file:
+            yield file
+        if output.error:
+            raise output.error
         os.fsync(output.fileno())
 
 
-def check_names(names) -> None:
-    """Raise CheckpointError unless HDF5 can hold data sets of all these names, beside the checkpoint's own."""
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    """An HDF5 file to read, without locks, which some parallel file systems lack."""
+    with file_errors(path, "read"), h5py.File(path, "r", locking=False) as file:
+        yield file
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raises CheckpointError unless HDF5 can hold data sets of all these names, beside the checkpoint's own."""
     for name in names:
         parts = name.split("/")
         if not all(parts) or {".", ".."} & set(parts) or "\0" in name or parts[0] == OWN:
@@ -112,94 +107,76 @@ def check_names(names) -> None:
                                       "another")
 
 
-def owned(matrices) -> dict:
-    """The matrices of which this rank writes its block: not empty, and the first of the replicas."""
-    return {name: matrix for name, matrix in matrices.items()
-            if matrix.box.size and matrix.layout.is_first(matrix.grid.coords)}
-
-
-def write_shards(folder: Path, rank: int, matrices) -> list[Shard]:
-    """Write this rank's file, if it owns anything."""
-    mine, file_name = owned(matrices), f"rank-{rank:05d}.h5"
-    if mine:
-        with _written(folder / file_name) as (file, check):
-            for name, matrix in mine.items():
-                _write_rows(_create(file, name, matrix.box.shape, matrix.dtype), matrix, EMPTY, check)
-    return [Shard(file_name, name, matrix.box) for name, matrix in mine.items()]
-
-
-def write_together(folder: Path, comm, matrices) -> list[Shard]:
-    """As `write_shards`, all ranks into one file by parallel HDF5; collective."""
-    path, mine = folder / TOGETHER, owned(matrices)
-    with naming(path, "written"):
-        with h5py.File(path, "w", driver="mpio", comm=comm) as file:
+def write_shards(folder: Path, comm: MPI.Intracomm, matrices: Matrices) -> list[Shard]:
+    """Write this rank's shards, of replicas the first one: into a file of its own, or, collectively, all ranks into
+    one where HDF5 is parallel. Returns them."""
+    mine = {name: matrix for name, matrix in matrices.items()
+            if matrix.box.size and (coords := matrix.grid.coords) and matrix.layout.is_first(coords)}
+    together = h5py.get_config().mpi
+    path = folder / (TOGETHER if together else f"rank-{comm.rank:05d}.h5")
+    if together:
+        with file_errors(path, "written"), h5py.File(path, "w", driver="mpio", comm=comm) as file:
             datasets = {name: _create(file, name, matrices[name].shape, matrices[name].dtype)
                         for name in sorted(matrices)}
             for name, matrix in mine.items():
-                _write_rows(datasets[name], matrix, matrix.box, lambda: None)
-        sync(path)
-    return [Shard(TOGETHER, name, matrix.box) for name, matrix in mine.items()]
+                _write_rows(datasets[name], matrix, matrix.box)
+        with file_errors(path, "written"):
+            sync(path)
+    elif mine:
+        with _written(path) as file:
+            for name, matrix in mine.items():
+                _write_rows(_create(file, name, matrix.box.shape, matrix.dtype), matrix, EMPTY)
+    return [Shard(path.name, name, matrix.box) for name, matrix in mine.items()]
 
 
-def _create(file, name: str, shape, dtype: str):
+def _create(file: h5py.File, name: str, shape: tuple[int, int], dtype: str) -> h5py.Dataset:
     dataset = file.create_dataset(name, shape, stored_dtype(dtype))
     if dtype == "bfloat16":
         dataset.attrs["dtype"] = dtype
     return dataset
 
 
-def _write_rows(dataset, matrix, place: Box, check) -> None:
-    for start, rows in rows_of(matrix):
-        dataset[place.r0 + start : place.r0 + start + len(rows), place.c0 : place.c0 + rows.shape[1]] = rows
-        check()
+def _write_rows(dataset: h5py.Dataset, matrix: DistMatrix, box: Box) -> None:
+    """Write this rank's shard to where the box begins."""
+    for start, rows in stored_rows(matrix):
+        dataset[box.r0 + start : box.r0 + start + len(rows), box.c0 : box.c0 + rows.shape[1]] = rows
 
 
-def manifest_of(step: int, matrices, shards, files) -> dict:
+def manifest_of(step: int, matrices: Matrices, shards: Iterable[Shard], files: dict[str, Checksums]) -> Manifest:
     """The manifest from all ranks' shards. Raises CheckpointError if they are not all of each matrix."""
-    entries = {name: {"shape": list(matrix.shape), "dtype": matrix.dtype, "shards": []}
-               for name, matrix in matrices.items()}
+    entries: dict[str, Any] = {name: {"shape": list(matrix.shape), "dtype": matrix.dtype, "shards": []}
+                               for name, matrix in matrices.items()}
     for shard in shards:
         entries[shard.name]["shards"].append([shard.file, *shard.box])
     for name, matrix in matrices.items():
-        held = sum(Box(*place).size for _, *place in entries[name]["shards"])
+        held = sum(Box(*box).size for _, *box in entries[name]["shards"])
         if held != matrix.shape[0] * matrix.shape[1]:
-            raise CheckpointError(f"{name!r} is {matrix.shape}; its blocks have {held} elements")
+            raise CheckpointError(f"{name!r} is {matrix.shape}; its shards have {held} elements")
     return {"step": step, "files": files, "matrices": entries}
 
 
-def shards_of(manifest: dict) -> list[Shard]:
-    """All shards, file by file."""
-    found = [Shard(file, name, Box(*place))
-             for name, entry in manifest["matrices"].items() for file, *place in entry["shards"]]
-    return sorted(found, key=lambda shard: shard.file)
-
-
-def write_master(folder: Path, manifest: dict, meta: str) -> None:
+def write_master(folder: Path, manifest: Manifest, meta: str) -> None:
     """Write the master and its checksums."""
-    with _written(folder / MASTER) as (file, check):
+    with _written(folder / MASTER) as file:
         for name, entry in manifest["matrices"].items():
-            _show_whole(file, name, entry)
-            check()
+            _show_whole(file, name, tuple(entry["shape"]), entry["dtype"], entry["shards"])
         file[f"{OWN}/manifest"], file[f"{OWN}/meta"] = json.dumps(manifest), meta
-    with naming(folder / CHECKSUMS, "written"):
+    with file_errors(folder / CHECKSUMS, "written"):
         (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / MASTER)))
         sync(folder / CHECKSUMS)
 
 
-def _show_whole(file, name: str, entry: dict) -> None:
-    shape, dtype = tuple(entry["shape"]), stored_dtype(entry["dtype"])
-    if not entry["shards"]:
-        _create(file, name, shape, entry["dtype"])
-        return
-    virtual = h5py.VirtualLayout(shape, dtype)
-    for source, *place in entry["shards"]:
-        box = Box(*place)
-        there = h5py.VirtualSource(source, name, shape if source == TOGETHER else box.shape, dtype)
-        virtual[box.within(EMPTY)] = there[box.within(EMPTY)] if source == TOGETHER else there
-    missing = BFLOAT16_NAN if entry["dtype"] == "bfloat16" else np.nan
-    dataset = file.create_virtual_dataset(name, virtual, fillvalue=dtype.type(missing))
-    if entry["dtype"] == "bfloat16":
-        dataset.attrs["dtype"] = "bfloat16"
+def _show_whole(file: h5py.File, name: str, shape: tuple[int, int], dtype: str, shards: list[list[Any]]) -> None:
+    stored = stored_dtype(dtype)
+    virtual = h5py.VirtualLayout(shape, stored)
+    for source, *edges in shards:
+        box = Box(*edges)
+        whole = h5py.VirtualSource(source, name, shape if source == TOGETHER else box.shape, stored)
+        virtual[box.within(EMPTY)] = whole[box.within(EMPTY)] if source == TOGETHER else whole
+    missing = BFLOAT16_NAN if dtype == "bfloat16" else np.nan
+    dataset = file.create_virtual_dataset(name, virtual, fillvalue=stored.type(missing))
+    if dtype == "bfloat16":
+        dataset.attrs["dtype"] = dtype
 
 
 def read_master(folder: Path) -> tuple[str, str]:
@@ -207,55 +184,40 @@ def read_master(folder: Path) -> tuple[str, str]:
     path = folder / MASTER
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MASTER}")
-    with naming(folder / CHECKSUMS, "read"):
-        stored = json.loads((folder / CHECKSUMS).read_bytes())
-        chunks = chunks_of({MASTER: stored})
-    verify(folder, chunks)
+    with file_errors(folder / CHECKSUMS, "read"):
+        verify(folder, {MASTER: json.loads((folder / CHECKSUMS).read_bytes())})
     with _opened(path) as file:
         return file[f"{OWN}/manifest"][()].decode(), file[f"{OWN}/meta"][()].decode()
 
 
-def chunks_of(files: dict) -> list[Chunk]:
-    """The parts of the files whose checksums are known, file by file."""
-    return [Chunk(name, told["bytes"], index, crc)
-            for name, told in sorted(files.items()) for index, crc in enumerate(told["crc32"])]
-
-
-def fill(folder: Path, shards, matrices) -> None:
-    """Fill this rank's blocks of the matrices from all shards that meet them, each file opened once."""
-    wanted = [shard for shard in shards if (shard.box & matrices[shard.name].box).size]
-    for name, group in groupby(wanted, key=lambda shard: shard.file):
-        with _opened(folder / name) as file:
+def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
+    """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once."""
+    stored = [Shard(file, name, Box(*edges))
+              for name, entry in manifest["matrices"].items() for file, *edges in entry["shards"]]
+    wanted = [shard for shard in stored if (shard.box & matrices[shard.name].box).size]
+    for file_name, group in groupby(sorted(wanted, key=lambda shard: shard.file), key=lambda shard: shard.file):
+        with _opened(folder / file_name) as file:
             for shard in group:
-                _fill_piece(file[shard.name], shard, matrices[shard.name])
+                matrix = matrices[shard.name]
+                origin = EMPTY if file_name == TOGETHER else shard.box
+                _fill_piece(file[shard.name], origin, shard.box & matrix.box, matrix)
 
 
-def _fill_piece(dataset, shard: Shard, matrix) -> None:
-    piece, box, library = shard.box & matrix.box, matrix.box, matrix.library
+def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatrix) -> None:
+    """Read a piece of this rank's shard from a data set that begins where `origin` does: straight into its memory if
+    that is in order, else in slices of rows through one buffer."""
+    box, library = matrix.box, matrix.library
     host = to_stored(library, matrix.local) if library.on_host else None
     if host is not None and host.flags.c_contiguous:
-        dataset.read_direct(host, piece.within(shard.origin), piece.within(box))
+        dataset.read_direct(host, piece.within(origin), piece.within(box))
         return
-    buffer = np.empty(max(SLICE, piece.shape[1] * dataset.dtype.itemsize), np.uint8)
-    for part, rows in _rows_in(dataset, shard, piece, buffer):
+    slices = row_slices(piece.shape, dataset.dtype.itemsize)
+    buffer = np.empty((slices[0][1], piece.shape[1]), dataset.dtype)
+    for start, stop in slices:
+        part, rows = piece._replace(r0=piece.r0 + start, r1=piece.r0 + stop), buffer[: stop - start]
+        dataset.read_direct(rows, part.within(origin))
         if host is not None:
             host[part.within(box)] = rows
         else:
             matrix.local[part.within(box)] = from_stored(library, rows, matrix.dtype)
             library.synchronize()
-
-
-def _rows_in(dataset, shard: Shard, piece: Box, buffer: np.ndarray):
-    """(block, its elements) of slices of rows of a piece of a shard, each read into the same buffer."""
-    for start, stop in row_slices(piece.shape, dataset.dtype.itemsize):
-        part = piece._replace(r0=piece.r0 + start, r1=piece.r0 + stop)
-        rows = buffer[: part.size * dataset.dtype.itemsize].view(dataset.dtype).reshape(part.shape)
-        dataset.read_direct(rows, part.within(shard.origin))
-        yield part, rows
-
-
-@contextmanager
-def _opened(path: Path):
-    """An HDF5 file to read, without locks, which some parallel file systems lack."""
-    with naming(path, "read"), h5py.File(path, "r", locking=False) as file:
-        yield file

@@ -172,10 +172,10 @@ def test_tensors_of_every_type(grid, keeper):
 
 
 def test_slices_of_rows(grid, keeper, monkeypatch):
-    """Blocks larger than what is copied at a time, rows larger than that, files of many chunks."""
-    monkeypatch.setattr("pmm3d.io.files.SLICE", 64)
-    monkeypatch.setattr("pmm3d.io.shards.SLICE", 64)
-    monkeypatch.setattr("pmm3d.io.files.CHUNK", 100)
+    """Shards larger than what is copied at a time, rows larger than that, files of many chunks."""
+    monkeypatch.setattr("pmm3d.io.matrices.SLICE", 64)
+    monkeypatch.setattr("pmm3d.io.disk.READ_BYTES", 64)
+    monkeypatch.setattr("pmm3d.io.disk.CHUNK", 100)
     path = keeper.save(1, network(grid))
     matrices = blank(grid)
     matrices["0.weight"] = DistMatrix.from_global(grid, np.zeros((11, 7))).T
@@ -240,7 +240,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_taken(grid, keeper, fails, kind, capfd):
+def test_damage_is_named_and_the_one_before_is_taken(grid, keeper, fails, kind, caplog):
     keeper.save(1, network(grid, 1), "one")
     path = keeper.save(2, network(grid, 2), "two")
     harm, text = DAMAGE[kind]
@@ -248,11 +248,12 @@ def test_damage_is_named_and_the_one_before_is_taken(grid, keeper, fails, kind, 
     matrices = blank(grid)
     fails(text, lambda: keeper.load(path, matrices))
     assert_untouched(matrices)
-    capfd.readouterr()
     assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
     assert_hold(matrices, 1)
-    told = capfd.readouterr().err
-    assert ("warning: " in told and "step-00000002 is passed over" in told) == (grid.rank == 0 and kind != "no-master")
+    warned = [record.getMessage() for record in caplog.records
+              if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
+    assert len(warned) == (grid.rank == 0 and kind != "no-master")
+    assert all(message.startswith(f"{path} is passed over: ") for message in warned)
 
 
 def test_nothing_left_that_can_be_read(grid, keeper, fails):
@@ -281,7 +282,7 @@ def test_matrices_that_cannot_be_saved_or_filled(grid, keeper, fails):
     good = network(grid)["0.weight"]
     path = keeper.save(1, {"w": good})
     good.local.flags.writeable = False
-    fails("'w' cannot be filled: its block is read-only", lambda: keeper.load(path, {"w": good}))
+    fails("'w' cannot be filled: its shard is read-only", lambda: keeper.load(path, {"w": good}))
     for name in ("", "/a", "a//b", "a/../b", "pmm3d/meta", "."):
         fails("cannot name a matrix", lambda: keeper.save(2, {name: good}))
     fails("'a' and 'a/b' cannot both name", lambda: keeper.save(2, {"a": good, "a/b": good}))
@@ -301,11 +302,11 @@ def test_ranks_that_pass_different_things(grid, keeper, fails):
     assert keeper.latest() is None and os.listdir(keeper.folder) == []
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
-def test_a_full_disk_on_one_rank_leaves_the_last_good_one(grid, keeper, fails, place, monkeypatch):
-    monkeypatch.setattr("pmm3d.io.files.SLICE", 2**17)
+@pytest.mark.parametrize("victim", ["first", "last"])
+def test_a_full_disk_on_one_rank_leaves_the_last_good_one(grid, keeper, fails, victim, monkeypatch):
+    monkeypatch.setattr("pmm3d.io.matrices.SLICE", 2**17)
     path = keeper.save(1, network(grid, 1))
-    here = grid.rank == (0 if place == "first" else grid.size - 1)
+    here = grid.rank == (0 if victim == "first" else grid.size - 1)
     large = DistMatrix.empty(grid, (600 * grid.size, 300), layout=Layout(rows=("data", "x", "y", "z")))
     with full_disk(here):
         fails("rank-0.*h5 cannot be written: File too large", lambda: keeper.save(2, {"large": large}))

@@ -60,18 +60,24 @@ def left_by(folder, age=0.0, **facts) -> None:
     os.utime(path, (time.time() - age, time.time() - age))
 
 
-def taken(folder) -> list[str]:
-    """What is said while the folder is taken and released."""
-    said = []
-    mine = RunLock(folder, said.append)
-    mine.acquire()
-    assert owner_of(folder)["pid"] == os.getpid()
-    mine.release()
-    assert owner_of(folder) == {}
-    return said
+@pytest.fixture
+def taken(tmp_path, caplog):
+    """taken(): the folder is taken and released; what is warned of meanwhile."""
+
+    def take() -> list[str]:
+        caplog.clear()
+        mine = RunLock(tmp_path)
+        mine.acquire()
+        assert owner_of(tmp_path)["pid"] == os.getpid()
+        mine.release()
+        assert owner_of(tmp_path) == {}
+        assert {(record.name, record.levelname) for record in caplog.records} <= {("pmm3d.io", "WARNING")}
+        return [record.getMessage() for record in caplog.records]
+
+    return take
 
 
-def test_the_second_is_refused_until_the_first_is_done(tmp_path, other):
+def test_the_second_is_refused_until_the_first_is_done(tmp_path, other, taken):
     (tmp_path / "metrics.jsonl").write_text("{}")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for _ in range(2):
@@ -81,41 +87,41 @@ def test_the_second_is_refused_until_the_first_is_done(tmp_path, other):
         assert part in str(refused.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     other.communicate("\n", timeout=30)
-    assert taken(tmp_path) == []
+    assert taken() == []
 
 
-def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path, other):
+def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path, other, taken):
     other.send_signal(signal.SIGKILL)
     other.wait()
-    said = taken(tmp_path)
+    said = taken()
     assert len(said) == 1 and "ended without releasing it" in said[0] and "4711" in said[0]
 
 
-def test_where_there_are_no_locks_a_sign_of_life_counts(tmp_path, no_locks):
-    assert taken(tmp_path) == []
+def test_where_there_are_no_locks_a_sign_of_life_counts(tmp_path, no_locks, taken):
+    assert taken() == []
     left_by(tmp_path, age=60)
     before = (tmp_path / "lock").read_bytes()
     with pytest.raises(FolderInUseError, match=r"host elsewhere.*60 s ago.*remove .*/lock and start again"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / "lock").read_bytes() == before
     left_by(tmp_path, age=lock.STALE + 60)
-    assert "taken over from a job that is gone" in taken(tmp_path)[0]
+    assert "taken over from a job that is gone" in taken()[0]
 
 
-def test_where_there_are_no_locks_a_job_that_was_queued_again_goes_on(tmp_path, no_locks, monkeypatch):
+def test_where_there_are_no_locks_a_job_that_was_queued_again_goes_on(tmp_path, no_locks, monkeypatch, taken):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     left_by(tmp_path, job="SLURM_JOB_ID 7")
-    assert "taken over" in taken(tmp_path)[0]
+    assert "taken over" in taken()[0]
     left_by(tmp_path, job="SLURM_JOB_ID 8")
     with pytest.raises(FolderInUseError, match="SLURM_JOB_ID 8"):
         RunLock(tmp_path).acquire()
 
 
-def test_where_there_are_no_locks_a_process_of_this_host_that_is_gone_is_gone(tmp_path, no_locks):
+def test_where_there_are_no_locks_a_process_of_this_host_that_is_gone_is_gone(tmp_path, no_locks, taken):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     left_by(tmp_path, host=lock.socket.gethostname(), pid=gone.pid)
-    assert "taken over" in taken(tmp_path)[0]
+    assert "taken over" in taken()[0]
     left_by(tmp_path, host=lock.socket.gethostname(), pid=os.getppid())
     with pytest.raises(FolderInUseError):
         RunLock(tmp_path).acquire()

@@ -77,12 +77,16 @@ def test_tensor_files_that_do_not_fit(grid, shared_path, fails):
     path = shared_path / "model.safetensors"
     export_safetensors(grid, path, tensors(grid), **FORMS)
     load = lambda matrices, **forms: lambda: import_safetensors(grid, path, matrices, **forms)
-    fails(r"It differs in 'layers.0.weight' \(\(5, 7\) there, \(7, 5\) here\)",
+    fails(r"It differs in 'layers.0.weight' \(\(5, 7\) F32 there, \(7, 5\) F32 here\)",
           load(tensors(grid), vectors=FORMS["vectors"]))
     fewer = {name: matrix for name, matrix in tensors(grid).items() if name != "none"} | {"more": tensors(grid)["none"]}
     fails("It lacks 'more'. It also has 'none'", load(fewer, **FORMS))
     fails("among the matrices: 'weight'", load(tensors(grid), transpose={"weight"}))
     fails("a vector has one row or one column", load(tensors(grid), vectors={"layers.1.weight"}))
+    real = tensors(grid) | {"none": DistMatrix.empty(grid, (0, 3), dtype="complex64")}
+    export_safetensors(grid, shared_path / "complex.safetensors", real, **FORMS)
+    fails(r"It differs in 'none' \(\(0, 3\) C64 there, \(0, 3\) float32 here\)",
+          lambda: import_safetensors(grid, shared_path / "complex.safetensors", tensors(grid), **FORMS))
     wide = {"w": DistMatrix.empty(grid, (2, 2), dtype="complex128")}
     fails("'w' is complex128; safetensors files have", lambda: export_safetensors(grid, path, wide))
     matrices = tensors(grid)

@@ -5,7 +5,6 @@ All long jobs are submitted before the first test waits for one.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -17,6 +16,10 @@ import numpy as np
 import psutil
 import pytest
 from slurm_cluster import ROOT
+
+sys.path.insert(0, str(ROOT / "apps"))
+
+from fault_lab.lab import contents  # noqa: E402
 
 TRAIN = ROOT / "jobs" / "train.sbatch"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
@@ -47,13 +50,6 @@ with Slurm(Path({folder!r}), nodes=1) as slurm:
     print(slurm.do(["srun", "hostname"]), end="", flush=True)
     time.sleep(60)
 """
-
-
-def app(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "apps" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Runs:
@@ -92,7 +88,7 @@ class Runs:
 
     def weights(self, name: str) -> dict[str, bytes]:
         newest = sorted((self.folder / name / "checkpoints").glob("step-*[0-9]/checkpoint.h5"))[-1]
-        return app("kill_resume").contents(newest)
+        return contents(newest)
 
 
 @pytest.fixture(scope="module")

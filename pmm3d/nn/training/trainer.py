@@ -128,7 +128,7 @@ class Trainer:
         """
         folder, lock = self._folder, None
         if self._lock is None and folder is not None:
-            lock = self._lock = RunLock(folder, logger.warning)
+            lock = self._lock = RunLock(folder)
         try:
             if lock is not None:
                 self._on_first(lock.acquire)

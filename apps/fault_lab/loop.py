@@ -1,11 +1,12 @@
 """What the ranks run where `pmm3d train` offers no place for a mistake: a loop of one's own, with one mistake in it.
 
 Trains a small network, checks a product in every step against numpy, and writes a checkpoint every third step. The
-argument is a JSON file; without "fault" in it nothing goes wrong, and the run goes on from the newest checkpoint.
+argument is a JSON file; if its "fault" is null nothing goes wrong. It goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import resource
 import sys
@@ -31,88 +32,87 @@ class Mistake(Exception):
 
 
 class Leave(Exception):
-    """This rank goes to the end of the grid's block, silently."""
+    """This rank goes on behind what the others are about to do, silently."""
 
 
 @dataclass
 class Fault:
-    """Happens once: on the victim (what all do differently for it: on all ranks), in a step, at a place."""
+    """Happens once: on the victim (what all do differently for it: on all ranks), in a step, at a point of the loop."""
 
-    name: str
-    victim: int
-    step: int
-    place: str
     mark: Path
+    name: str = ""
+    victim: int = -1
+    step: int = -1
+    point: str = ""
     now: int = -1
 
-    def at(self, place: str, grid=None) -> None:
-        if self.now != self.step or place != self.place or not self.name:
+    def at(self, point: str, grid: Grid | None = None) -> None:
+        if self.now != self.step or point != self.point:
             return
         step, self.step = self.step, -1
-        mine = MPI.COMM_WORLD.rank == self.victim
-        if mine:
-            self.mark.write_text(f"{self.name} in step {step} at {place}")
+        is_victim = MPI.COMM_WORLD.rank == self.victim
+        if is_victim:
+            self.mark.write_text(f"{self.name} in step {step} at {point}")
         group, _, detail = self.name.partition(": ")
-        {"raise": _raise, "memory": _exhaust, "other": _other_call, "none": _no_call, "disk": _limit_files}[group](
-            detail, mine, grid)
+        FAULTS[group](detail, is_victim, grid)
 
 
-def _raise(detail: str, mine: bool, grid) -> None:
-    kinds = {"ValueError": ValueError, "KeyError": KeyError, "an error of one's own": Mistake, "SystemExit": SystemExit}
-    if mine:
-        raise kinds[detail]("bad luck")
+def raise_error(kind: str, is_victim: bool, grid: Grid) -> None:
+    if is_victim:
+        raise getattr(builtins, kind, Mistake)("bad luck")
 
 
-def _exhaust(detail: str, mine: bool, grid) -> None:
+def exhaust_memory(what: str, is_victim: bool, grid: Grid) -> None:
     """All make something large, for which the victim has no room."""
     make = lambda seed, layout: DistMatrix.random(grid, (LARGE, LARGE), seed=seed, layout=layout)
-    operands = [make(1, Layout.A), make(2, Layout.B)] if detail == "product" else []
-    if mine:
+    operands = [make(1, Layout.A), make(2, Layout.B)] if what == "product" else []
+    if is_victim:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + HEADROOM, resource.RLIM_INFINITY))
-    if detail == "product":
+    if what == "product":
         operands[0] @ operands[1]
-    elif detail == "operand":
+    elif what == "operand":
         make(1, Layout.A)
     else:
         optim.AdamW(nn.MLP(grid, [LARGE, LARGE, LARGE], nn.relu, seed=1, dtype="float64").parameters())
 
 
-def _other_call(detail: str, mine: bool, grid) -> None:
+def call_another(what: str, is_victim: bool, grid: Grid) -> None:
     ones, everyone = np.ones(3), grid.everyone
     split = [axis for axis in (grid.x, grid.y, grid.z, grid.data) if axis.size > 1]
-    a = lambda k: DistMatrix.random(grid, (40, k), seed=1)
-    b = lambda k: DistMatrix.random(grid, (k, 20), seed=2, layout=Layout.B)
-    pairs = {
-        "shift for all_gather": (lambda: everyone.shift(ones).wait(), lambda: everyone.all_gather(ones).wait()),
-        "all_reduce for all_gather": (lambda: everyone.all_reduce(ones).wait(),
-                                      lambda: everyone.all_gather(ones).wait()),
-        "all_gather for a product": (lambda: everyone.all_gather(ones).wait(), lambda: a(30) @ b(30)),
-        "a product of other matrices": (lambda: a(31) @ b(31), lambda: a(30) @ b(30)),
+    gather = lambda: everyone.all_gather(ones).wait()
+    product = lambda k: (DistMatrix.random(grid, (40, k), seed=1)
+                         @ DistMatrix.random(grid, (k, 20), seed=2, layout=Layout.B))
+    of_the_victim, of_the_others = {
+        "shift for all_gather": (lambda: everyone.shift(ones).wait(), gather),
+        "all_reduce for all_gather": (lambda: everyone.all_reduce(ones).wait(), gather),
+        "all_gather for a product": (gather, lambda: product(30)),
+        "a product of other matrices": (lambda: product(31), lambda: product(30)),
         "another axis": (lambda: split[0].all_gather(ones).wait(), lambda: split[-1].all_gather(ones).wait()),
         "all_reduce of other rows": (lambda: everyone.all_reduce(np.ones(4)).wait(),
                                      lambda: everyone.all_reduce(ones).wait()),
-    }
-    theirs, ours = pairs[detail]
-    theirs() if mine else ours()
+    }[what]
+    of_the_victim() if is_victim else of_the_others()
 
 
-def _no_call(detail: str, mine: bool, grid) -> None:
-    if not mine:
-        return
-    if detail == "sleeps":
-        time.sleep(600)
-    raise Leave(detail)
+def call_none(what: str, is_victim: bool, grid: Grid) -> None:
+    if is_victim:
+        if what in ("sleeps", "never makes the grid"):
+            time.sleep(600)
+        raise Leave(what)
 
 
-def _limit_files(detail: str, mine: bool, grid) -> None:
+def limit_files(what: str, is_victim: bool, grid: Grid) -> None:
     """From here on the victim's files may not grow beyond a few bytes."""
-    if mine:
+    if is_victim:
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 
 
+FAULTS = {"raise": raise_error, "memory": exhaust_memory, "other": call_another, "none": call_none, "disk": limit_files}
+
+
 class Network(nn.Module):
-    def __init__(self, grid, fault: Fault):
+    def __init__(self, grid: Grid, fault: Fault):
         self.grid, self._fault = grid, fault
         self.first = nn.Linear(grid, 12, 24, seed=1, dtype="float64")
         self.last = nn.Linear(grid, 24, 6, seed=2, dtype="float64")
@@ -123,39 +123,39 @@ class Network(nn.Module):
         return self.last(hidden)
 
 
-def integers(shape, seed: int) -> np.ndarray:
+def integers(shape: tuple[int, int], seed: int) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).integers(-4, 5, shape).astype("float64")
 
 
-def check_product(grid, step: int) -> None:
+def check_product(grid: Grid, step: int) -> None:
     """A product that must be exact; what is wrong is said, whatever else happens."""
     a, b = integers((17, 13), step), integers((13, 11), step)
-    found = (DistMatrix.from_global(grid, a) @ DistMatrix.from_global(grid, b, layout=Layout.B)).gather()
-    if not np.array_equal(found, a @ b):
+    c = (DistMatrix.from_global(grid, a) @ DistMatrix.from_global(grid, b, layout=Layout.B)).gather()
+    if not np.array_equal(c, a @ b):
         print(f"WRONG RESULT in step {step} on rank {grid.rank}", flush=True)
 
 
-def train(grid, fault: Fault, folder: Path) -> None:
+def train(grid: Grid, fault: Fault, folder: Path) -> None:
     net = Network(grid, fault)
     net.settle(12, "float64")
     optimizer = optim.AdamW(net.parameters(), lr=1e-2)
     checkpoints = Checkpoints(grid, folder / "checkpoints", keep=3)
     matrices = lambda: {**net.matrices(), **optimizer.matrices()}
-    found = checkpoints.load_latest(matrices())
-    if found is not None:
+    newest = checkpoints.load_latest(matrices())
+    if newest is not None:
         net.loaded()
-        optimizer.load_state(found[1])
+        optimizer.load_state(newest[1])
     for step in range(optimizer.steps, STEPS):
         fault.now = step
         fault.at("batch", grid)
         x, y = integers((24, 12), step), integers((24, 6), step + 100)
-        x = DistMatrix.from_global(grid, x, layout=batch_layout("y"))
-        out = net(x)
+        out = net(DistMatrix.from_global(grid, x, layout=batch_layout("y")))
         nn.mse(out, DistMatrix.from_global(grid, y, layout=out.layout)).backward()
         fault.at("backward", grid)
         optimizer.step()
         try:
-            check_product(grid, step) if fault.name != "none: skips" else _skipping(fault, grid, step)
+            fault.at("product", grid)
+            check_product(grid, step)
         except Leave:
             pass
         if (step + 1) % 3 == 0:
@@ -165,21 +165,13 @@ def train(grid, fault: Fault, folder: Path) -> None:
                 print(f"step {step + 1}: wrote {path}", flush=True)
 
 
-def _skipping(fault: Fault, grid, step: int) -> None:
-    """The victim goes past a product that the others make."""
-    fault.at("product", grid)
-    check_product(grid, step)
-
-
 def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    folder = Path(spec["folder"])
-    fault = Fault(spec.get("fault", ""), spec.get("victim", -1), spec.get("step", -1), spec.get("place", ""),
-                  folder / "fault")
-    if fault.name == "none: never makes the grid" and MPI.COMM_WORLD.rank == fault.victim:
-        fault.mark.write_text(fault.name)
-        time.sleep(600)
-    with Grid(MPI.COMM_WORLD, spec["shape"], spec["data"]) as grid:
+    config = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(config["folder"])
+    fault = Fault(folder / "fault", **config["fault"] or {})
+    fault.now = fault.step  # before the first step
+    fault.at("begin")
+    with Grid(MPI.COMM_WORLD, config["shape"], config["data"]) as grid:
         try:
             train(grid, fault, folder)
         except Leave:

@@ -1,0 +1,87 @@
+"""Files of checkpoints on the disk: brought there for sure, verified by checksums, with errors that name them."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, Pmm3dError
+from ..layout import offsets
+
+CHUNK = 2**26
+"""Bytes of a file that have a checksum of their own, so that many ranks can verify one file."""
+READ_BYTES = 2**23
+"""Bytes that are read and hashed at a time."""
+
+Checksums = dict[str, Any]
+"""Of a file: {"bytes": its size, "crc32": [of each chunk]}; the last chunk has what is left."""
+
+
+def checksums(path: Path) -> Checksums:
+    with open(path, "rb", buffering=0) as file:
+        size, buffer = os.fstat(file.fileno()).st_size, bytearray(READ_BYTES)
+        return {"bytes": size, "crc32": [_crc(file, number, buffer) for number in range(-(-size // CHUNK))]}
+
+
+def _crc(file: FileIO, number: int, buffer: bytearray) -> int:
+    crc, rest, view = 0, CHUNK, memoryview(buffer)
+    file.seek(number * CHUNK)
+    while rest and (count := file.readinto(view[:rest])):
+        crc, rest = zlib.crc32(view[:count], crc), rest - count
+    return crc
+
+
+def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: int = 1) -> None:
+    """Read a rank's share of the files and compare it with their checksums.
+
+    Raises CheckpointError, naming the file, where one is missing, of another size, or damaged.
+    """
+    buffer = bytearray(READ_BYTES)
+    for name, chunks in groupby(_share(files, rank, ranks), key=itemgetter(0)):
+        path, known = folder / name, files[name]
+        with file_errors(path, "read"), open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != known["bytes"]:
+                raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, not {known['bytes']:,}")
+            for _, number in chunks:
+                if _crc(file, number, buffer) != known["crc32"][number]:
+                    raise CheckpointError(f"{path} is damaged: its checksum is wrong in the {CHUNK:,} bytes from byte "
+                                          f"{number * CHUNK:,} on")
+
+
+def _share(files: Mapping[str, Checksums], rank: int, ranks: int) -> list[tuple[str, int]]:
+    """(file, number of a chunk) for a rank to read: consecutive ones, each rank about as many bytes."""
+    chunks = [(name, number) for name, known in sorted(files.items()) for number in range(len(known["crc32"]))]
+    starts = offsets(min(CHUNK, files[name]["bytes"] - number * CHUNK) for name, number in chunks)
+    return [chunk for chunk, start, end in zip(chunks, starts, starts[1:])
+            if (start + end) * ranks // (2 * starts[-1]) == rank]
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def file_errors(path: Path, doing: str) -> Iterator[None]:
+    """What goes wrong with a file in this context becomes a CheckpointError that names it."""
+    try:
+        yield
+    except Pmm3dError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename or path} is missing") from error
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"{path} cannot be {doing}: {text}") from error

@@ -1,0 +1,285 @@
+"""Batches of a data set, which a thread reads ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import count
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import NumpyLibrary
+from ..errors import DataError
+from ..layout import Layout
+from ..product import DistMatrix
+
+if TYPE_CHECKING:
+    from .dataset import DataSet
+
+COPIED_AT_ONCE = 2**18
+"""Elements gathered from a cached data set before they are converted."""
+
+Rows = slice | np.ndarray
+"""Of a data set, ascending: a slice where they are consecutive."""
+Arrays = list[np.ndarray]
+"""This rank's shards of the inputs and of the targets of a batch."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows of `samples` make which batch: the same on all ranks, and a part of a loader's state."""
+
+    samples: int
+    rows: list[int]
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+    def size(self, batch: int) -> int:
+        """Rows of a batch, over all ranks; 0 or less if there is none."""
+        return min(self.batch_size, self.rows[1] - self.rows[0] - batch * self.batch_size)
+
+
+class Loader:
+    """Batches of a DataSet, epoch after epoch; made by `DataSet.loader`.
+
+        for x, y in loader:     the rest of the current epoch
+
+    x    (batch, features)   in batch_layout(split_inputs)
+    y    (batch, 1) int64    labels, whole on each rank that holds the row; or (batch, outputs) in
+                             batch_layout(split_targets)
+
+    epoch, batch   position: batches 0 to batch - 1 of the epoch have been handed out
+    len()          batches per epoch
+
+    A batch may be used until the next but one is asked for: its arrays are then filled anew (prefetch + 2 sets of them
+    go round). Each batch costs one all-reduce of 24 bytes. What goes wrong while a batch is read, samples that are not
+    finite and labels without a class are raised as DataError, by all ranks, when that batch is asked for; asked again,
+    it is read again.
+
+        >>> import tempfile, h5py
+        >>> from pmm3d import Grid
+        >>> from pmm3d.io import DataSet
+        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+        ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
+        ...         file["x"], file["y"] = np.ones((10, 8)), np.arange(10) % 3
+        ...     with DataSet(grid, grid.comm.bcast(path)) as data:
+        ...         [x.shape for x, y in data.loader(4)]
+        [(4, 8), (4, 8), (2, 8)]
+    """
+
+    def __init__(self, data: DataSet, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
+        self.data, self.epoch, self.batch = data, 0, 0
+        self._plan, self._layouts, self._sets = plan, layouts, prefetch + 2
+        self._reader: _Reader | None = None
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._plan.rows[1] - self._plan.rows[0], self._plan.batch_size)
+        return whole + (rest > 0 and not self._plan.drop_last)
+
+    def __iter__(self) -> Iterator[tuple[DistMatrix, DistMatrix]]:
+        while self.batch < len(self):
+            yield self._next()
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def _next(self) -> tuple[DistMatrix, DistMatrix]:
+        data, size, length = self.data, self._plan.size(self.batch), len(self)
+        try:
+            with data.grid.together("Loader", data.path, self.epoch, self.batch):
+                if self._reader is None:
+                    batches = (divmod(number, length) for number in count(self.epoch * length + self.batch))
+                    self._reader = _Reader(data, self._plan, self._layouts, batches, self._sets)
+                with data.grid.ledger.waiting("loader"):
+                    local = self._reader.take()
+                x = data.library.from_numpy(local[0], data.dtype)
+                y = data.library.from_numpy(local[1], "int64" if data.labelled else data.dtype)
+        except Exception:
+            self.close()
+            raise
+        self.batch += 1
+        return (DistMatrix(data.grid, x, (size, data.features), self._layouts[0]),
+                DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1]))
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last batch handed out, for JSON. Fits any grid."""
+        return {"epoch": self.epoch, "batch": self.batch, **asdict(self._plan)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; collective. Raises DataError if it belongs to other batches than these."""
+        with self.data.grid.together("Loader.load_state", state):
+            missing = [key for key in self.state() if key not in state]
+            if missing:
+                raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}")
+            differ = [f"{key} was {state[key]}, is {value}"
+                      for key, value in asdict(self._plan).items() if state[key] != value]
+            if differ:
+                raise DataError(f"the state belongs to other batches: {'; '.join(differ)}")
+            check_at_least(0, epoch=state["epoch"], batch=state["batch"])
+            if state["batch"] > len(self):
+                raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
+            self.close()
+            self.epoch, self.batch = state["epoch"], state["batch"]
+
+    def close(self) -> None:
+        """End the thread and forget what it read. The position stays."""
+        if self._reader is not None:
+            self._reader.thread.shutdown(cancel_futures=True)
+        self._reader = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Reader:
+    """Reads this rank's part of batches ahead, in a thread: which rows and columns of the file, and whether they can
+    be used. No MPI in it.
+
+    batches   (epoch, batch) in the order in which they will be taken;   sets   of arrays that go round
+    """
+
+    def __init__(self, data: DataSet, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
+                 sets: int):
+        self._data, self._plan, self._layout, self._batches = data, plan, layouts[0], batches
+        self._order, self._shuffled = np.empty(0, np.int64), -1
+        numbers = "float32" if data.dtype == "bfloat16" else data.dtype
+        self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
+        self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
+        self.thread = ThreadPoolExecutor(1, "pmm3d loader")
+        self._ahead: deque[tuple[Arrays, Future[int]]] = deque()
+        self._in_use: deque[Arrays] = deque()
+        for _ in range(sets):
+            self._read_ahead([self._inputs.buffer(), self._targets.buffer()])
+
+    def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
+        box = layout.box((self._plan.size(0), width), self._data.grid.shape, self._data.grid.coords)
+        first, last = self._plan.rows
+        return Columns(dataset, (first, last), (box.c0, box.c1), box.r1 - box.r0, dtype, self._data.cache_bytes)
+
+    def _read_ahead(self, arrays: Arrays) -> None:
+        self._ahead.append((arrays, self.thread.submit(self._read, *next(self._batches), arrays)))
+
+    def take(self) -> Arrays:
+        """The next batch, once it is read; the one before the last is let go. Raises what went wrong."""
+        if len(self._in_use) == 2:
+            self._read_ahead(self._in_use.popleft())
+        arrays, rows = self._ahead.popleft()
+        self._in_use.append(arrays)
+        return [array[: rows.result()] for array in arrays]
+
+    def _read(self, epoch: int, batch: int, arrays: Arrays) -> int:
+        """Fill the first rows of the arrays; returns how many these are."""
+        rows, data = self._rows(epoch, batch), self._data
+        rows_here = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        x, y = (array[:rows_here] for array in arrays)
+        if rows_here:
+            with data.file.unchanged():
+                self._inputs.read(rows, x)
+                self._targets.read(rows, y)
+            self._check_finite(x, self._inputs, rows)
+            if data.labelled:
+                data.check_labels(y, rows)
+            else:
+                self._check_finite(y, self._targets, rows)
+        return rows_here
+
+    def _check_finite(self, values: np.ndarray, columns: Columns, rows: Rows) -> None:
+        if values.size == 0 or (np.isfinite(values.min()) and np.isfinite(values.max())):
+            return
+        row, column = np.argwhere(~np.isfinite(values))[0]
+        raise DataError(f"{self._data.path}: row {np.r_[rows][row]} of data set {columns.name!r} holds "
+                        f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
+
+    def _rows(self, epoch: int, batch: int) -> Rows:
+        """This rank's rows of a batch."""
+        first, size = batch * self._plan.batch_size, self._plan.size(batch)
+        box = self._layout.box((size, self._data.features), self._data.grid.shape, self._data.grid.coords)
+        start, stop = self._plan.rows
+        if not self._plan.shuffle:
+            return slice(start + first + box.r0, start + first + box.r1)
+        if self._shuffled != epoch:
+            self._order = np.arange(start, stop)
+            np.random.default_rng([self._plan.seed, epoch]).shuffle(self._order)
+            self._shuffled = epoch
+        rows = np.sort(self._order[first : first + size])[box.r0 : box.r1]
+        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
+        return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
+
+
+class Columns:
+    """Columns low:high of rows first:last of a data set whose dims after the first are flattened.
+
+    most         rows that are read at a time
+    dtype        to which they are converted
+    cache_bytes  if the data set is stored in chunks and these columns take no more, all are read at once and kept: a
+                 row from a chunk costs the reading of the chunk (30 us a row uncompressed, 200 us compressed, against
+                 3 us contiguous)
+    """
+
+    def __init__(self, dataset: Any, rows: tuple[int, int], columns: tuple[int, int], most: int, dtype: str,
+                 cache_bytes: int):
+        self.dataset, self.name = dataset, dataset.name.removeprefix("/")
+        (self.first, self.last), (self.low, self.high) = rows, columns
+        self._most, self._dtype = most, dtype
+        self._select()
+        self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
+        nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
+        self._caching = dataset.chunks is not None and nbytes <= cache_bytes
+        self._cache: np.ndarray | None = None
+
+    def _select(self) -> None:
+        """Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole."""
+        dims = self.dataset.shape[1:]
+        ones = next((at for at, extent in enumerate(dims) if extent > 1), max(0, len(dims) - 1))
+        inner = prod(dims[ones + 1 :])
+        start, stop = self.low // inner, -(-self.high // inner)
+        self._selection = (slice(0, 1),) * ones + (slice(start, stop),) if dims else ()
+        self._dims = (1,) * ones + (stop - start, *dims[ones + 1 :]) if dims else ()
+        self._width = (stop - start) * inner
+        self._within = slice(self.low - start * inner, self.high - start * inner)
+
+    def buffer(self) -> np.ndarray:
+        """For as many rows as are read at a time."""
+        return NumpyLibrary().empty((self._most, self.high - self.low), self._dtype)
+
+    def read(self, rows: Rows, out: np.ndarray) -> None:
+        """Fill out (rows, high - low)."""
+        if out.size == 0:
+            return
+        if self._caching:
+            self._read_cached(rows, out)
+        elif self._scratch is None:
+            self._read_file(rows, out)
+        else:
+            covering = self._scratch[: len(out)]
+            self._read_file(rows, covering)
+            out[...] = covering[:, self._within]
+
+    def _read_file(self, rows: Rows, out: np.ndarray) -> None:
+        self.dataset.read_direct(out.reshape(len(out), *self._dims), (rows, *self._selection))
+
+    def _read_cached(self, rows: Rows, out: np.ndarray) -> None:
+        if self._cache is None:
+            whole = np.empty((self.last - self.first, self._width), self.dataset.dtype)
+            self._read_file(slice(self.first, self.last), whole)
+            self._cache = whole[:, self._within]
+        if isinstance(rows, slice):
+            out[...] = self._cache[rows.start - self.first : rows.stop - self.first]
+            return
+        step = max(1, COPIED_AT_ONCE // out.shape[1])
+        for start in range(0, len(out), step):
+            out[start : start + step] = self._cache[rows[start : start + step] - self.first]
+
+
+def check_at_least(least: int, **numbers: Any) -> None:
+    """Raises DataError for what is no whole number of at least that."""
+    for name, number in numbers.items():
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < least:
+            raise DataError(f"{name} is a whole number of at least {least}; got {number!r}")
