@@ -97,6 +97,7 @@ def test_figures_of_this_process():
 
 def test_nothing_is_loaded_before_the_environment_is_set():
     """The command sets OPENBLAS_CORETYPE before numpy loads its BLAS, so importing it must not load numpy."""
-    code = "import pmm3d.model.machine, pmm3d.tools.cli, sys; sys.exit(bool({'numpy', 'scipy', 'mpi4py'} & set(sys.modules)))"
+    code = ("import pmm3d.model.machine, pmm3d.tools.cli, sys; "
+            "sys.exit(bool({'numpy', 'scipy', 'mpi4py'} & set(sys.modules)))")
     path = os.pathsep.join(filter(None, sys.path))
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}).returncode == 0

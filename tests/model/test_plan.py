@@ -142,7 +142,8 @@ def test_max_workspace_is_kept_with_the_fewest_panels(grid, size):
             assert not kept
         else:
             assert plan.workspace <= limit
-            fewer = ProductPlan(*size, "float64", grid, plan.roles, plan.a, plan.b, plan.c, plan.panels - 1, plan.strips)
+            layouts = plan.a, plan.b, plan.c
+            fewer = ProductPlan(*size, "float64", grid, plan.roles, *layouts, plan.panels - 1, plan.strips)
             assert plan.panels == 1 or fewer.workspace > limit
             kept.append(plan.panels)
     assert kept and kept == sorted(kept, reverse=True) and kept[-1] == 1
