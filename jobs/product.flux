@@ -5,7 +5,7 @@
 #flux: --time-limit=10m
 #flux: --output=pmm3d-product-{{id}}.out
 
-# product.sbatch for Flux: multiply two matrices on all ranks of the job, verify, report.
+# product.sbatch for Flux: multiply two matrices on all ranks of the job, verify, time.
 #
 #   flux batch jobs/product.flux                                                    4096 cubed on 8 ranks
 #   PMM3D_RANKS_PER_NODE=8 flux batch --nodes=16 jobs/product.flux --m 65536 --n 65536 --k 65536 --array cupy

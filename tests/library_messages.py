@@ -4,7 +4,7 @@
     python tests/library_messages.py --all      every message
 
 A message is the text of an error (a Pmm3dError of any kind, typer.BadParameter, an argument parser's, SystemExit), a
-text that begins with "pmm3d: ", one that is handed to `warn` and the like, or a line of a report (hang.py). It is
+text that begins with "pmm3d: ", one that is handed to `warn` and the like, or a line of a diagnosis (hang.py). It is
 quoted with ... for what is filled in. What `pmm3d doctor` finds is left out: it says the remedy itself. On a page, line
 ends and spaces do not count.
 """
@@ -65,7 +65,7 @@ def _flat(node: ast.AST) -> str:
 
 
 def _said(tree: ast.Module, is_report: bool):
-    """(line, message) of each error made and each text for people; in a report, of each text of some words."""
+    """(line, message) of each error made and each text for people; in a diagnosis, of each text of some words."""
     wholes = (ast.JoinedStr, ast.BinOp, ast.Expr)  # what is in a text is no text, and a docstring is none either
     within = {id(part) for node in ast.walk(tree) if isinstance(node, wholes) for part in ast.iter_child_nodes(node)}
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Module))]

@@ -66,7 +66,7 @@ def test_a_stopped_rank_is_named(goes_wrong, victim):
 
 
 def test_without_threads_in_mpi_those_that_wait_find_the_missing_one(job):
-    """MPI_THREAD_SERIALIZED: who computes cannot answer, and the report says why."""
+    """MPI_THREAD_SERIALIZED: who computes cannot answer, and the diagnosis says why."""
     script = START.replace("from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
                                                      "    from mpi4py import MPI")
     done = job(3, script + "        if grid.rank == 1: time.sleep(600)\n        a @ b\n", 2)

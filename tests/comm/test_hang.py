@@ -88,7 +88,7 @@ def test_processes_are_seen_where_their_numbers_mean_the_same():
     assert not Process("n1", 10, 1).shares_numbers_with(Process("n1", 11, 2))
 
 
-def test_the_report_groups_ranks_and_shows_where_the_missing_one_is():
+def test_the_diagnosis_groups_ranks_and_shows_where_the_missing_one_is():
     text = diagnosis(by_rank(waits(0, "all_gather (gather A)", 5), waits(1, "all_gather (gather A)", 5),
                              elsewhere(2, 4), waits(3, "all_gather (gather A)", 5)), {}, HOSTS, LIMIT)
     assert "ranks 0-1, 3 wait in all_gather (gather A) #5 on axis x for 3.0 s, at solver.py:88 in solve" in text

@@ -130,7 +130,7 @@ def test_idle_ranks_are_reported(pmm3d):
 
 
 def test_a_lesser_blas_kernel_is_named_with_the_remedy(job):
-    """The advice of the report, on a CPU that could do more than the kernel that was forced."""
+    """The advice that is printed, on a CPU that could do more than the kernel that was forced."""
     done = job(1, """
         import os
         from pmm3d.model import machine
