@@ -3,8 +3,8 @@
     python apps/import_cost.py [--json FILE]
 
 Each line is a process of its own, the median of several: after numpy and mpi4py the public names; the same and a first
-product of two matrices on one rank. Files are those that Python opens (modules, extensions,
-folders that it lists).
+product of two matrices on one rank; both again where no bytecode is kept (a new or read-only installation). Files are
+those that Python opens (modules, extensions, folders that it lists).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from statistics import median
 
 LAUNCHERS = ("OMPI_", "PMI", "PRTE_", "SLURM_")
@@ -39,9 +40,13 @@ with pmm3d.Grid() as grid:
 CASES = {"the public names": NAMES, "and a first product": PRODUCT}
 
 
-def measured(body: str) -> tuple[float, int]:
-    """Seconds and files of a process of one rank that runs these lines after numpy and mpi4py."""
-    alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+def measured(body: str, bytecode: str = "") -> tuple[float, int]:
+    """Seconds and files of a process of one rank that runs these lines after numpy and mpi4py.
+
+    bytecode   the folder in which Python keeps compiled modules; they are compiled anew if it is left out
+    """
+    alone = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "PYTHONDONTWRITE"))}
+    alone |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", COUNTED.format(body=body)], env=alone, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -55,10 +60,13 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args()
     found = {}
-    for name, body in CASES.items():
-        runs = [measured(body) for _ in range(options.repeat)]
-        found[name] = {"seconds": median(seconds for seconds, _ in runs), "files": max(files for _, files in runs)}
-        print(f"{name:22} {found[name]['seconds']:.3f} s, {found[name]['files']} files")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, body in CASES.items():
+            for kept, bytecode in (("", folder), (", no bytecode kept", "")):
+                runs = [measured(body, bytecode) for _ in range(1 + options.repeat)][1:]
+                seconds, files = median(seconds for seconds, _ in runs), max(files for _, files in runs)
+                found[name + kept] = {"seconds": seconds, "files": files}
+                print(f"{name + kept:38} {seconds:.3f} s, {files} files")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(found, file, indent=1)

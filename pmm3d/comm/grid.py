@@ -84,23 +84,23 @@ class Grid:
         settings = Settings()
         parent = MPI.COMM_WORLD if comm is None else comm
         _check_launcher(parent)
-        timeout = _first(timeout, settings.timeout)
+        timeout = _given_or(timeout, settings.timeout)
         limit = float(timeout) if isinstance(timeout, Real) and 0 <= float(timeout) < float("inf") else settings.timeout
-        duplicate, self._watch_comm, self._processes, debug = duplicates(parent, limit, _first(debug, settings.debug))
+        duplicate, self._watch_comm, self._processes, debug = duplicates(parent, limit, _given_or(debug, settings.debug))
         self.comm, self.debug = duplicate, debug
         self.rank, self.size = self.comm.rank, self.comm.size
         self.hosts = len({process.host for process in self._processes})
-        self.ledger = Ledger(self.rank, _first(log, settings.log), _first(trace, settings.trace))
+        self.ledger = Ledger(self.rank, _given_or(log, settings.log), _given_or(trace, settings.trace))
         if self.ledger.log:
             show_notes("pmm3d.comm")
         self.workspace = Workspace()
         self.attached: dict[Any, Any] = {}
-        self._check = _first(check, settings.check)
+        self._check = _given_or(check, settings.check)
         self._made = [self._watch_comm, self.comm]
         self._watch = Watch(self._watch_comm, limit, debug, self._processes)
         self._watch.start()
         duplicate.waiting = self._waiting
-        transport = Transport(_first(device_transport, settings.device_transport), self.workspace)
+        transport = Transport(_given_or(device_transport, settings.device_transport), self.workspace)
         self.engine = Engine(self.ledger, self._watch, transport, debug)
         self.everyone = Axis(self.engine, "all", self.comm, range(self.size))
         self._dropped = weakref.finalize(self, ending.dropped, self._watch_comm, self._watch)
@@ -229,7 +229,7 @@ class Grid:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
 
 
-def _first(given: Any, default: Any) -> Any:
+def _given_or(given: Any, default: Any) -> Any:
     return default if given is None else given
 
 

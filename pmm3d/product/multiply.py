@@ -62,8 +62,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
         if out is None:
             out = _new_result(a, plan)
         c = out.T if turned else out
-    with _placed(first, plan.a_layout) as native_a, _placed(second, plan.b_layout) as native_b:
-        with _placed(c, plan.c_layout, back=True, read=beta != 0) as native_c:
+    with _in_layout(first, plan.a_layout) as native_a, _in_layout(second, plan.b_layout) as native_b:
+        with _in_layout(c, plan.c_layout, back=True, read=beta != 0) as native_c:
             if mine is not None:
                 _multiply(mine, native_a, native_b, native_c, alpha, beta)
     return out
@@ -128,7 +128,7 @@ def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:
 
 
 @contextmanager
-def _placed(matrix: StoredMatrix, layout: Layout, back: bool = False, read: bool = True) -> Iterator[StoredMatrix]:
+def _in_layout(matrix: StoredMatrix, layout: Layout, back: bool = False, read: bool = True) -> Iterator[StoredMatrix]:
     """The matrix in a layout, redistributed through a work array if it has another one.
 
     back   what the context wrote is brought back to the matrix;   read   its contents matter
