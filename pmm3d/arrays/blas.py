@@ -28,6 +28,7 @@ _ROUTINES = {
 }
 DTYPES = frozenset(_ROUTINES)
 LARGEST = 2**31 - 1
+"""Of a BLAS whose integers have 32 bits."""
 
 
 @cache

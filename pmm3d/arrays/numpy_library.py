@@ -18,6 +18,7 @@ from .low_precision import WorkArrays, widened_gemm
 Array = Any
 """A numpy.ndarray, torch.Tensor or cupy.ndarray: no type says so for all of them."""
 HUGE_PAGE = 2**21
+"""Bytes, of x86-64 and of Arm with pages of 4 KiB."""
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
 

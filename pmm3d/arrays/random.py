@@ -11,7 +11,9 @@ from ..errors import Pmm3dError
 from ..layout import Box
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
 CHUNK = 2**16
+"""Numbers that are made at a time: what they take on their way stays in a core's cache."""
 DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 

@@ -84,24 +84,25 @@ class Grid:
         settings = Settings()
         parent = MPI.COMM_WORLD if comm is None else comm
         _check_launcher(parent)
-        timeout = _given_or(timeout, settings.timeout)
+        timeout = _or_default(timeout, settings.timeout)
         limit = float(timeout) if isinstance(timeout, Real) and 0 <= float(timeout) < float("inf") else settings.timeout
-        duplicate, self._watch_comm, self._processes, debug = duplicates(parent, limit, _given_or(debug, settings.debug))
-        self.comm, self.debug = duplicate, debug
+        debug = _or_default(debug, settings.debug)
+        duplicate, self._watch_comm, self._processes, self.debug = duplicates(parent, limit, debug)
+        self.comm = duplicate
         self.rank, self.size = self.comm.rank, self.comm.size
         self.hosts = len({process.host for process in self._processes})
-        self.ledger = Ledger(self.rank, _given_or(log, settings.log), _given_or(trace, settings.trace))
+        self.ledger = Ledger(self.rank, _or_default(log, settings.log), _or_default(trace, settings.trace))
         if self.ledger.log:
             show_notes("pmm3d.comm")
         self.workspace = Workspace()
         self.attached: dict[Any, Any] = {}
-        self._check = _given_or(check, settings.check)
+        self._check = _or_default(check, settings.check)
         self._made = [self._watch_comm, self.comm]
-        self._watch = Watch(self._watch_comm, limit, debug, self._processes)
+        self._watch = Watch(self._watch_comm, limit, self.debug, self._processes)
         self._watch.start()
         duplicate.waiting = self._waiting
-        transport = Transport(_given_or(device_transport, settings.device_transport), self.workspace)
-        self.engine = Engine(self.ledger, self._watch, transport, debug)
+        transport = Transport(_or_default(device_transport, settings.device_transport), self.workspace)
+        self.engine = Engine(self.ledger, self._watch, transport, self.debug)
         self.everyone = Axis(self.engine, "all", self.comm, range(self.size))
         self._dropped = weakref.finalize(self, ending.dropped, self._watch_comm, self._watch)
         try:
@@ -229,7 +230,7 @@ class Grid:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
 
 
-def _given_or(given: Any, default: Any) -> Any:
+def _or_default(given: Any, default: Any) -> Any:
     return default if given is None else given
 
 

@@ -11,6 +11,7 @@ from ..model.ranking import Product, best_grid, ranked_grids
 
 FAMILIES = ("ddp", "fsdp", "hsdp", "megatron")
 CUBE = (4096, 4096, 4096)
+"""The product that "auto" and the grids of a message are for, where none is named."""
 
 
 def chosen_shape(shape: str | Sequence[int], data: int, ranks: int, product: Product | None, dtype: str,

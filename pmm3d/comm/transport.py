@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 Steps = Generator[list[Any], None, Result]
 """A collective: yields lists of MPI requests, or of others under way (Pending); is resumed once they are complete."""
 LARGEST_MESSAGE = 2**30
+"""Bytes: MPI counts in 32 bits, and half of that is a round number."""
 logger = logging.getLogger("pmm3d.comm")
 
 

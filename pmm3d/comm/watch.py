@@ -22,14 +22,17 @@ from .hang import Process, RankStatus
 from .ledger import Record
 
 POLL_SECONDS = 0.25
+"""So often does the watchdog look: the delay of what it finds, at a cost that nobody sees."""
 INQUIRY_SECONDS = 20.0
 """A wait of so long has its reason looked into: longer than any message takes, far below the time limit."""
 DEBUG_INQUIRY_SECONDS = 1.0
+"""Likewise, with debug, and before a second look."""
 ACKNOWLEDGE_SECONDS = 3.0
 """A leader that does not ask back within these is stopped or dead: the next one is told."""
 PATIENCE_SECONDS = 3.0
 """What ranks have to answer in, besides a millisecond for each of them."""
 LAST_RESORT_SECONDS = 15
+"""MPI_Abort ends the job within a second, or hangs: then the process ends itself."""
 LEADERS = 4
 """Ranks that may lead, of as many hosts: that all of them are dead is unlikely."""
 HUNG = 70

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-NAMED = 20
+MOST_SPANS = 20
 """Spans of ranks that are listed; a line with more is not read."""
+MOST_HOSTS = 8
+"""Hosts that are listed with what is said of each."""
 
 
 def in_bytes(nbytes: float) -> str:
@@ -44,6 +46,16 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     """
     listed = list(ranks)
     found = spans(listed)
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in found[:NAMED]]
-    more = " and more" if len(found) > NAMED else ""
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in found[:MOST_SPANS]]
+    more = " and more" if len(found) > MOST_SPANS else ""
     return f"rank{'s' * (len(listed) != 1)} {', '.join(words)}{more}"
+
+
+def names_in_words(names: Iterable[str], most: int = 4) -> str:
+    """The first names, each once, and how many more there are.
+
+        >>> names_in_words(["n1", "n2", "n2", "n3"], 2)
+        'n1, n2 and 1 more'
+    """
+    listed = list(dict.fromkeys(names))
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -16,6 +16,7 @@ EXACT_WORK = 2**27
 """m n k up to which the whole product is compared on one rank."""
 _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _LARGEST_INTEGER = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "complex64": 2**24}
+"""Up to which all integers are numbers of the type: sums that stay below are exact in any order."""
 
 
 def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.ndarray:

@@ -15,6 +15,7 @@ from ..model.environment import task_rank
 FIRST_RANK_SPEAKS = 1.0
 """Seconds that the others wait before they end with a usage error, which it explains."""
 LAST_RESORT_SECONDS = 60
+"""All ranks are there, so MPI_Finalize takes seconds; a launcher may have died meanwhile."""
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from rich.console import Console
 
-Told = TypeVar("Told")
+Answer = TypeVar("Answer")
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def all_ranks() -> Iterator[MPI.Intracomm]:
         _fail(MPI.COMM_WORLD, error)
 
 
-def on_first(comm: MPI.Intracomm, work: Callable[[], Told]) -> Told:
+def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
     """What rank 0 makes of the file system, on every rank; its Pmm3dError too. One rank reads instead of thousands."""
     result: Any = None
     error: Pmm3dError | None = None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pmm3d.comm.words import in_bytes
+from pmm3d.comm.words import in_bytes, names_in_words
 
 
 @pytest.mark.parametrize("nbytes,words", [
@@ -11,3 +11,8 @@ from pmm3d.comm.words import in_bytes
 ])
 def test_bytes_have_three_digits(nbytes, words):
     assert in_bytes(nbytes) == words
+
+
+def test_a_few_names_stand_for_many():
+    assert names_in_words("aabcde") == "a, b, c, d and 1 more"
+    assert names_in_words("aabc") == "a, b, c" and names_in_words([]) == ""

@@ -8,7 +8,7 @@ from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNIN
 
 from pmm3d.model.machine import AVX512, Blas, Cpu
 from pmm3d.tools.doctor import checks, nodes, software
-from pmm3d.tools.doctor.finding import Diagnosis, Finding, Problem, names_in_words, ranks_by, spread, unlike_first
+from pmm3d.tools.doctor.finding import Diagnosis, Finding, Problem, ranks_by, spread, unlike_first
 from pmm3d.tools.doctor.session import Answer
 
 # What a check says
@@ -27,7 +27,6 @@ def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
 def test_spreads_and_ranks_in_words():
     assert spread([1.0, 1.04]) == "1.0" and spread([1, 2, 9]) == "2.0 (from 1.0 to 9.0)"
     assert ranks_by(["b", "a", "b"]) == {"b": [0, 2], "a": [1]} and unlike_first(["b", "a", "b"]) == [1]
-    assert names_in_words("aabcde") == "a, b, c, d and 1 more"
 
 
 # One check among others

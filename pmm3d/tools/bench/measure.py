@@ -25,7 +25,9 @@ from .result import Case, Check, Environment, Memory, Partition, Result, Speed, 
 CORE_FLOP = flop(2048, 2048, 2048, "float64")
 """Of the GEMM on one core at most: a second on a slow one."""
 CORE_REPEATS = 5
+"""Of which the median counts."""
 WARM_UP = 2
+"""Products before the first that is timed: the first one allocates, plans and wakes the BLAS."""
 TRANSPOSED = {"A": Layout(rows=("y", "x"), cols=("z",)), "B": Layout(rows=("x", "z"), cols=("y",))}
 AXES = ("x", "y", "z")
 

@@ -7,11 +7,8 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from ...comm.words import in_bytes
+from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
 from .result import Result
-
-NAMED_HOSTS = 8
-"""That are listed; the others are counted."""
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -47,9 +44,8 @@ def _environment(result: Result) -> Table:
     found = result.environment
     hosts = [f"{host} ({ranks} ranks on {cores} cores)"
              for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)]
-    more = f" and {len(hosts) - NAMED_HOSTS} more" if len(hosts) > NAMED_HOSTS else ""
     return _rows("[bold]Environment[/]", {
-        "hosts": ", ".join(hosts[:NAMED_HOSTS]) + more,
+        "hosts": names_in_words(hosts, MOST_HOSTS),
         "CPU": found.cpu,
         "BLAS": f"{found.blas}, kernel {found.kernel}, {found.threads} thread(s) a rank",
         "MPI": found.mpi,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ...arrays import library_named
 from ...comm.device_trial import takes_device_pointers
-from ...comm.words import ranks_in_words
-from .finding import Finding, counted, names_in_words, ranks_by
+from ...comm.words import names_in_words, ranks_in_words
+from .finding import Finding, counted, ranks_by
 from .session import Session, child_says
 
 DRIVER = "libcuda.so.1"
@@ -24,6 +24,7 @@ LIBRARIES = {"cupy": "cupy", "torch": "torch:cuda:0"}
 LOAD = {"cupy": "import cupy; assert float(cupy.ones(4).sum()) == 4; print(cupy.__version__)",
         "torch": "import torch; assert float(torch.ones(4, device='cuda').sum()) == 4; print(torch.__version__)"}
 CHILD_SECONDS = 15.0
+"""Loading cupy or torch from a parallel file system takes some."""
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 

@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...comm.words import in_bytes
+from ...comm.words import in_bytes, names_in_words
 from . import locks
-from .finding import Finding, names_in_words
+from .finding import Finding
 from .session import Session, child_says
 
-SEEN_SECONDS = 4.0
-CHILD_SECONDS = 10.0
+SEEN_SECONDS, CHILD_SECONDS = 4.0, 10.0
+"""For a new file to be seen on another host (NFS keeps attributes for three), and for a lock in a child process."""
 SLOW_SIGHT = 1.0
 """Seconds after which other hosts still see the old contents of a file."""
 LEAST_FREE = 2**30
+"""Bytes: less holds no checkpoint worth the name."""
 UNSHARED = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "squashfs"}
 
 

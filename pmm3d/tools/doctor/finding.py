@@ -91,12 +91,6 @@ class Diagnosis:
         }
 
 
-def names_in_words(names: Iterable[str], most: int = 4) -> str:
-    """The first names, each once, and how many more there are."""
-    listed = list(dict.fromkeys(names))
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
-
-
 def counted(number: int, noun: str) -> str:
     """1 rank, 2 ranks."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -17,6 +17,7 @@ ALIVE = b"1"
 FIRST_RANK_SPEAKS = 1.0
 """Seconds that the others leave it."""
 FAILED = 2
+"""Exit code of doctor where something failed."""
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHER_SIGNS = ("PMI_", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_MPI_TYPE", "SLURM_STEP_NUM_TASKS",

@@ -19,25 +19,29 @@ from .nodes import Node, crowded_hosts, gather_node
 from .session import MESSAGE, PATIENCE, Session
 
 LARGE = 2**23
+"""Bytes of a message whose time is all bandwidth, as those of a product are."""
 SMALL_REPEATS, LARGE_REPEATS = 200, 10
 SECONDS = 0.25
 """Of one size between the pairs of an axis."""
 UNEVEN = 3.0
 """How many times slower than the fastest pair a pair of the same axis may be."""
 SLOWER_INNER = 2.0
-TCP_SECONDS = 12e-6
-SLOW_MEMORY = 1e9
+"""How many times slower than z the x axis may be, which carries as much and has the nearer ranks."""
+TCP_SECONDS, SLOW_MEMORY = 12e-6, 1e9
+"""Latency that no RDMA network has, and bytes a second that any memory exceeds."""
 
-TRANSFER = 2**23
-TRANSFER_PROBE = 2**20
+TRANSFER, TRANSFER_PROBE = 2**23, 2**20
 SLOW_PROBE_SECONDS = 0.02
-COMPUTE = 256
-LEAST_COMPUTE = 5e-3
+"""Bytes; on a network that takes longer for the probe the transfer is as small as the probe."""
+COMPUTE, LEAST_COMPUTE = 256, 5e-3
+"""Size of the GEMM that computing is made of (a millisecond at most), and seconds of computing at least."""
 TIMES = 3
+"""Of which the median counts."""
 MOVES_BY_ITSELF = 0.5
+"""Share of a transfer hidden by computing from which on MPI is said to move it alone."""
 
-CLOCK_READINGS = 12
-CLOCK_SECONDS = 1.0
+CLOCK_READINGS, CLOCK_SECONDS = 12, 1.0
+"""The shortest of the readings tells the most; clocks further apart mislead people and make(1)."""
 
 
 class Pair(NamedTuple):

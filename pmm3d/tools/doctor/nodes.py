@@ -15,13 +15,13 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
-from ...comm.words import in_bytes, ranks_in_words
+from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...model import machine
-from .finding import Finding, counted, names_in_words, ranks_by, spread, unlike_first
+from .finding import Finding, counted, ranks_by, spread, unlike_first
 from .session import Session
 
-GEMM_SIZE = 768
-GEMM_REPEATS = 5
+GEMM_SIZE, GEMM_REPEATS = 768, 5
+"""Large enough for the full rate of a core, done in milliseconds; the best of the repeats counts."""
 SLOW_RANK = 0.6
 """Share of the median rate of all ranks below which a rank counts as slow."""
 SHM_SPARE = 2**26
@@ -41,7 +41,7 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
         sparse = names_in_words(host for host, count in counts.items() if count < high)
         finding.warn(f"from {low} to {high} ranks on a host (fewer on {sparse}): the fullest host sets the pace",
                      "srun --ntasks-per-node=N; mpiexec -ppn N or --map-by ppr:N:node")
-    each = names_in_words((f"{host} ({count})" for host, count in counts.items()), 8)
+    each = names_in_words((f"{host} ({count})" for host, count in counts.items()), MOST_HOSTS)
     finding.found = f"{counted(len(hosts), 'rank')} on {counted(len(placed), 'host')}: {each}"
     finding.figures = {"ranks_per_host": counts}
 

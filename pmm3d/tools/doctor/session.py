@@ -18,8 +18,8 @@ from .finding import ranks_by
 
 PATIENCE = 5.0
 """Seconds that a rank waits for another one in the middle of a check."""
-SPIN_SECONDS = 20e-6
-DOZE_SECONDS = 1e-3
+SPIN_SECONDS, DOZE_SECONDS = 20e-6, 1e-3
+"""A wait tests without a pause at first, since latencies are measured; then it lets other ranks have the core."""
 MESSAGE, ANSWER = 1, 2
 """Tags: of what checks send each other, and of what they tell rank 0."""
 

@@ -22,7 +22,9 @@ from .session import Session
 
 PACKAGES = ("numpy", "scipy", "mpi4py", "h5py")
 OLDEST_MPI4PY = (4, 0, 3)
+"""Older ones free CuPy arrays twice."""
 SLOW_START = 5.0
+"""Seconds to import the packages: from a local disk it takes one."""
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 PLUGINS = {"MPICH": "srun --mpi=pmi2", "Open MPI": "srun --mpi=pmix"}
 

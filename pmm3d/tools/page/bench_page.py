@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from ...comm.words import in_bytes
+from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_drawing, left_out
@@ -15,7 +15,6 @@ from .words import in_seconds, number, percent
 PHASES = {"gather A": "wait-x", "gather B": "wait-z", "reduce C": "wait-y", "redistribute": "wait-data",
           "agreement": "wait-all"}
 """That are drawn, in the colour of a CSS class."""
-MOST_HOSTS = 8
 
 
 def bench_page(file: BenchFile) -> Page:
@@ -36,11 +35,10 @@ def _shape(result: Json) -> str:
 
 def _facts(best: Json) -> list[tuple[str, str]]:
     found, times = best["environment"], best["seconds"]
-    hosts = ", ".join(f"{name} ({ranks} ranks on {cores} cores)" for name, ranks, cores in
-                      zip(found["hosts"][:MOST_HOSTS], found["ranks_per_host"], found["cores_per_host"]))
-    more = f" and {len(found['hosts']) - MOST_HOSTS} more" if len(found["hosts"]) > MOST_HOSTS else ""
+    hosts = names_in_words((f"{name} ({ranks} ranks on {cores} cores)" for name, ranks, cores in
+                            zip(found["hosts"], found["ranks_per_host"], found["cores_per_host"])), MOST_HOSTS)
     return [("numbers", f"{best['dtype']}, {best['array']}, stored {best['transpose']} (n as they are, t transposed)"),
-            ("hosts", hosts + more),
+            ("hosts", hosts),
             ("BLAS", f"{found['blas']}, kernel {found['kernel']}, {found['threads']} thread(s) a rank"),
             ("MPI", found["mpi"]), ("CPU", found["cpu"]),
             ("time", f"median of {len(times)} products {in_seconds(median(times))}, from {in_seconds(min(times))} to "

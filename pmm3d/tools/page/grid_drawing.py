@@ -18,6 +18,7 @@ SCHEMATIC = 4
 """Boxes along each axis of a grid that is too large for a box a rank."""
 HOST_COLOURS = 8
 MOST_HOSTS = 16
+"""Hosts in the legend; a colour serves every eighth."""
 Host = Mapping[str, Any]
 """As run.json has it: name, cores, and ranks as [first, last] of each span."""
 

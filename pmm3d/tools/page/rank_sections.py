@@ -12,8 +12,8 @@ from .inputs import Json
 from .svg import Part, bars
 from .words import in_seconds, number, percent
 
-MOST_ROWS = 32
-EXTREMES = 6
+MOST_ROWS, EXTREMES = 32, 6
+"""Ranks with a bar each; of more than that, so many that compute longest, in the middle, and least."""
 UNEVEN = 0.05
 """Share of all time that the rank which computes longest computes more than the mean, from which on it is told."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")

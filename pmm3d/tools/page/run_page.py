@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from statistics import median
 
-from ...comm.words import in_bytes, ranks_in_words
+from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_drawing, host_legend, is_drawn_whole, left_out, ranks_of
@@ -22,7 +22,7 @@ CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, Tru
 """Of a step: name in metrics.jsonl, caption, unit, whether the scale is logarithmic, whether it begins at 0."""
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 MOST_EVENTS = 40
-MOST_HOSTS = 8
+"""A table that one screen shows; run.json has the others."""
 
 
 def run_page(run: RunFiles) -> Page:
@@ -44,15 +44,15 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
         return facts
     program, network, hosts, starts = record["program"], record["network"], record["hosts"], record["starts"]
     grid, began = GridShape(**record["grid"]), starts[-1]["began"]
-    names = ", ".join(f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} cores)"
-                      for host in hosts[:MOST_HOSTS])
+    names = names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} cores)"
+                            for host in hosts), MOST_HOSTS)
     kind = "-".join(map(str, network["sizes"])) if "sizes" in network else network["kind"]
     facts += [
         ("when", f"{_when(began)} to {_when(record.get('written', began))}"
                  + (f", start {len(starts)}" if len(starts) > 1 else "")),
         ("job", record["job"]),
         ("grid", f"{grid}: {grid.size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"),
-        ("hosts", names + (f" and {len(hosts) - MOST_HOSTS} more" if len(hosts) > MOST_HOSTS else "")),
+        ("hosts", names),
         ("network", f"{kind}, {network['parameters']:,} parameters, {network['dtype']}, {network['library']}"),
         ("BLAS", f"{program['blas']}, kernel {program['kernel']}, {program['threads']} thread(s) a rank"),
         ("MPI", program["mpi"]), ("CPU", program["cpu"]),

@@ -14,6 +14,7 @@ from .words import number
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34
 MOST_POINTS = 400
+"""Of a line: about one a pixel; of more, least and largest of each step are drawn."""
 MOST_DOTS = 40
 """Points of a line that each get a dot."""
 BARS_WIDTH, BARS_LEFT, BARS_RIGHT, BARS_FOOT, BARS_GAP = 1000, 110.0, 970.0, 30, 3
