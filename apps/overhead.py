@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.arrays import blas
-from pmm3d.comm import engine as progress
+from pmm3d.comm.engine import Engine
 
 SIZE, REPEAT = 64, 200
 
@@ -54,7 +54,7 @@ def main() -> None:
         b = DistMatrix.random(grid, (SIZE, SIZE), seed=2, layout=Layout.B)
         c = a @ b
         whole = median(cpu_of_product(comm, a, b, c))
-        waits = cpu_inside(progress.Engine, "wait", comm, a, b, c)
+        waits = cpu_inside(Engine, "wait", comm, a, b, c)
         gemm = cpu_inside(blas, "gemm", comm, a, b, c)
         everyone = comm.gather((whole, waits, gemm, whole - waits - gemm))
         if comm.rank == 0:
