@@ -1,20 +1,19 @@
 """What importing pmm3d costs a rank: seconds, and files opened, which a parallel file system must serve to every rank.
 
-    python apps/import_cost.py [--json FILE]
+    python apps/import_cost.py
 
 Each line is a process of its own, the median of several: after numpy and mpi4py the public names; the same and a first
-product of two matrices on one rank. Files are those that Python opens (modules, extensions,
-folders that it lists).
+product of two matrices on one rank. Files are those that Python opens (modules, extensions, folders that it lists).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from statistics import median
+
+from measuring import output_of
 
 LAUNCHERS = ("OMPI_", "PMI", "PRTE_", "SLURM_")
 COUNTED = """
@@ -42,26 +41,17 @@ CASES = {"the public names": NAMES, "and a first product": PRODUCT}
 def measured(body: str) -> tuple[float, int]:
     """Seconds and files of a process of one rank that runs these lines after numpy and mpi4py."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    done = subprocess.run([sys.executable, "-c", COUNTED.format(body=body)], env=alone, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    seconds, files = done.stdout.split(",")
+    seconds, files = output_of([sys.executable, "-c", COUNTED.format(body=body)], alone).split(",")
     return float(seconds), int(files)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7, help="processes of each kind (7)")
-    parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args()
-    found = {}
     for name, body in CASES.items():
-        runs = [measured(body) for _ in range(options.repeat)]
-        found[name] = {"seconds": median(seconds for seconds, _ in runs), "files": max(files for _, files in runs)}
-        print(f"{name:22} {found[name]['seconds']:.3f} s, {found[name]['files']} files")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+        seconds, files = zip(*(measured(body) for _ in range(options.repeat)))
+        print(f"{name:22} {median(seconds):.3f} s, {max(files)} files")
 
 
 if __name__ == "__main__":

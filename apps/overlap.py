@@ -7,9 +7,9 @@ that a busy moment of the machine touches all of them.
 """
 
 import argparse
-import time
 from statistics import median
 
+from measuring import slowest
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
@@ -26,10 +26,7 @@ def measure(grid: Grid, size: int, dtype: str, rounds: int) -> dict[int, list[tu
     for turn in range(rounds + 1):
         for panels in PANELS:
             grid.ledger.reset()
-            grid.comm.Barrier()
-            begun = time.perf_counter()
-            matmul(a, b, out=c, panels=panels)
-            seconds = max(grid.comm.allgather(time.perf_counter() - begun))
+            seconds = slowest(grid.comm, lambda: matmul(a, b, out=c, panels=panels))
             waited = sum(grid.comm.allgather(grid.ledger.total().waited)) / grid.size
             if turn:
                 found[panels].append((seconds, waited))

@@ -9,11 +9,11 @@ of collective, in ms of the mean rank; and the share of the waiting that the ove
 
 import argparse
 import hashlib
-import time
 from dataclasses import replace
 from statistics import median
 
 import numpy as np
+from measuring import markdown, slowest
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, nn
@@ -48,13 +48,13 @@ class Training:
         comm, ledger = self.grid.comm, self.grid.ledger
         nn.Tape.of(self.grid).parallel.overlap = STAGES[stage]
         ledger.entries.clear()
-        comm.Barrier()
-        begun = time.perf_counter()
+        seconds = slowest(comm, self._step)
+        spent = {"computing": ledger.total().computed, **{kind: ledger.total(phase=kind).waited for kind in KINDS}}
+        return {"step": seconds, **{name: comm.allreduce(seconds) / comm.size for name, seconds in spent.items()}}
+
+    def _step(self) -> None:
         nn.mse(self.net(self.x), self.y).backward()
         self.optimizer.step()
-        slowest = max(comm.allgather(time.perf_counter() - begun))
-        spent = {"computing": ledger.total().computed, **{kind: ledger.total(phase=kind).waited for kind in KINDS}}
-        return {"step": slowest, **{name: comm.allreduce(seconds) / comm.size for name, seconds in spent.items()}}
 
     def digest(self) -> str:
         """Of this rank's weights."""
@@ -84,11 +84,10 @@ def same_weights(comm: MPI.Intracomm, shape: GridShape, *sizes: int) -> bool:
 
 def show(results: dict[str, Figures]) -> None:
     kinds = [kind for kind in KINDS if any(figures[kind] > 0.05 for figures in results.values())]
-    print("| overlap | step | computing | " + " | ".join(f"wait {kind}" for kind in kinds) + " | waiting |")
-    print("|---|" + "---|" * (len(kinds) + 3))
+    rows = [["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"]]
     for stage, figures in results.items():
-        cells = [figures[name] for name in ("step", "computing", *kinds, "waiting")]
-        print(f"| {stage} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
+        rows.append([stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))])
+    print(markdown(rows))
     first, last = results["none"], results["+ buckets"]
     print(f"communication {first['waiting'] / first['step']:.0%} of the step without overlap; "
           f"{1 - last['waiting'] / max(1e-9, first['waiting']):.0%} of it hidden; the step is "
