@@ -1,8 +1,8 @@
 """The table of docs/benchmarks.md: four shapes, 2 and 8 ranks, float64 and float32, each beside the best peer.
 
-    make bench                      (or: python apps/bench_table.py --passes 2 --json runs/table.json)
+    make bench                      (or: python apps/bench_table.py --passes 2)
 
-Each cell is one run of `pmm3d bench` with the auto grid and the median of --repeat products; with several passes the
+Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products; with several passes the
 better one counts, as for the peers, of those whose single-core GEMM came within 5% of the best of its kind: in the
 others something else was running. ratio = achieved / (cores x the GEMM of the same proportions on one core, of the
 same BLAS, in the same run).
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import markdown, on_ranks, write_json
+from measuring import markdown, on_ranks
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))
@@ -22,13 +22,12 @@ GOALS = ((0.95, 0.93, 0.90, 0.88), (0.88, 0.82, 0.82, 0.80), (0.96, 0.95, 0.93, 
 PEERS = ((0.90, 0.86, 0.87, 0.84), (0.82, 0.74, 0.79, 0.77), (0.94, 0.93, 0.92, 0.92), (0.97, 0.90, 0.95, 0.90))
 
 
-def measure(shape: tuple[int, int, int], ranks: int, dtype: str, repeat: int) -> dict:
+def measure(shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
     """The JSON of one run of `pmm3d bench`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         sizes = [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
-        words = ["--dtype", dtype, "--repeat", str(repeat), "--json", str(path)]
-        on_ranks(ranks, ["-m", "pmm3d", "bench", *sizes, *words])
+        on_ranks(ranks, ["-m", "pmm3d", "bench", *sizes, "--dtype", dtype, "--repeat", "9", "--json", str(path)])
         return json.loads(path.read_text())
 
 
@@ -55,14 +54,12 @@ def undisturbed(runs: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=2, help="runs of each cell; the better one counts (2)")
-    parser.add_argument("--repeat", type=int, default=9, help="products of a run; their median counts (9)")
-    parser.add_argument("--json", type=Path, help="write every result of every run here")
     options = parser.parse_args()
     results: dict = {(shape, key): [] for shape in SHAPES for key in COLUMNS}
     for turn in range(options.passes):
         for shape in SHAPES:
             for ranks, dtype in COLUMNS:
-                result = measure(shape, ranks, dtype, options.repeat)
+                result = measure(shape, ranks, dtype)
                 results[shape, (ranks, dtype)].append(result)
                 print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio "
                       f"{result['ratio']:.3f}, verified {result['verified']}, computing "
@@ -70,8 +67,6 @@ def main() -> None:
                       f"core {result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
                       file=sys.stderr, flush=True)
     print(table(results))
-    if options.json:
-        write_json(options.json, [result for runs in results.values() for result in runs])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""What the benchmarks share: programs whose output is read, steps that are timed, results in tables and in files."""
+"""What the benchmarks share: programs whose output is read, steps that are timed, results in tables."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pmm3d.tools import launcher
@@ -58,8 +56,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A table of which the first row is the heading."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def write_json(path: Path, results: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1))

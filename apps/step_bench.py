@@ -1,6 +1,6 @@
 """One training step on two cores: pmm3d on several grids beside PyTorch, and beside the GEMM of one core.
 
-    python apps/step_bench.py                        (or: --rounds 5 --steps 5 --json runs/step.json)
+    python apps/step_bench.py                        (or: --rounds 5 --steps 5)
     python -m pmm3d.launcher -n 2 apps/step_bench.py --ours 2x1x1         our side alone
 
 The network, its weights and the batch are those of apps/torch_rivals.py, and so must be the loss. Rounds over all that
@@ -20,15 +20,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch_rivals
-from measuring import ProgramError, markdown, on_ranks, output_of, slowest, write_json
+from measuring import ProgramError, markdown, on_ranks, output_of, slowest
 from torch_rivals import GEMM, RIVALS, batch_of, weights
 
-from pmm3d.comm.hosts import mpi_name
 from pmm3d.model import machine
 
 RANKS = 2
@@ -76,7 +74,7 @@ def ours(options: argparse.Namespace) -> None:
         core = max(before, bench.core_rate(grid, case, case.product))
         if grid.rank == 0:
             print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": final_loss, "core_gflops": core,
-                              "kernel": machine.loaded_blas().kernel, "mpi": mpi_name(), "grid": str(grid.shape)}))
+                              "kernel": machine.loaded_blas().kernel}))
 
 
 def blas_environment(kernel: str) -> dict[str, str]:
@@ -172,7 +170,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="linear layers (8)")
     parser.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
     parser.add_argument("--batch", type=int, default=1024, help="rows, over all ranks (1024)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--ours", metavar="GRID", help="on every rank of a job: our side on that grid, as JSON")
     return parser.parse_args()
 
@@ -187,9 +184,6 @@ def main() -> int:
     losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
     print(table(found, summary, options))
     print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
-    if options.json:
-        settings = {name: getattr(options, name) for name in (*SIZES, "rounds")}
-        write_json(options.json, {"settings": settings, "cpu": machine.cpu().name, "figures": summary, **found})
     first = next(iter(losses.values()), 0.0)
     differ = [name for name, loss in losses.items() if not abs(loss - first) <= TOLERANCE * abs(first)]
     if differ:
