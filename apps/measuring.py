@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pmm3d.tools import launcher
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 PATIENCE = 600
 """Seconds after which a program counts as hanging."""
+
+Kind = TypeVar("Kind")
+Figures = dict[str, float]
 
 
 class ProgramError(Exception):
@@ -50,6 +54,14 @@ def slowest(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     work()
     return max(comm.allgather(time.perf_counter() - begun))
+
+
+def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: int) -> dict[Kind, Figures]:
+    """Medians of each kind's figures. Every round has all kinds in it, so that a busy moment of the machine touches all
+    of them; a first one more is not counted."""
+    turns = [{kind: measure(kind) for kind in kinds} for _ in range(rounds + 1)][1:]
+    return {kind: {name: median(turn[kind][name] for turn in turns) for name in figures}
+            for kind, figures in turns[0].items()}
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

