@@ -55,8 +55,7 @@ def ours(options: argparse.Namespace) -> None:
     with Grid(comm, shape[:3], data=comm.size // shape.size) as grid:
         net = nn.MLP(grid, [options.width] * (options.layers + 1), nn.relu, bias=False, seed=0, dtype="float32")
         for index, parameter in enumerate(net.parameters()):
-            array = weights(index, options.width)
-            parameter.assign(DistMatrix.from_global(grid, array, layout=parameter.layout))
+            parameter.assign(DistMatrix.from_global(grid, weights(index, options.width), layout=parameter.layout))
         opt, losses = optim.SGD(net.parameters(), lr=LEARNING_RATE), []
         inputs, targets = batch_of(options.batch, options.width)
         x = DistMatrix.from_global(grid, inputs, layout=batch_layout("y"))

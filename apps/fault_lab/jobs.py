@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -72,8 +73,12 @@ class Job:
 
     def all_catch(self, number: int) -> bool:
         """Whether every rank has a handler for that signal."""
-        pids = self.pids()
-        return len(pids) == self.ranks and all(_catches(pid, number) for pid in pids.values())
+        try:
+            statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self.pids().values()]
+        except OSError:
+            return False
+        caught = [int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"SigCgt:\s*(\w+)", "".join(statuses))]
+        return sum(caught) == self.ranks
 
     def until_gone(self, pids: Iterable[int]) -> None:
         """Wait for the end of processes, which may come after that of mpiexec."""
@@ -100,12 +105,3 @@ class Job:
         if self.mark.exists():
             self.fault_at = self.mark.stat().st_mtime
         return Ending(code, now - (self.fault_at or self.begun), self.log.read_text(errors="replace"))
-
-
-def _catches(pid: int, number: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)

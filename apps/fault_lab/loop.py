@@ -134,8 +134,7 @@ def train(grid: Grid, fault: Fault, folder: Path) -> None:
     optimizer = optim.AdamW(net.parameters(), lr=1e-2)
     checkpoints = Checkpoints(grid, folder / "checkpoints", keep=3)
     matrices = lambda: {**net.matrices(), **optimizer.matrices()}
-    newest = checkpoints.load_latest(matrices())
-    if newest is not None:
+    if newest := checkpoints.load_latest(matrices()):
         net.loaded()
         optimizer.load_state(newest[1])
     for step in range(optimizer.steps, STEPS):

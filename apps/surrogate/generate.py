@@ -71,25 +71,22 @@ class Output:
                 file[name] = rows.astype("float32")
 
     def publish(self, ranks: int, **attributes) -> None:
-        """All is written: join the files of the ranks, add the attributes, and give the data set its name."""
+        """All is written: join the files of the ranks in virtual data sets, which read as NaN where such a file is
+        missing, add the attributes, and give the data set its name."""
         with h5py.File(self.partial_path, "w") as file:
-            self._join(file, ranks)
+            for name, width in self.widths.items():
+                layout = h5py.VirtualLayout((self.samples, width), "float32")
+                for rank in range(min(ranks, self.samples)):
+                    first, last = part_range(self.samples, ranks, rank)
+                    part = f"{self.parts.name}/{rank:05d}.h5"
+                    layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
+                file.create_virtual_dataset(name, layout, fillvalue=np.nan)
             names, low, high = zip(*PARAMETERS)
             file.attrs.update({"parameters": names, "low": low, "high": high, **attributes})
         self.path.unlink(missing_ok=True)
         shutil.rmtree(self.parts, ignore_errors=True)
         self.partial_parts.rename(self.parts)
         self.partial_path.rename(self.path)
-
-    def _join(self, file: h5py.File, ranks: int) -> None:
-        """Virtual data sets over the files of the ranks. Where such a file is missing they read as NaN."""
-        for name, width in self.widths.items():
-            layout = h5py.VirtualLayout((self.samples, width), "float32")
-            for rank in range(min(ranks, self.samples)):
-                first, last = part_range(self.samples, ranks, rank)
-                part = f"{self.parts.name}/{rank:05d}.h5"
-                layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
-            file.create_virtual_dataset(name, layout, fillvalue=np.nan)
 
     def discard(self) -> None:
         self.partial_path.unlink(missing_ok=True)
