@@ -1,8 +1,8 @@
 """The table of docs/benchmarks.md: four shapes, 2 and 8 ranks, float64 and float32, each beside the best peer.
 
-    make bench                      (or: python apps/bench_table.py --passes 2 --json runs/table.json)
+    make bench                      (or: python apps/bench_table.py --passes 2)
 
-Each cell is one run of `pmm3d bench` with the auto grid and the median of --repeat products; with several passes the
+Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products; with several passes the
 better one counts, as for the peers, of those whose single-core GEMM came within 5% of the best of its kind: in the
 others something else was running. ratio = achieved / (cores x the GEMM of the same proportions on one core, of the
 same BLAS, in the same run).
@@ -10,13 +10,11 @@ same BLAS, in the same run).
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from pmm3d.tools import launcher
+from measuring import markdown, on_ranks
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))
@@ -24,32 +22,27 @@ GOALS = ((0.95, 0.93, 0.90, 0.88), (0.88, 0.82, 0.82, 0.80), (0.96, 0.95, 0.93, 
 PEERS = ((0.90, 0.86, 0.87, 0.84), (0.82, 0.74, 0.79, 0.77), (0.94, 0.93, 0.92, 0.92), (0.97, 0.90, 0.95, 0.90))
 
 
-def measure(shape, ranks: int, dtype: str, repeat: int) -> dict:
+def measure(shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
     """The JSON of one run of `pmm3d bench`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         sizes = [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
-        program = ["-m", "pmm3d", "bench", *sizes, "--dtype", dtype, "--repeat", str(repeat), "--json", str(path)]
-        done = subprocess.run(launcher.command(ranks, program), env=launcher.environment(ranks, os.environ),
-                              capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(program)} on {ranks} ranks failed:\n{done.stdout}{done.stderr}")
+        on_ranks(ranks, ["-m", "pmm3d", "bench", *sizes, "--dtype", dtype, "--repeat", "9", "--json", str(path)])
         return json.loads(path.read_text())
 
 
-def table(results: dict) -> list[str]:
-    """Lines of markdown: ratio, grid, goal and best peer of each cell."""
-    lines = ["| m, n, k | " + " | ".join(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS) + " |",
-             "|---" * (len(COLUMNS) + 1) + "|"]
-    for row, shape in enumerate(SHAPES):
-        cells = []
-        for column, key in enumerate(COLUMNS):
+def table(results: dict) -> str:
+    """Ratio, grid, goal and best peer of each cell."""
+    rows = [["m, n, k", *(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS)]]
+    for shape, goals, peers in zip(SHAPES, GOALS, PEERS):
+        cells = [", ".join(map(str, shape))]
+        for key, goal, peer in zip(COLUMNS, goals, peers):
             best = max(undisturbed(results[shape, key]), key=lambda result: result["ratio"])
-            mark = "**" if best["ratio"] >= GOALS[row][column] - 0.0005 else ""
-            cells.append(f"{mark}{best['ratio']:.3f}{mark} ({'x'.join(map(str, best['grid']))}; goal "
-                         f"{GOALS[row][column]:.2f}, peer {PEERS[row][column]:.2f})")
-        lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(cells) + " |")
-    return lines
+            mark = "**" if best["ratio"] >= goal - 0.0005 else ""
+            cells.append(f"{mark}{best['ratio']:.3f}{mark} ({'x'.join(map(str, best['grid']))}; goal {goal:.2f}, "
+                         f"peer {peer:.2f})")
+        rows.append(cells)
+    return markdown(rows)
 
 
 def undisturbed(runs: list[dict]) -> list[dict]:
@@ -61,24 +54,19 @@ def undisturbed(runs: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=2, help="runs of each cell; the better one counts (2)")
-    parser.add_argument("--repeat", type=int, default=9, help="products of a run; their median counts (9)")
-    parser.add_argument("--json", type=Path, help="write every result of every run here")
     options = parser.parse_args()
     results: dict = {(shape, key): [] for shape in SHAPES for key in COLUMNS}
     for turn in range(options.passes):
         for shape in SHAPES:
             for ranks, dtype in COLUMNS:
-                result = measure(shape, ranks, dtype, options.repeat)
+                result = measure(shape, ranks, dtype)
                 results[shape, (ranks, dtype)].append(result)
                 print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio "
                       f"{result['ratio']:.3f}, verified {result['verified']}, computing "
                       f"{1e3 * result['computed_seconds']:.1f} ms, waiting {1e3 * result['waited_seconds']:.1f} ms, "
                       f"core {result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
                       file=sys.stderr, flush=True)
-    print("\n".join(table(results)))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([result for runs in results.values() for result in runs], indent=1))
+    print(table(results))
 
 
 if __name__ == "__main__":

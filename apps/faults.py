@@ -10,7 +10,6 @@ none      a rank sleeps, skips a call, leaves, or never makes the grid
 disk      full while checkpoints are written (a small tmpfs, which needs root; else, and at times, ulimit -f)
 corrupt   a byte of the data set or of a checkpoint is another, or the file is cut short
 ranks     fewer than the grid needs, or the launcher of another MPI
-early     SIGSTOP before the ranks have made a grid, only if asked for: MPI_Init has no time limit, so the job stays
 
 Each job must end by itself (one that is still there after 90 s is a silent hang), name the rank and the cause, and end
 with the documented exit code. Its checkpoints must have their checksums and be all there. Then it is started again
@@ -27,8 +26,10 @@ from pathlib import Path
 from random import Random
 
 from fault_lab.judgement import Outcome, table, to_json
-from fault_lab.kinds import KINDS, MORE
+from fault_lab.kinds import KINDS
 from fault_lab.lab import Lab
+
+RANKS = 4
 
 
 def study(lab: Lab, options: argparse.Namespace) -> list[Outcome]:
@@ -37,7 +38,7 @@ def study(lab: Lab, options: argparse.Namespace) -> list[Outcome]:
     for kind in options.only:
         for repetition in range(options.times):
             lab.random.seed(f"{options.seed} {kind} {repetition}")
-            outcomes.append(outcome := (KINDS | MORE)[kind](lab))
+            outcomes.append(outcome := KINDS[kind](lab))
             if options.json:
                 options.json.write_text(to_json(outcomes))
             print(f"{kind} {repetition + 1} of {options.times}: {outcome.variant}: "
@@ -45,25 +46,16 @@ def study(lab: Lab, options: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
-def chosen(text: str) -> list[str]:
-    kinds = [word.strip() for word in text.split(",")]
-    unknown = [word for word in kinds if word not in KINDS | MORE]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the kinds are {', '.join(KINDS | MORE)}")
-    return kinds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20, help="repetitions of each kind (20)")
-    parser.add_argument("--ranks", type=int, default=4, help="a multiple of 4 (4)")
-    parser.add_argument("--only", type=chosen, default=list(KINDS), help="kinds, with commas between them")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[*KINDS], metavar="KIND,KIND,...")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every outcome here, after each repetition")
     options = parser.parse_args()
-    if options.ranks < 4 or options.ranks % 4:
-        parser.error("--ranks is a multiple of 4")
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder, Lab(Path(folder), options.ranks, Random()) as lab:
+    if unknown := {*options.only} - {*KINDS}:
+        parser.error(f"{', '.join(unknown)}: the kinds are {', '.join(KINDS)}")
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, Lab(Path(folder), RANKS, Random()) as lab:
         outcomes = study(lab, options)
     print(table(outcomes))
     sys.exit(any(outcome.failed for outcome in outcomes))

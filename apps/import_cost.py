@@ -1,6 +1,6 @@
 """What importing pmm3d costs a rank: seconds, and files opened, which a parallel file system must serve to every rank.
 
-    python apps/import_cost.py [--json FILE]
+    python apps/import_cost.py
 
 Each line is a process of its own, the median of several: after numpy and mpi4py the public names; the same and a first
 product of two matrices on one rank; both again where no bytecode is kept (a new or read-only installation). Files are
@@ -10,12 +10,12 @@ those that Python opens (modules, extensions, folders that it lists).
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from statistics import median
+
+from measuring import output_of
 
 LAUNCHERS = ("OMPI_", "PMI", "PRTE_", "SLURM_")
 COUNTED = """
@@ -47,29 +47,19 @@ def measured(body: str, bytecode: str = "") -> tuple[float, int]:
     """
     alone = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "PYTHONDONTWRITE"))}
     alone |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", COUNTED.format(body=body)], env=alone, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    seconds, files = done.stdout.split(",")
+    seconds, files = output_of([sys.executable, "-c", COUNTED.format(body=body)], alone).split(",")
     return float(seconds), int(files)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7, help="processes of each kind (7)")
-    parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args()
-    found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, body in CASES.items():
             for kept, bytecode in (("", folder), (", no bytecode kept", "")):
-                runs = [measured(body, bytecode) for _ in range(1 + options.repeat)][1:]
-                seconds, files = median(seconds for seconds, _ in runs), max(files for _, files in runs)
-                found[name + kept] = {"seconds": seconds, "files": files}
-                print(f"{name + kept:38} {seconds:.3f} s, {files} files")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+                seconds, files = zip(*[measured(body, bytecode) for _ in range(1 + options.repeat)][1:])
+                print(f"{name + kept:38} {median(seconds):.3f} s, {max(files)} files")
 
 
 if __name__ == "__main__":

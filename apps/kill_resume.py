@@ -14,23 +14,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from random import Random
 
-from fault_lab.jobs import Job
 from fault_lab.lab import Lab, Run, contents, step_of
-
-
-def kill_one(job: Job, delay: float, random: Random) -> bool:
-    """Kill a rank `delay` seconds after all are there; False if the run was over before."""
-    job.until(job.all_there)
-    time.sleep(delay)
-    pids = list(job.pids().values())
-    if not job.running() or not pids:
-        return False
-    job.send(signal.SIGKILL, random.choice(pids))
-    return True
 
 
 def disturbed(lab: Lab, kills: int, longest: float, undisturbed: Run) -> tuple[int, int]:
@@ -41,7 +28,8 @@ def disturbed(lab: Lab, kills: int, longest: float, undisturbed: Run) -> tuple[i
     run = Run(lab, "disturbed-0", undisturbed.shape, undisturbed.data)
     while done < kills or not ended:
         job = run.start()
-        killed = done < kills and kill_one(job, lab.random.uniform(0, longest), lab.random)
+        victim, delay = lab.random.randrange(lab.ranks), lab.random.uniform(0, longest)
+        killed = done < kills and job.until(job.all_there) and job.strike(signal.SIGKILL, victim, delay)
         if killed:
             job.end()
             done += 1

@@ -51,14 +51,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--activation", default="relu")
     parser.add_argument("--shard-over-data", action="store_true")
-    parser.add_argument("--parts", action="store_true", help="print the parts of the formula too")
     options = parser.parse_args()
     growth, held, formula = train(options, [int(part) for part in options.grid.split("x")])
     if MPI.COMM_WORLD.rank == 0:
-        print(f"| {options.grid} | {growth / MEBIBYTE:.0f} | {held / MEBIBYTE:.0f} | {formula.total / MEBIBYTE:.0f} | "
-              f"{growth / formula.total:.2f} |")
-        if options.parts:
-            print({name: round(size / MEBIBYTE) for name, size in formula.parts().items()})
+        sizes = " | ".join(f"{size / MEBIBYTE:.0f}" for size in (growth, held, formula.total))
+        print(f"| {options.grid} | {sizes} | {growth / formula.total:.2f} |")
 
 
 if __name__ == "__main__":

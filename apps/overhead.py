@@ -8,12 +8,13 @@ ranks have the core, and the GEMM are timed in further runs; what remains, posti
 
 import time
 from statistics import median
+from unittest.mock import patch
 
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.arrays import blas
-from pmm3d.comm import engine as progress
+from pmm3d.comm.engine import Engine
 
 SIZE, REPEAT = 64, 200
 
@@ -34,16 +35,12 @@ def cpu_inside(owner, name: str, comm, a, b, c) -> float:
 
     def timed(*arguments):
         begun = time.thread_time()
-        try:
-            return function(*arguments)
-        finally:
-            spent[0] += time.thread_time() - begun
+        answer = function(*arguments)
+        spent[0] += time.thread_time() - begun
+        return answer
 
-    setattr(owner, name, timed)
-    try:
+    with patch.object(owner, name, timed):
         cpu_of_product(comm, a, b, c)
-    finally:
-        setattr(owner, name, function)
     return spent[0] / REPEAT
 
 
@@ -54,7 +51,7 @@ def main() -> None:
         b = DistMatrix.random(grid, (SIZE, SIZE), seed=2, layout=Layout.B)
         c = a @ b
         whole = median(cpu_of_product(comm, a, b, c))
-        waits = cpu_inside(progress.Engine, "wait", comm, a, b, c)
+        waits = cpu_inside(Engine, "wait", comm, a, b, c)
         gemm = cpu_inside(blas, "gemm", comm, a, b, c)
         everyone = comm.gather((whole, waits, gemm, whole - waits - gemm))
         if comm.rank == 0:

@@ -2,14 +2,12 @@
 
     srun -N 2 --ntasks-per-node=1 python apps/overlap.py --size 4096 --grids 1x1x2 1x2x1 2x1x1
 
-Worth running across nodes: within one node there is little to hide. Rounds over the panel counts are interleaved, so
-that a busy moment of the machine touches all of them.
+Worth running across nodes: within one node there is little to hide.
 """
 
 import argparse
-import time
-from statistics import median
 
+from measuring import in_turns, slowest
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
@@ -17,23 +15,18 @@ from pmm3d import DistMatrix, Grid, Layout, matmul
 PANELS = (1, 2, 4, 8)
 
 
-def measure(grid: Grid, size: int, dtype: str, rounds: int) -> dict[int, list[tuple[float, float]]]:
-    """Panels -> (seconds of the slowest rank, mean seconds that a rank waited) of each round."""
+def measure(grid: Grid, size: int, dtype: str, rounds: int) -> dict[int, dict[str, float]]:
+    """Panels -> seconds of the slowest rank, and mean seconds that a rank waited."""
     a = DistMatrix.random(grid, (size, size), seed=1, dtype=dtype, layout=Layout.A)
     b = DistMatrix.random(grid, (size, size), seed=2, dtype=dtype, layout=Layout.B)
     c = a @ b
-    found: dict[int, list[tuple[float, float]]] = {panels: [] for panels in PANELS}
-    for turn in range(rounds + 1):
-        for panels in PANELS:
-            grid.ledger.reset()
-            grid.comm.Barrier()
-            begun = time.perf_counter()
-            matmul(a, b, out=c, panels=panels)
-            seconds = max(grid.comm.allgather(time.perf_counter() - begun))
-            waited = sum(grid.comm.allgather(grid.ledger.total().waited)) / grid.size
-            if turn:
-                found[panels].append((seconds, waited))
-    return found
+
+    def product(panels: int) -> dict[str, float]:
+        grid.ledger.reset()
+        seconds = slowest(grid.comm, lambda: matmul(a, b, out=c, panels=panels))
+        return {"seconds": seconds, "waited": grid.comm.allreduce(grid.ledger.total().waited) / grid.size}
+
+    return in_turns(PANELS, product, rounds)
 
 
 def main() -> None:
@@ -48,8 +41,8 @@ def main() -> None:
             found = measure(grid, options.size, options.dtype, options.rounds)
             if grid.rank == 0:
                 print(f"grid {grid.shape} on {grid.hosts} hosts, {options.size} cubed, {options.dtype}")
-                for panels, runs in found.items():
-                    seconds, waited = (1e3 * median(column) for column in zip(*runs))
+                for panels, figures in found.items():
+                    seconds, waited = (1e3 * figures[name] for name in ("seconds", "waited"))
                     print(f"  {panels} panels: {seconds:7.1f} ms, waiting {waited:6.1f} ms", flush=True)
 
 

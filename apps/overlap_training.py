@@ -2,18 +2,16 @@
 
     python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 1x1x2x1 1x1x1x2
 
-Worth running across nodes: within one node there is little to hide. Rounds over the stages are interleaved, so that a
-busy moment of the machine touches all of them. Prints a table for each grid: the step, computing, and waiting per kind
-of collective, in ms of the mean rank; and the share of the waiting that the overlaps hide.
+Worth running across nodes: within one node there is little to hide. Prints a table for each grid: the step, computing,
+and waiting per kind of collective, in ms of the mean rank; and the share of the waiting that the overlaps hide.
 """
 
 import argparse
 import hashlib
-import time
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
+from measuring import Figures, in_turns, markdown, slowest
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, nn
@@ -30,7 +28,6 @@ STAGES = {
     "+ buckets": replace(NONE, oar=True, ors=True, oag=True, buckets=True),
 }
 KINDS = ("gather W", "reduce O", "reduce dI", "reduce dW", "reduce data")
-Figures = dict[str, float]
 
 
 class Training:
@@ -48,13 +45,13 @@ class Training:
         comm, ledger = self.grid.comm, self.grid.ledger
         nn.Tape.of(self.grid).parallel.overlap = STAGES[stage]
         ledger.entries.clear()
-        comm.Barrier()
-        begun = time.perf_counter()
+        seconds = slowest(comm, self._step)
+        spent = {"computing": ledger.total().computed, **{kind: ledger.total(phase=kind).waited for kind in KINDS}}
+        return {"step": seconds, **{name: comm.allreduce(seconds) / comm.size for name, seconds in spent.items()}}
+
+    def _step(self) -> None:
         nn.mse(self.net(self.x), self.y).backward()
         self.optimizer.step()
-        slowest = max(comm.allgather(time.perf_counter() - begun))
-        spent = {"computing": ledger.total().computed, **{kind: ledger.total(phase=kind).waited for kind in KINDS}}
-        return {"step": slowest, **{name: comm.allreduce(seconds) / comm.size for name, seconds in spent.items()}}
 
     def digest(self) -> str:
         """Of this rank's weights."""
@@ -63,11 +60,11 @@ class Training:
 
 
 def measure(training: Training, rounds: int) -> dict[str, Figures]:
-    """Stage -> medians of the figures, in ms, and the waiting in sum. The first round is not counted."""
-    turns = [{stage: training.step(stage) for stage in STAGES} for _ in range(rounds + 1)][1:]
-    results = {stage: {name: 1e3 * median(turn[stage][name] for turn in turns) for name in turns[0][stage]}
-               for stage in STAGES}
-    return {stage: {**figures, "waiting": sum(figures[kind] for kind in KINDS)} for stage, figures in results.items()}
+    """Stage -> medians of the figures, in ms, and the waiting in sum."""
+    results = in_turns(STAGES, training.step, rounds)
+    for figures in results.values():
+        figures["waiting"] = sum(figures[kind] for kind in KINDS)
+    return {stage: {name: 1e3 * seconds for name, seconds in figures.items()} for stage, figures in results.items()}
 
 
 def same_weights(comm: MPI.Intracomm, shape: GridShape, *sizes: int) -> bool:
@@ -84,11 +81,10 @@ def same_weights(comm: MPI.Intracomm, shape: GridShape, *sizes: int) -> bool:
 
 def show(results: dict[str, Figures]) -> None:
     kinds = [kind for kind in KINDS if any(figures[kind] > 0.05 for figures in results.values())]
-    print("| overlap | step | computing | " + " | ".join(f"wait {kind}" for kind in kinds) + " | waiting |")
-    print("|---|" + "---|" * (len(kinds) + 3))
+    rows = [["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"]]
     for stage, figures in results.items():
-        cells = [figures[name] for name in ("step", "computing", *kinds, "waiting")]
-        print(f"| {stage} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
+        rows.append([stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))])
+    print(markdown(rows))
     first, last = results["none"], results["+ buckets"]
     print(f"communication {first['waiting'] / first['step']:.0%} of the step without overlap; "
           f"{1 - last['waiting'] / max(1e-9, first['waiting']):.0%} of it hidden; the step is "

@@ -24,83 +24,77 @@ KINDS = {"strong": "the same product", "weak": "the same work per rank"}
 
 @dataclass(frozen=True)
 class Point:
-    """One run: of which sweep, on how many ranks, and what it reached. ratio: of the limit; relative: of the rate per
-    rank on the fewest ranks of its sweep."""
+    """The fastest grid of one run. ratio: of the limit."""
 
-    kind: str
-    shape: tuple[int, int, int]
     ranks: int
     hosts: int
+    shape: str
     grid: str
     seconds: float
     gflops: float
     ratio: float
-    relative: float
     verified: bool
 
 
-def read(folder: Path) -> tuple[list[Point], list[str]]:
+def point(path: Path) -> Point:
+    found = json.loads(path.read_text())
+    best = min(found, key=lambda one: median(one["seconds"])) if isinstance(found, list) else found
+    return Point(best["ranks"], len(best["environment"]["hosts"]), f"{best['m']}, {best['n']}, {best['k']}",
+                 "x".join(map(str, best["grid"])), median(best["seconds"]), best["gflops"], best["ratio"],
+                 best["verified"])
+
+
+def read(folder: Path) -> tuple[dict[str, list[Point]], list[str]]:
     """The points of both sweeps by number of ranks, and what was wrong with files that could not be read."""
-    points, problems = [], []
-    for kind in KINDS:
-        results = []
+    sweeps: dict[str, list[Point]] = {kind: [] for kind in KINDS}
+    problems = []
+    for kind, points in sweeps.items():
         for path in sorted(folder.glob(f"{kind}-*.json")):
             try:
-                found = json.loads(path.read_text())
-                fastest = min(found, key=lambda one: median(one["seconds"])) if isinstance(found, list) else found
-                results.append(Point(kind, (fastest["m"], fastest["n"], fastest["k"]), fastest["ranks"],
-                                     len(fastest["environment"]["hosts"]), "x".join(map(str, fastest["grid"])),
-                                     median(fastest["seconds"]), fastest["gflops"], fastest["ratio"], 1.0,
-                                     fastest["verified"]))
+                points.append(point(path))
             except (OSError, ValueError, LookupError) as error:
                 problems.append(f"{path} is not a result of pmm3d bench --json: {type(error).__name__}: {error}")
-        points += relative(sorted(results, key=lambda point: point.ranks))
-    return points, problems
+        points.sort(key=lambda one: one.ranks)
+    return sweeps, problems
 
 
-def relative(points: list[Point]) -> list[Point]:
-    """The points of one sweep with their rate per rank beside the first one's."""
-    if not points:
-        return []
-    first = points[0].gflops / points[0].ranks
-    return [Point(**{**vars(point), "relative": point.gflops / point.ranks / first}) for point in points]
+def relative(points: list[Point]) -> list[float]:
+    """The rates per rank of a sweep, beside that on the fewest ranks."""
+    return [one.gflops / one.ranks / (points[0].gflops / points[0].ranks) for one in points]
 
 
-def table(points: list[Point]) -> Table:
+def table(sweeps: dict[str, list[Point]]) -> Table:
     found = Table(title="[bold]Scaling[/]", title_justify="left")
     for column in ("sweep", "ranks", "hosts", "m, n, k", "grid", "median ms", "GFLOP/s", "of the limit",
                    "of the fewest ranks", "ok"):
         found.add_column(column, justify="left" if column in ("sweep", "grid") else "right")
-    for point in points:
-        found.add_row(point.kind, str(point.ranks), str(point.hosts), ", ".join(map(str, point.shape)), point.grid,
-                      f"{1e3 * point.seconds:.2f}", f"{point.gflops:.1f}", f"{point.ratio:.3f}",
-                      f"{point.relative:.3f}", "yes" if point.verified else "NO")
+    for kind, points in sweeps.items():
+        for one, beside_first in zip(points, relative(points)):
+            found.add_row(kind, str(one.ranks), str(one.hosts), one.shape, one.grid, f"{1e3 * one.seconds:.2f}",
+                          f"{one.gflops:.1f}", f"{one.ratio:.3f}", f"{beside_first:.3f}",
+                          "yes" if one.verified else "NO")
     return found
 
 
-def plot(points: list[Point], path: Path) -> None:
+def plot(sweeps: dict[str, list[Point]], path: Path) -> None:
     """A panel for each sweep; 1 is the limit: the GEMM alone, on all cores."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(KINDS), figsize=(9, 3.8), sharey=True, layout="constrained")
-    for panel, (kind, meaning) in zip(axes, KINDS.items()):
-        of_kind = [point for point in points if point.kind == kind]
-        ranks = [point.ranks for point in of_kind]
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots(1, len(KINDS), sharey=True)
+    for panel, (kind, points) in zip(axes, sweeps.items()):
+        ranks, beside_first = [one.ranks for one in points], relative(points)
         panel.axhline(1, color="black", linestyle="--", linewidth=1, label="limit: the GEMM alone on all cores")
-        panel.plot(ranks, [point.ratio for point in of_kind], "o-", color="#4477aa", label="achieved, of the limit")
-        panel.plot(ranks, [point.relative for point in of_kind], "s:", color="#ee6677",
-                   label="rate per rank, of that on the fewest ranks")
+        panel.plot(ranks, [one.ratio for one in points], "o-", color="#4477aa", label="achieved, of the limit")
+        panel.plot(ranks, beside_first, "s:", color="#ee6677", label="rate per rank, of that on the fewest ranks")
         panel.set_xscale("log", base=2)
         panel.set_xticks(ranks, [str(count) for count in ranks])
         panel.minorticks_off()
-        panel.set(xlabel="ranks", title=f"{kind}: {meaning}", ylim=(0, max(1.1, *[0, *(p.relative for p in points)])))
+        panel.set(xlabel="ranks", title=f"{kind}: {KINDS[kind]}")
+    highest = max(value for points in sweeps.values() for value in relative(points))
+    axes[0].set(ylabel="efficiency", ylim=(0, max(1.1, highest)))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    axes[0].set_ylabel("efficiency")
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def main() -> int:
@@ -108,17 +102,17 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where strong-*.json and weak-*.json are")
     parser.add_argument("--plot", type=Path, help="draw efficiency against ranks here (.png, .pdf, .svg)")
     options = parser.parse_args()
-    points, problems = read(options.folder)
+    sweeps, problems = read(options.folder)
     for problem in problems:
         print(f"scaling: {problem}", file=sys.stderr)
-    if not points:
+    if not any(sweeps.values()):
         print(f"scaling: no figures in {options.folder}: jobs/scaling.sbatch writes them", file=sys.stderr)
         return 2
-    Console(width=None if sys.stdout.isatty() else 130).print(table(points))
+    Console(width=None if sys.stdout.isatty() else 130).print(table(sweeps))
     if options.plot:
-        plot(points, options.plot)
+        plot(sweeps, options.plot)
         print(f"wrote {options.plot}")
-    return 1 if problems or not all(point.verified for point in points) else 0
+    return 1 if problems or not all(one.verified for points in sweeps.values() for one in points) else 0
 
 
 if __name__ == "__main__":

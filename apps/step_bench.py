@@ -1,6 +1,6 @@
 """One training step on two cores: pmm3d on several grids beside PyTorch, and beside the GEMM of one core.
 
-    python apps/step_bench.py                        (or: --rounds 5 --steps 5 --json runs/step.json)
+    python apps/step_bench.py                        (or: --rounds 5 --steps 5)
     python -m pmm3d.launcher -n 2 apps/step_bench.py --ours 2x1x1         our side alone
 
 The network, its weights and the batch are those of apps/torch_rivals.py, and so must be the loss. Rounds over all that
@@ -18,30 +18,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch_rivals
-from torch_rivals import GEMM, RIVALS, RivalError, batch_of, weights
+from measuring import ProgramError, markdown, on_ranks, output_of, slowest
+from torch_rivals import GEMM, RIVALS, batch_of, weights
 
-from pmm3d.comm.hosts import mpi_name
 from pmm3d.model import machine
-from pmm3d.tools import launcher
 
 RANKS = 2
 GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
 KERNEL = "OPENBLAS_CORETYPE"
-SIZES = ("layers", "width", "batch", "steps", "warm_up", "seed", "lr")
+SIZES = ("layers", "width", "batch", "steps", "warm_up")
 LEARNING_RATE = 10.0
 """Large, since the gradient of a mean over batch x width elements is small; yet three times as much, and one ReLU that
 rounding turns from 0 to 1e-8 changes the loss by more than 1e-6 within five steps."""
 TOLERANCE = 1e-4
 """Of the losses, relative."""
+
+Result = dict[str, Any]
 
 
 def ours(options: argparse.Namespace) -> None:
@@ -55,31 +53,27 @@ def ours(options: argparse.Namespace) -> None:
 
     comm, shape = MPI.COMM_WORLD, parse_shape(options.ours)
     with Grid(comm, shape[:3], data=comm.size // shape.size) as grid:
-        net = nn.MLP(grid, [options.width] * (options.layers + 1), activation=nn.relu, bias=False, seed=options.seed,
-                     dtype="float32")
+        net = nn.MLP(grid, [options.width] * (options.layers + 1), nn.relu, bias=False, seed=0, dtype="float32")
         for index, parameter in enumerate(net.parameters()):
-            array = weights(index, options.width, options.seed)
-            parameter.assign(DistMatrix.from_global(grid, array, layout=parameter.layout))
-        opt = optim.SGD(net.parameters(), lr=options.lr)
-        inputs, targets = batch_of(options.batch, options.width, options.seed)
+            parameter.assign(DistMatrix.from_global(grid, weights(index, options.width), layout=parameter.layout))
+        opt, losses = optim.SGD(net.parameters(), lr=LEARNING_RATE), []
+        inputs, targets = batch_of(options.batch, options.width)
         x = DistMatrix.from_global(grid, inputs, layout=batch_layout("y"))
         y = DistMatrix.from_global(grid, targets, layout=net.output_layout)
-        case = bench.Case(GEMM, GEMM, GEMM, dtype="float32")
-        core = [bench.core_rate(grid, case, (case.m, case.n, case.k))]
-        seconds = []
-        for _ in range(options.warm_up + options.steps):
-            comm.Barrier()
-            begun = time.perf_counter()
-            loss = nn.mse(net(x), y)
-            loss.backward()
+
+        def step() -> None:
+            losses.append(nn.mse(net(x), y))
+            losses[-1].backward()
             opt.step()
-            seconds.append(max(comm.allgather(time.perf_counter() - begun)))
-        final_loss = loss.item()
-        core.append(bench.core_rate(grid, case, (case.m, case.n, case.k)))
+
+        case = bench.Case(GEMM, GEMM, GEMM, dtype="float32")
+        before = bench.core_rate(grid, case, case.product)
+        seconds = [slowest(comm, step) for _ in range(options.warm_up + options.steps)]
+        final_loss = losses[-1].item()
+        core = max(before, bench.core_rate(grid, case, case.product))
         if grid.rank == 0:
-            print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": final_loss,
-                              "core_gflops": max(core), "kernel": machine.loaded_blas().kernel, "mpi": mpi_name(),
-                              "grid": str(grid.shape)}))
+            print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": final_loss, "core_gflops": core,
+                              "kernel": machine.loaded_blas().kernel}))
 
 
 def blas_environment(kernel: str) -> dict[str, str]:
@@ -92,29 +86,24 @@ def kernels() -> list[str]:
     """The settings of OpenBLAS to try: the best for this CPU, and its own choice if that is another."""
     better = machine.better_kernel(machine.cpu())
     ask = "import scipy.linalg.blas; from pmm3d.model import machine; print(machine.loaded_blas().kernel)"
-    chosen = subprocess.check_output([sys.executable, "-c", ask], env=blas_environment("default"), text=True).strip()
+    chosen = output_of([sys.executable, "-c", ask], blas_environment("default")).strip()
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 
 
-def run_ours(shape: str, kernel: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def run_ours(shape: str, kernel: str, sizes: dict[str, Any]) -> Result:
     """What `ours` prints, of a run on a grid with a kernel of OpenBLAS."""
-    program = [__file__, "--ours", shape]
-    for name, size in sizes.items():
-        program += [f"--{name.replace('_', '-')}", str(size)]
-    environment = launcher.environment(RANKS, blas_environment(kernel))
-    done = subprocess.run(launcher.command(RANKS, program), env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stdout + done.stderr).strip().splitlines()[-6:]
-        raise RivalError(f"ended with status {done.returncode}: " + " | ".join(last))
-    return json.loads(done.stdout.splitlines()[-1])
+    words = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    output = on_ranks(RANKS, [__file__, "--ours", shape, *words], blas_environment(kernel))
+    return json.loads(output.splitlines()[-1])
 
 
-def contestants(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
+def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     """Name -> what runs it once and returns {"seconds", "final_loss", ...}."""
     sizes = {name: getattr(options, name) for name in SIZES}
     everyone = {f"{shape}, {kernel}": lambda shape=shape, kernel=kernel: run_ours(shape, kernel, sizes)
                 for kernel in options.kernels or kernels() for shape in options.grids}
-    return everyone | {rival: lambda rival=rival: torch_rivals.run(rival, sizes) for rival in options.rivals}
+    task = {**sizes, "lr": LEARNING_RATE}
+    return everyone | {rival: lambda rival=rival: torch_rivals.run(rival, task) for rival in options.rivals}
 
 
 def interleaved(options: argparse.Namespace) -> dict[str, Any]:
@@ -122,53 +111,44 @@ def interleaved(options: argparse.Namespace) -> dict[str, Any]:
     everyone, failed, torch_gflops = contestants(options), {}, []
     runs = {name: [] for name in everyone}
     for turn in range(options.rounds):
-        names = [name for name in everyone if name not in failed]
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        first = turn % max(1, len(runs))
+        for name in [*runs][first:] + [*runs][:first]:
             try:
                 result = everyone[name]()
-            except RivalError as reason:
+            except ProgramError as reason:
                 failed[name] = str(reason)
+                del runs[name]
                 print(f"{name} could not run: {reason}", file=sys.stderr)
                 continue
             runs[name].append(result)
             print(f"round {turn + 1} of {options.rounds}: {name:20} {1e3 * median(result['seconds']):7.1f} ms",
                   file=sys.stderr, flush=True)
-        if {*options.rivals} - {*failed}:
+        if {*options.rivals} & {*runs}:
             torch_gflops.append(torch_rivals.gemm_gflops())
-    return {"runs": {name: results for name, results in runs.items() if name not in failed}, "failed": failed,
-            "torch_gflops": torch_gflops}
+    return {"runs": runs, "failed": failed, "torch_gflops": torch_gflops}
 
 
-def figures(name: str, found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Of one contestant: milliseconds, share of the limit, the core's rate, and, of ours, rival's time / our time, as
-    medians over the rounds."""
+def row(name: str, found: dict[str, Any], options: argparse.Namespace, rivals: list[str]) -> list[str]:
+    """Of one contestant, as medians over the rounds: milliseconds, share of the limit, the core's rate, and, of ours,
+    rival's time / our time."""
     results = found["runs"][name]
     times = [median(result["seconds"]) for result in results]
-    is_rival = name in options.rivals
-    rates = found["torch_gflops"] if is_rival else [result["core_gflops"] for result in results]
+    rates = found["torch_gflops"] if name in rivals else [result["core_gflops"] for result in results]
     flop = (6 * options.layers - 2) * options.batch * options.width**2
-    ratios = {rival: median(median(run["seconds"]) / own for run, own in zip(found["runs"][rival], times))
-              for rival in options.rivals if rival in found["runs"] and not is_rival}
-    return {"ms": 1e3 * median(times), "min": 1e3 * min(times), "max": 1e3 * max(times), "ratios": ratios,
-            "of_limit": median(flop / (RANKS * rate * 1e9) / own for rate, own in zip(rates, times)),
-            "core_gflops": median(rates)}
+    of_limit = median(flop / (RANKS * rate * 1e9) / own for rate, own in zip(rates, times))
+    ratios = [median(median(run["seconds"]) / own for run, own in zip(found["runs"][rival], times)) for rival in rivals]
+    return [f"torch {name}" if name in rivals else f"{name} ({results[0]['kernel']})",
+            f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})", f"{of_limit:.3f}",
+            f"{median(rates):.0f}", *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]
 
 
-def table(found: dict[str, Any], summary: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Lines of markdown."""
+def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     rivals = [rival for rival in options.rivals if rival in found["runs"]]
-    lines = [f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {RANKS} ranks; medians "
-             f"of {options.rounds} rounds of {options.steps} steps. rival / ours above 1: ours is faster.", "",
-             "| | ms (min to max) | of the limit | core GFLOP/s |" + "".join(f" {rival} / ours |" for rival in rivals),
-             "|---" * (4 + len(rivals)) + "|"]
-    for name, own in summary.items():
-        label = f"torch {name}" if name in rivals else f"{name} ({found['runs'][name][0]['kernel']})"
-        cells = [label, f"{own['ms']:.0f} ({own['min']:.0f} to {own['max']:.0f})", f"{own['of_limit']:.3f}",
-                 f"{own['core_gflops']:.0f}"]
-        cells += [f"{own['ratios'][rival]:.3f}" if own["ratios"] else "" for rival in rivals]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    heading = ["", "ms (min to max)", "of the limit", "core GFLOP/s", *(f"{rival} / ours" for rival in rivals)]
+    rows = [row(name, found, options, rivals) for name in found["runs"]]
+    sizes = f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {RANKS} ranks"
+    return (f"{sizes}; medians of {options.rounds} rounds of {options.steps} steps. rival / ours above 1: ours is "
+            f"faster.\n\n{markdown([heading, *rows])}")
 
 
 def parse() -> argparse.Namespace:
@@ -184,9 +164,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="linear layers (8)")
     parser.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
     parser.add_argument("--batch", type=int, default=1024, help="rows, over all ranks (1024)")
-    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help=f"learning rate ({LEARNING_RATE:g})")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--ours", metavar="GRID", help="on every rank of a job: our side on that grid, as JSON")
     return parser.parse_args()
 
@@ -197,15 +174,9 @@ def main() -> int:
         ours(options)
         return 0
     found = interleaved(options)
-    summary = {name: figures(name, found, options) for name in found["runs"]}
     losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
-    print("\n".join(table(found, summary, options)))
+    print(table(found, options))
     print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {name: getattr(options, name) for name in (*SIZES, "rounds")}
-        options.json.write_text(json.dumps({"settings": settings, "cpu": machine.cpu().name, "figures": summary,
-                                            **found}))
     first = next(iter(losses.values()), 0.0)
     differ = [name for name, loss in losses.items() if not abs(loss - first) <= TOLERANCE * abs(first)]
     if differ:

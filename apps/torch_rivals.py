@@ -16,123 +16,87 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from measuring import ProgramError, output_of
 
 RIVALS = ("ddp", "fsdp2", "tp", "threads")
 GEMM = 2048
-PATIENCE = 600
 
 
-class RivalError(Exception):
-    """A rival could not run; the text says why."""
-
-
-def weights(layer: int, width: int, seed: int) -> np.ndarray:
+def weights(layer: int, width: int) -> np.ndarray:
     """Weight (inputs, outputs) of a layer: normal numbers / sqrt(width)."""
-    made = np.random.default_rng([seed, layer]).standard_normal((width, width), np.float32)
+    made = np.random.default_rng([0, layer]).standard_normal((width, width), np.float32)
     return made / np.float32(np.sqrt(width))
 
 
-def batch_of(batch: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, (batch, width) each: normal numbers."""
-    source = np.random.default_rng([seed, 2**20])
+    source = np.random.default_rng([0, 2**20])
     return source.standard_normal((batch, width), np.float32), source.standard_normal((batch, width), np.float32)
 
 
 def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """{"seconds": of each step after the warm-up, of the slower process, "final_loss": of the last, before its update}.
 
-    sizes   layers, width, batch, steps, warm_up, seed, lr
+    sizes   layers, width, batch, steps, warm_up, lr
 
-    Raises RivalError with the last lines of the process that failed.
+    Raises ProgramError with what the process died of that failed.
     """
     processes, threads = (1, 2) if rival == "threads" else (2, 1)
-    return _in_processes({"rival": rival, **sizes}, processes, threads)
+    if rival in ("ddp", "fsdp2") and sizes["batch"] % processes:
+        raise ProgramError(f"a batch of {sizes['batch']} has no equal parts for {processes} processes")
+    return _in_processes({"rival": rival, "threads": threads, **sizes}, processes)
 
 
 def gemm_gflops() -> float:
     """Median rate of torch's float32 GEMM of 2048 cubed on one core."""
-    return _in_processes({"rival": "gemm"}, 1, 1)["gflops"]
+    return _in_processes({"rival": "gemm", "threads": 1}, 1)["gflops"]
 
 
-def _in_processes(task: dict[str, Any], processes: int, threads: int) -> dict[str, Any]:
-    """What rank 0 answers. Every process has cores of its own, where there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-                                "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        started = []
-        for rank in range(processes):
-            own_cores = [cores[(rank * threads + thread) % len(cores)] for thread in range(threads)]
-            part = task | {"rank": rank, "processes": processes, "threads": threads, "cores": own_cores,
-                           "folder": folder}
-            with open(Path(folder) / f"output-{rank}", "w") as output:
-                started.append(subprocess.Popen([sys.executable, __file__, json.dumps(part)], env=environment,
-                                                stdout=output, stderr=subprocess.STDOUT))
-        try:
-            until = time.monotonic() + PATIENCE
-            while None in (codes := [process.poll() for process in started]):
-                if any(codes) or time.monotonic() > until:
-                    break
-                time.sleep(0.05)
-            for rank, code in enumerate(codes):
-                if code:
-                    lines = (Path(folder) / f"output-{rank}").read_text().strip().splitlines()
-                    raise RivalError(f"process {rank}: " + " | ".join(lines[-2:]))
-            if not answer.exists():
-                raise RivalError(f"not done after {PATIENCE} s")
-            return json.loads(answer.read_text())
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
+def _in_processes(task: dict[str, Any], processes: int) -> dict[str, Any]:
+    """What rank 0 answers."""
+    threads = str(task["threads"])
+    environ = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return json.loads(output_of([*torchrun, __file__, json.dumps(task)], environ).splitlines()[-1])
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: build the rival and time its steps."""
-    os.sched_setaffinity(0, task["cores"])
+    """In a process of its own, on cores of its own where there are enough: build the rival and time its steps."""
+    rank, processes, threads = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), task["threads"]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [cores[(rank * threads + thread) % len(cores)] for thread in range(threads)])
     import torch
 
-    torch.set_num_threads(task["threads"])
+    torch.set_num_threads(threads)
     if task["rival"] == "gemm":
         return {"gflops": _gemm(torch)}
-    together = task["processes"] > 1
-    if together:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{task['folder']}/rendezvous",
-                                             rank=task["rank"], world_size=task["processes"])
-    seconds, loss = _steps(torch, task, *_prepared(torch, task))
-    if together:
-        if task["rival"] != "tp":
-            torch.distributed.all_reduce(loss)
-            loss /= task["processes"]
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
-        seconds = slowest.tolist()
-        torch.distributed.barrier()
-    return {"seconds": seconds, "final_loss": loss.item()}
+    torch.distributed.init_process_group("gloo")
+    seconds, loss = _steps(torch, task, *_prepared(torch, task, rank, processes))
+    if task["rival"] != "tp":
+        torch.distributed.all_reduce(loss)
+        loss /= processes
+    slower = torch.tensor(seconds, dtype=torch.float64)
+    torch.distributed.all_reduce(slower, torch.distributed.ReduceOp.MAX)
+    torch.distributed.barrier()
+    return {"seconds": slower.tolist(), "final_loss": loss.item()}
 
 
-def _prepared(torch: Any, task: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _prepared(torch: Any, task: dict[str, Any], rank: int, processes: int) -> tuple[Any, Any, Any]:
     """(model, inputs, targets) of this process."""
-    rival, processes = task["rival"], task["processes"]
+    rival = task["rival"]
     layers = [torch.nn.Linear(task["width"], task["width"], bias=False) for _ in range(task["layers"])]
     for index, layer in enumerate(layers):
-        layer.weight.data.copy_(torch.from_numpy(weights(index, task["width"], task["seed"])).T)
+        layer.weight.data.copy_(torch.from_numpy(weights(index, task["width"])).T)
     model = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())][:-1])
-    x, y = map(torch.from_numpy, batch_of(task["batch"], task["width"], task["seed"]))
+    x, y = map(torch.from_numpy, batch_of(task["batch"], task["width"]))
     if rival in ("ddp", "fsdp2"):
-        if task["batch"] % processes:
-            raise RivalError(f"a batch of {task['batch']} has no equal parts for {processes} processes")
-        x, y = (part.chunk(processes)[task["rank"]].clone() for part in (x, y))
+        x, y = (part.chunk(processes)[rank].clone() for part in (x, y))
     if rival == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif rival == "fsdp2":
@@ -156,8 +120,7 @@ def _steps(torch: Any, task: dict[str, Any], model: Any, x: Any, y: Any) -> tupl
     optimizer = torch.optim.SGD(model.parameters(), lr=task["lr"])
     seconds = []
     for _ in range(task["warm_up"] + task["steps"]):
-        if task["processes"] > 1:
-            torch.distributed.barrier()
+        torch.distributed.barrier()
         begun = time.perf_counter()
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)
@@ -178,8 +141,7 @@ def _gemm(torch: Any) -> float:
 
 
 if __name__ == "__main__":
-    task = json.loads(sys.argv[1])
-    answer = work(task)
-    if task["rank"] == 0:
-        (Path(task["folder"]) / "answer.json").write_text(json.dumps(answer))
+    answer = work(json.loads(sys.argv[1]))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(answer), flush=True)
     os._exit(0)  # not through the destructors of gloo, which now and then abort

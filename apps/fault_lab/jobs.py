@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pmm3d.tools.launcher import descendants, end_job
 
 PATIENCE = 90.0
 """Seconds after which a job that is still there counts as a silent hang."""
-RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK")
+RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,21 +29,18 @@ class Ending:
 
 
 class Job:
-    """A program on some ranks, under way.
+    """A program on some ranks, under way; `environ` is set besides this process's variables.
 
-    program   what `pmm3d.launcher` is to run;   environ   variables to set besides this process's
-    launcher  another command in place of `pmm3d.launcher -n RANKS`
+    mark   a file that comes to be at the moment of the fault, if there is to be one in the program
     """
 
-    def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str] | None = None,
-                 launcher: Sequence[str] | None = None):
-        self.ranks, self.log, self.fault_at = ranks, log, 0.0
+    def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str], mark: Path):
+        self.ranks, self.log, self.mark, self.fault_at = ranks, log, mark, 0.0
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        start = launcher or [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks)]
+        command = [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks), *map(str, program)]
         with open(log, "wb") as file:
-            self.process = subprocess.Popen(
-                [*start, *map(str, program)], stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path} | (environ or {}), start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                                            env=os.environ | {"PYTHONPATH": path} | environ, start_new_session=True)
         self.begun = time.time()
 
     def pids(self) -> dict[int, int]:
@@ -50,12 +48,11 @@ class Job:
         pids: dict[int, int] = {}
         for pid in descendants(self.process.pid):
             try:
-                variables = dict(word.split(b"=", 1) for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                                 if b"=" in word)
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 is_python = b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
             except OSError:
                 continue
-            rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
+            rank = next((word.partition(b"=")[2] for word in variables if word.startswith(RANK_VARIABLES)), None)
             if rank is not None and is_python:
                 pids.setdefault(int(rank), pid)
         return pids
@@ -76,36 +73,35 @@ class Job:
 
     def all_catch(self, number: int) -> bool:
         """Whether every rank has a handler for that signal."""
-        pids = self.pids()
-        return len(pids) == self.ranks and all(_catches(pid, number) for pid in pids.values())
+        try:
+            statuses = [Path(f"/proc/{pid}/status").read_text() for pid in self.pids().values()]
+        except OSError:
+            return False
+        caught = [int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"SigCgt:\s*(\w+)", "".join(statuses))]
+        return sum(caught) == self.ranks
 
     def until_gone(self, pids: Iterable[int]) -> None:
         """Wait for the end of processes, which may come after that of mpiexec."""
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.time() < self.begun + PATIENCE:
             time.sleep(0.05)
 
-    def send(self, number: int, pid: int) -> None:
-        """The fault: a signal to a process of the job."""
+    def strike(self, number: int, victim: int | str, delay: float) -> bool:
+        """The fault: a signal to a rank or to mpiexec, some seconds from now; False if it has ended by then."""
+        time.sleep(delay)
+        pids = self.pids() | {"mpiexec": self.process.pid}
+        if victim not in pids or not self.running():
+            return False
         self.fault_at = time.time()
-        os.kill(pid, number)
+        os.kill(pids[victim], number)
+        return True
 
-    def end(self, mark: Path | None = None, patience: float = PATIENCE) -> Ending:
-        """Wait for the end; mark: a file that came to be at the moment of the fault."""
+    def end(self, patience: float = PATIENCE) -> Ending:
         try:
             code = self.process.wait(patience)
         except subprocess.TimeoutExpired:
             code = None
         now = time.time()
         end_job(self.process)
-        if mark is not None and mark.exists():
-            self.fault_at = mark.stat().st_mtime
+        if self.mark.exists():
+            self.fault_at = self.mark.stat().st_mtime
         return Ending(code, now - (self.fault_at or self.begun), self.log.read_text(errors="replace"))
-
-
-def _catches(pid: int, number: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)

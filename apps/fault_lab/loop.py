@@ -1,7 +1,7 @@
 """What the ranks run where `pmm3d train` offers no place for a mistake: a loop of one's own, with one mistake in it.
 
 Trains a small network, checks a product in every step against numpy, and writes a checkpoint every third step. The
-argument is a JSON file; if its "fault" is null nothing goes wrong. It goes on from the newest checkpoint.
+argument is JSON; if its "fault" is null nothing goes wrong. It goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -111,18 +111,6 @@ def limit_files(what: str, is_victim: bool, grid: Grid) -> None:
 FAULTS = {"raise": raise_error, "memory": exhaust_memory, "other": call_another, "none": call_none, "disk": limit_files}
 
 
-class Network(nn.Module):
-    def __init__(self, grid: Grid, fault: Fault):
-        self.grid, self._fault = grid, fault
-        self.first = nn.Linear(grid, 12, 24, seed=1, dtype="float64")
-        self.last = nn.Linear(grid, 24, 6, seed=2, dtype="float64")
-
-    def forward(self, x):
-        hidden = nn.gelu(self.first(x))
-        self._fault.at("forward", self.grid)
-        return self.last(hidden)
-
-
 def integers(shape: tuple[int, int], seed: int) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).integers(-4, 5, shape).astype("float64")
 
@@ -136,13 +124,17 @@ def check_product(grid: Grid, step: int) -> None:
 
 
 def train(grid: Grid, fault: Fault, folder: Path) -> None:
-    net = Network(grid, fault)
+    def hidden(x: nn.Tensor) -> nn.Tensor:
+        fault.at("forward", grid)
+        return nn.gelu(x)
+
+    net = nn.Sequential(grid, nn.Linear(grid, 12, 24, seed=1, dtype="float64"), hidden,
+                        nn.Linear(grid, 24, 6, seed=2, dtype="float64"))
     net.settle(12, "float64")
     optimizer = optim.AdamW(net.parameters(), lr=1e-2)
     checkpoints = Checkpoints(grid, folder / "checkpoints", keep=3)
     matrices = lambda: {**net.matrices(), **optimizer.matrices()}
-    newest = checkpoints.load_latest(matrices())
-    if newest is not None:
+    if newest := checkpoints.load_latest(matrices()):
         net.loaded()
         optimizer.load_state(newest[1])
     for step in range(optimizer.steps, STEPS):
@@ -166,7 +158,7 @@ def train(grid: Grid, fault: Fault, folder: Path) -> None:
 
 
 def main() -> None:
-    config = json.loads(Path(sys.argv[1]).read_text())
+    config = json.loads(sys.argv[1])
     folder = Path(config["folder"])
     fault = Fault(folder / "fault", **config["fault"] or {})
     fault.now = fault.step  # before the first step

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -49,11 +49,11 @@ def disk_full(lab: Lab) -> Outcome:
         with small_disk() as disk:
             return _filled(lab, disk)
     run, step = lab.run(own_loop=True), lab.random.choice((2, 5, 8, 11))
-    undisturbed, _, _ = lab.reference(run)
-    victim = lab.random.choice([int(path.stem[5:]) for path in undisturbed.checkpoints()[-1].glob("rank-*.h5")])
+    writers = lab.reference(run).checkpoints()[-1].glob("rank-*.h5")
+    victim = lab.random.choice([int(path.stem[5:]) for path in writers])
     job = run.start({"PMM3D_TIMEOUT": LONG},
                     fault={"name": "disk: limit", "victim": victim, "step": step, "point": "save"})
-    return lab.judge("disk full", f"ulimit -f on rank {victim} in step {step}", run, job.end(run.folder / "fault"),
+    return lab.judge("disk full", f"ulimit -f on rank {victim} in step {step}", run, job.end(),
                      Expected(LIMITED, victim, (1,)))
 
 
@@ -65,7 +65,8 @@ def _filled(lab: Lab, disk: Path) -> Outcome:
         number, spare = lab.random.randrange(1, 4), lab.random.choice((0, 0, 4096, 16384, 65536))
         if job.until(lambda: len(run.checkpoints()) >= number):
             job.fault_at = time.time()
-            fill(disk, spare)
+            with suppress(OSError):
+                (disk / "filler").write_bytes(bytes(max(0, shutil.disk_usage(disk).free - spare)))
             ending = job.end()
             (disk / "filler").unlink()
             if ending.code != 0:
@@ -75,21 +76,11 @@ def _filled(lab: Lab, disk: Path) -> Outcome:
         shutil.rmtree(run.folder)
 
 
-def fill(disk: Path, spare: int) -> None:
-    with open(disk / "filler", "wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError:
-            os.truncate(file.fileno(), max(0, file.tell() - spare))
-
-
 def corrupt_block(lab: Lab) -> Outcome:
     """The second half of a run, with a byte of its data, or of its newest checkpoint, that is not what was written."""
     what = lab.random.choice(("block of the data", "data cut short", "checkpoint"))
     run = lab.run()
-    undisturbed, _, _ = lab.reference(run)
-    for path in undisturbed.checkpoints()[-3:-1]:
+    for path in lab.reference(run).checkpoints()[-3:-1]:
         shutil.copytree(path, run.folder / "checkpoints" / path.name)
     return _damaged_checkpoint(lab, run) if what == "checkpoint" else _damaged_data(lab, run, what)
 
@@ -130,8 +121,6 @@ def _damaged_checkpoint(lab: Lab, run: Run) -> Outcome:
 
 
 def change_byte(path: Path, at: int, lab: Lab) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ (1 + lab.random.randrange(255))]))
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 + lab.random.randrange(255)
+    path.write_bytes(content)

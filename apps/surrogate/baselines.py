@@ -1,13 +1,10 @@
 """What a network has to beat: the fields of held-out parameters, predicted without one.
 
-    python apps/surrogate/baselines.py surrogate.h5
-
 Errors are relative, |prediction - u| / |u| in the Euclidean norm over the points of each sample.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -67,15 +64,3 @@ def table(errors: dict[str, np.ndarray]) -> str:
         mean, (median, high) = each.mean(), np.quantile(each, (0.5, 0.95))
         lines.append(f"  {name:<34}{mean:9.4f}{median:9.4f}{high:9.4f}")
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="file that generate.py wrote")
-    parser.add_argument("--held-out", type=int, default=2000, help="samples at the end that are not learnt from (2000)")
-    options = parser.parse_args()
-    print(table(baseline_errors(options.data, options.held_out)))
-
-
-if __name__ == "__main__":
-    main()

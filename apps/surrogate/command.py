@@ -17,8 +17,7 @@ def parsed(parser: argparse.ArgumentParser, comm: MPI.Intracomm) -> argparse.Nam
     """The options, on all ranks; rank 0 alone explains usage."""
     options = None
     try:
-        if comm.rank == 0:
-            options = parser.parse_args()
+        options = parser.parse_args() if comm.rank == 0 else None
     finally:
         options = comm.bcast(options)
     if options is None:

@@ -9,10 +9,9 @@ The file holds
     attributes: parameters, low, high (x = -1 is low, x = 1 is high), points, refine, mean, std
 
 The parameters are Sobol's sequence by the number of the sample, so the data are the same, bit for bit, on any number
-of ranks. Each rank keeps its share in memory until the mean is known; then all write at once: into one file where h5py
-is built with MPI, otherwise each into its own file in the folder NAME.parts, which the virtual data sets of NAME.h5
-join; keep the two together. Neither is there under its name before all is complete. Any HDF5 reader sees whole arrays:
-h5py.File("surrogate.h5")["y"][:10].
+of ranks. Each rank keeps its share in memory until the mean is known; then all write at once, each into its own file in
+the folder NAME.parts, which the virtual data sets of NAME.h5 join; keep the two together. Neither is there under its
+name before all is complete. Any HDF5 reader sees whole arrays: h5py.File("surrogate.h5")["y"][:10].
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from scipy.stats import qmc
 from pmm3d import Grid
 from pmm3d.errors import Pmm3dError
 from pmm3d.layout import part_range
-
-ONE_FILE = h5py.get_config().mpi
 
 
 def parameters(first: int, last: int) -> np.ndarray:
@@ -67,47 +64,33 @@ class Output:
         except OSError as error:
             raise Pmm3dError(f"cannot write in {folder}: {error.strerror}") from None
 
-    def write(self, grid: Grid, first: int, values: dict[str, np.ndarray]) -> None:
-        """This rank's samples, from the first on."""
-        if ONE_FILE:
-            file = h5py.File(self.partial_path, "w", driver="mpio", comm=grid.comm)
-        else:
-            file = h5py.File(self.partial_parts / f"{grid.rank:05d}.h5", "w")
-        with file:
+    def write(self, rank: int, values: dict[str, np.ndarray]) -> None:
+        """A rank's samples."""
+        with h5py.File(self.partial_parts / f"{rank:05d}.h5", "w") as file:
             for name, rows in values.items():
-                begin, total = (first, self.samples) if ONE_FILE else (0, len(rows))
-                dataset = file.create_dataset(name, (total, self.widths[name]), "float32")
-                dataset[begin : begin + len(rows)] = rows
+                file[name] = rows.astype("float32")
 
     def publish(self, ranks: int, **attributes) -> None:
-        """All is written: join the files of the ranks, add the attributes, and give the data set its name."""
-        with h5py.File(self.partial_path, "r+" if ONE_FILE else "w") as file:
-            if not ONE_FILE:
-                self._join(file, ranks)
+        """All is written: join the files of the ranks in virtual data sets, which read as NaN where such a file is
+        missing, add the attributes, and give the data set its name."""
+        with h5py.File(self.partial_path, "w") as file:
+            for name, width in self.widths.items():
+                layout = h5py.VirtualLayout((self.samples, width), "float32")
+                for rank in range(min(ranks, self.samples)):
+                    first, last = part_range(self.samples, ranks, rank)
+                    part = f"{self.parts.name}/{rank:05d}.h5"
+                    layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
+                file.create_virtual_dataset(name, layout, fillvalue=np.nan)
             names, low, high = zip(*PARAMETERS)
             file.attrs.update({"parameters": names, "low": low, "high": high, **attributes})
         self.path.unlink(missing_ok=True)
         shutil.rmtree(self.parts, ignore_errors=True)
-        if ONE_FILE:
-            self.partial_parts.rmdir()
-        else:
-            self.partial_parts.rename(self.parts)
+        self.partial_parts.rename(self.parts)
         self.partial_path.rename(self.path)
-
-    def _join(self, file: h5py.File, ranks: int) -> None:
-        """Virtual data sets over the files of the ranks. Where such a file is missing they read as NaN."""
-        for name, width in self.widths.items():
-            layout = h5py.VirtualLayout((self.samples, width), "float32")
-            for rank in range(min(ranks, self.samples)):
-                first, last = part_range(self.samples, ranks, rank)
-                part = f"{self.parts.name}/{rank:05d}.h5"
-                layout[first:last] = h5py.VirtualSource(part, name, (last - first, width), "float32")
-            file.create_virtual_dataset(name, layout, fillvalue=np.nan)
 
     def discard(self) -> None:
         self.partial_path.unlink(missing_ok=True)
-        if self.partial_parts.exists():
-            shutil.rmtree(self.partial_parts)
+        shutil.rmtree(self.partial_parts, ignore_errors=True)
 
 
 def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int = 2, overwrite: bool = False,
@@ -129,7 +112,7 @@ def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int
         mean, square = np.concatenate(grid.comm.allgather(moments)).mean(axis=0)
         std = np.sqrt(square - mean**2)
         with grid.together("generate: write"):
-            output.write(grid, first, {"x": x, "y": (y - mean) / std})
+            output.write(grid.rank, {"x": x, "y": (y - mean) / std})
         with grid.together("generate: publish"):
             if grid.rank == 0:
                 output.publish(grid.size, points=points, refine=refine, mean=mean, std=std)

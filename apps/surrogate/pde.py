@@ -8,29 +8,21 @@ PARAMETERS are all that differs between samples. To learn another problem, chang
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from scipy import sparse
 from scipy.sparse.linalg import splu
 from scipy.special import exprel
 
-
-class Parameter(NamedTuple):
-    name: str
-    low: float
-    high: float
-
-
 PARAMETERS = (
-    Parameter("log10 diffusivity", -2.0, -1.0),
-    Parameter("wind x", -1.0, 1.0),
-    Parameter("wind y", -1.0, 1.0),
-    Parameter("swirl", -1.0, 1.0),
-    Parameter("source x", 0.2, 0.8),
-    Parameter("source y", 0.2, 0.8),
-    Parameter("source width", 0.05, 0.15),
+    ("log10 diffusivity", -2.0, -1.0),
+    ("wind x", -1.0, 1.0),
+    ("wind y", -1.0, 1.0),
+    ("swirl", -1.0, 1.0),
+    ("source x", 0.2, 0.8),
+    ("source y", 0.2, 0.8),
+    ("source width", 0.05, 0.15),
 )
+"""Name, lowest and highest value of each."""
 
 
 class AdvectionDiffusion:
@@ -95,5 +87,5 @@ class Plume:
 
 def in_units(x) -> np.ndarray:
     """The parameters in their own units, from x (samples, parameters) in [-1, 1]."""
-    low, high = np.array([(each.low, each.high) for each in PARAMETERS]).T
+    low, high = np.array([ends for _, *ends in PARAMETERS]).T
     return low + (np.asarray(x, float) + 1) / 2 * (high - low)

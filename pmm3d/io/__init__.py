@@ -3,17 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .convert import convert  # here, since the function has the name of its module; it loads neither numpy nor h5py
-
 if TYPE_CHECKING:  # the same names, for type checkers
     from .checkpoint import Checkpoints
+    from .conversion import convert
     from .dataset import DataSet
     from .loader import Loader
     from .safetensors import export_safetensors, import_safetensors
 
-_MODULES = {"DataSet": "dataset", "Loader": "loader", "Checkpoints": "checkpoint",
+_MODULES = {"convert": "conversion", "DataSet": "dataset", "Loader": "loader", "Checkpoints": "checkpoint",
             "export_safetensors": "safetensors", "import_safetensors": "safetensors"}
-__all__ = ["convert", *_MODULES]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

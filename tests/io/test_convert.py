@@ -8,7 +8,7 @@ from samples import integers
 from typer.testing import CliRunner
 
 from pmm3d import DataError
-from pmm3d.io.convert import convert
+from pmm3d.io import convert
 from pmm3d.tools.convert import convert_command
 
 
