@@ -20,6 +20,9 @@ from ..product import DistMatrix
 if TYPE_CHECKING:
     from .dataset import DataSet
 
+COPIED_AT_ONCE = 2**18
+"""Elements gathered from a cached data set before they are converted."""
+
 Rows = slice | np.ndarray
 """Of a data set, ascending: a slice where they are consecutive."""
 Arrays = list[np.ndarray]
@@ -269,8 +272,10 @@ class Columns:
             self._cache = whole[:, self._within]
         if isinstance(rows, slice):
             out[...] = self._cache[rows.start - self.first : rows.stop - self.first]
-        else:
-            out[...] = self._cache[rows - self.first]
+            return
+        step = max(1, COPIED_AT_ONCE // out.shape[1])
+        for start in range(0, len(out), step):
+            out[start : start + step] = self._cache[rows[start : start + step] - self.first]
 
 
 def check_at_least(least: int, **numbers: Any) -> None:
