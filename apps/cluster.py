@@ -203,10 +203,16 @@ def started(pid: int) -> str | None:
     return None if state == "Z" else fields[18]
 
 
+def state_file(name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise ClusterError(f"a cluster's name is made of letters, digits, - and _, not {name!r}")
+    return STATE / f"{name}.json"
+
+
 def standing(name: str) -> Cluster | None:
     """The cluster of that name that `up` made, if it still runs."""
     try:
-        state = json.loads((STATE / f"{name}.json").read_text())
+        state = json.loads(state_file(name).read_text())
     except FileNotFoundError:
         return None
     since = state.pop("started")
@@ -218,7 +224,7 @@ def up(options: argparse.Namespace) -> int:
         raise ClusterError(f"the cluster {options.name!r} is up already; `down` removes it, --name makes another")
     cluster = Cluster.start(options.nodes or 4, options.rate, stays=True)
     STATE.mkdir(exist_ok=True)
-    (STATE / f"{options.name}.json").write_text(json.dumps({**cluster._asdict(), "started": started(cluster.pid)}))
+    state_file(options.name).write_text(json.dumps({**cluster._asdict(), "started": started(cluster.pid)}))
     print(f"{cluster.nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
           f"python apps/cluster.py run --on {options.name} -- program.py")
     return 0
@@ -226,7 +232,7 @@ def up(options: argparse.Namespace) -> int:
 
 def down(options: argparse.Namespace) -> int:
     cluster = standing(options.name)
-    (STATE / f"{options.name}.json").unlink(missing_ok=True)
+    state_file(options.name).unlink(missing_ok=True)
     if cluster is None:
         print(f"no cluster {options.name!r} is up")
     else:
