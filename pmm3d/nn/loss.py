@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import array_api_compat
 import numpy as np
 
 from ..arrays import Array
@@ -16,7 +15,7 @@ from ..comm import Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import by_rows, computing, in_chunks, stacked, sum_over
+from .compute import array_namespace, by_rows, computing, in_chunks, stacked, sum_over
 from .functional import Elementwise
 from .tensor import Form, Rule, Tensor, as_tensor, relayout
 
@@ -55,7 +54,7 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
     target_local = _aligned(prediction, target)
     form, local = prediction.form, prediction.local
-    xp = array_api_compat.array_namespace(local)
+    xp = array_namespace(local)
     difference, work = form.new(), form.new()
     with computing(form.grid, "loss"):
         in_chunks(lambda p, t: p - t, difference, local, target_local)
@@ -89,7 +88,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         1.386294
     """
     form, local = logits.form, logits.local
-    xp = array_api_compat.array_namespace(local)
+    xp = array_namespace(local)
     columns, rows = _local_labels(logits, labels)
     largest, logarithm, chosen = _log_sum_exp(logits, columns, rows)
     weight = 1 / max(1, form.shape[0])
@@ -137,7 +136,7 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.local
-    xp = array_api_compat.array_namespace(local)
+    xp = array_namespace(local)
     own = form.new((3, local.shape[0]))
     work = form.new()
     with computing(form.grid, "loss"):

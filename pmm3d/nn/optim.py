@@ -7,14 +7,13 @@ from math import cos, pi, sqrt
 from types import ModuleType
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
-from .compute import CHUNK, computing, gather_over
+from .compute import array_namespace, chunks, computing, gather_over
 from .parameter import Parameter
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "Optimizer", "Schedule", "Step"]
@@ -127,11 +126,11 @@ class Optimizer:
         return [parameter for parameter in self.parameters if parameter.filled]
 
     def _change(self, parameter: Parameter) -> None:
-        xp = array_api_compat.array_namespace(parameter.local)
+        xp = array_namespace(parameter.local)
         arrays = [self._own(parameter, array) for array in (parameter.local, parameter.gradient)]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
-        for low in range(0, arrays[0].shape[0], CHUNK):
-            self.update(xp, *(array[low : low + CHUNK] for array in arrays))
+        for chunk in chunks(arrays[0].shape[0]):
+            self.update(xp, *(array[chunk] for array in arrays))
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
@@ -152,7 +151,7 @@ class Optimizer:
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.split() if self.shard_over_data else parameter.layout
+        return parameter.split_layout if self.shard_over_data else parameter.layout
 
 
 class SGD(Optimizer):
@@ -313,8 +312,8 @@ class Step(Schedule):
 
 def _square_sum(library: NumpyLibrary, flat: Array) -> float:
     """In float64, slice by slice."""
-    xp, total = array_api_compat.array_namespace(flat), 0.0
-    for start in range(0, flat.shape[0], CHUNK):
-        part = library.astype(flat[start : start + CHUNK], "float64")
+    xp, total = array_namespace(flat), 0.0
+    for chunk in chunks(flat.shape[0]):
+        part = library.astype(flat[chunk], "float64")
         total += float(xp.sum(part * part))
     return total

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 from weakref import ref
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array
 from ..comm import Grid, Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from ..product import DistMatrix
-from .compute import in_chunks
+from .compute import Form, in_chunks
 from .parallel import Parallel
 
 Rule = Callable[[Array], Sequence[Any]]
@@ -59,31 +58,6 @@ class Tape:
             yield
         finally:
             vars(self).update(before)
-
-
-@dataclass(frozen=True)
-class Form:
-    """All of a tensor but its values: grid, shape and layout of the matrix, type, library and shape of this rank's
-    shard. A gradient rule keeps it in place of the tensor, so that the tensor's memory is freed."""
-
-    grid: Grid
-    shape: tuple[int, int]
-    layout: Layout
-    dtype: str
-    library: NumpyLibrary
-    local_shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, value: DistMatrix) -> Form:
-        return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
-
-    def new(self, local_shape: tuple[int, int] | None = None) -> Array:
-        """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
-        return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
-
-    def matrix(self, local: Array) -> DistMatrix:
-        """The matrix of this form of which `local` is this rank's shard."""
-        return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
 class Node:

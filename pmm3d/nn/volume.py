@@ -17,7 +17,7 @@ from ..model.volumes import all_reduce_moved
 from .layers import MLP, LayerNorm, Linear, Module, Recompute
 from .memory import layers_of
 from .optim import Optimizer
-from .parallel import LEAST_STRIP_BYTES, STRIPS_ACROSS_HOSTS, Overlap
+from .overlap import Overlap
 from .tensor import Tape
 
 Volume = dict[Key, Entry]
@@ -170,10 +170,8 @@ class MLPVolume:
     def _product(self, phase: str, rows: int, columns: int, axis: str, split: str) -> Calls:
         """The all-reduces over an axis of a block whose columns another one splits, in its strips of rows."""
         m, n = batch_layout(split).box((rows, columns), self.grid, self.coords).shape
-        strips = self.overlap.strips or (1 if self.hosts == 1 else STRIPS_ACROSS_HOSTS)
-        strips = max(1, min(strips, m * n * itemsize(self.dtype) // LEAST_STRIP_BYTES))
-        for part in part_sizes(m, strips):
-            yield from self._all_reduce(axis, phase, part * n)
+        for strip in self.overlap.row_strips(m, n, self.dtype, self.hosts):
+            yield from self._all_reduce(axis, phase, (strip.stop - strip.start) * n)
 
     def _loss(self, rows: int) -> Calls:
         classes = self.loss == "cross_entropy"

@@ -129,6 +129,12 @@ class RunLog:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """The end of a run, whatever ended it: curves.png is drawn."""
         if self._file is None:
