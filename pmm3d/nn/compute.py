@@ -86,6 +86,13 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         flat_out[chunk] = function(*(array[chunk] for array in flat))
 
 
+def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
+    """A new array of this form: function(*arrays), as by `in_chunks`."""
+    out = form.new()
+    in_chunks(function, out, *arrays)
+    return out
+
+
 def chunks(size: int) -> Iterator[slice]:
     return (slice(start, start + CHUNK) for start in range(0, size, CHUNK))
 

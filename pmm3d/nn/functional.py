@@ -17,7 +17,7 @@ from ..comm import Axis, Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout, batch_layout, part_sizes
 from ..model.volumes import all_reduce_work
-from .compute import array_namespace, by_rows, column_sums, computing, gemm, in_chunks, stacked, sum_over
+from .compute import array_namespace, by_rows, column_sums, computing, elementwise, gemm, in_chunks, stacked, sum_over
 from .parameter import Parameter
 from .tensor import Form, Tape, Tensor, add, relayout, scale
 
@@ -47,9 +47,8 @@ def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tenso
 
         >>> from pmm3d import DistMatrix, Grid, nn
         >>> with Grid(shape="fsdp") as grid:
-        ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j, dtype="float32")
-        ...     nn.linear(nn.Tensor(x), nn.Linear(grid, 3, 2).weight).shape
-        (2, 2)
+        ...     linear(Tensor(DistMatrix.random(grid, (4, 3), dtype="float32")), nn.Linear(grid, 3, 2).weight).shape
+        (4, 2)
     """
     grid, tape = x.grid, x.tape
     (k_axis, _), (n_axis,) = weight.layout.rows, weight.layout.cols
@@ -173,16 +172,13 @@ def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_o
     """The derivative is taken of the input, or of the output, which is then all that is kept."""
     form, local = x.form, x.local
     xp = array_namespace(local)
-    out = form.new()
     with computing(form.grid, "elementwise"):
-        in_chunks(lambda part: function(part, xp), out, local)
+        out = elementwise(form, lambda part: function(part, xp), local)
     kept = out if of_output else local
 
     def rule(gradient: Array) -> tuple[Array]:
-        dx = form.new()
         with computing(form.grid, "elementwise"):
-            in_chunks(lambda g, part: g * derivative(part, xp), dx, gradient, kept)
-        return (dx,)
+            return (elementwise(form, lambda g, part: g * derivative(part, xp), gradient, kept),)
 
     return x.made(out, (x,), rule)
 
@@ -218,10 +214,8 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     kept = form.library.from_numpy(_kept(x.box, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
 
     def masked(array: Array) -> Array:
-        out = form.new()
         with computing(form.grid, "elementwise"):
-            in_chunks(lambda part, keep: part * keep * (1 / (1 - p)), out, array, kept)
-        return out
+            return elementwise(form, lambda part, keep: part * keep * (1 / (1 - p)), array, kept)
 
     return x.made(masked(x.local), (x,), lambda gradient: (masked(gradient),))
 
@@ -249,10 +243,8 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
 
         >>> from pmm3d import DistMatrix, Grid, nn
         >>> with Grid(shape="ddp") as grid:
-        ...     norm = nn.LayerNorm(grid, 2, dtype="float64")
-        ...     x = Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))
-        ...     layer_norm(x, norm.gain, norm.bias).gather().round(3)
-        array([[-1.,  1.]])
+        ...     nn.LayerNorm(grid, 2)(DistMatrix.random(grid, (5, 2), dtype="float32")).shape
+        (5, 2)
     """
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")

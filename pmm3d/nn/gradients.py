@@ -95,18 +95,16 @@ class Gradients:
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
         self._expected.update(self._uses)
-        if self._sync:
-            for vectors in _alike(filter(self._along_z, self._unsynced)):
-                self._sum(self._grid.z, vectors, "reduce vectors")
-            for parameter in [parameter for parameter in self._unsynced if parameter not in self._begun]:
-                self._put(parameter)
-            self._flush()
+        unsynced, self._unsynced = (self._unsynced, {}) if self._sync else ({}, self._unsynced)
+        for vectors in _alike(filter(self._along_z, unsynced)):
+            self._sum(self._grid.z, vectors, "reduce vectors")
+        for parameter in [parameter for parameter in unsynced if parameter not in self._begun]:
+            self._put(parameter)
+        self._flush()
         for pending in self._under_way.values():
             pending.wait()
-        if self._sync:
-            for parameter in self._unsynced:
-                parameter.synced = True
-            self._unsynced.clear()
+        for parameter in unsynced:
+            parameter.synced = True
         if self._uses:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
             self._grid.workspace.rehearse(work, next(iter(self._uses)).library)
@@ -139,7 +137,7 @@ class Gradients:
         before = list(dict.fromkeys(self._under_way[member] for member in members if member in self._under_way))
         split = members[0].split_over_data and axis.name == "data"
         self.note_work(phase, _work(axis, members, split))
-        collective = lambda link: (scattered if split else summed)(link, members)
+        collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
             pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective)
         self._under_way.update(dict.fromkeys(members, pending))
@@ -187,39 +185,30 @@ class Partials:
         self._sums[self._turn] = pending
 
 
-def summed(link: Link, members: list[ParameterShard]) -> Steps[None]:
-    """Generator: all-reduce of the members' gradients in place, in one message a peer."""
+def reduced(link: Link, members: list[ParameterShard], split: bool) -> Steps[None]:
+    """Generator: the members' gradients summed in place, in one message a peer. split: along data, of each gradient
+    only the part that this rank is to have."""
     flats, library = [member.gradient.reshape(-1) for member in members], members[0].library
-    if len(flats) == 1:
-        yield from sum_arrays(link, library, flats[0], flats[0])
-        return
-    size = sum(flat.shape[0] for flat in flats)
-    with link.workspace.borrow((size,), members[0].dtype, library) as packed:
-        for part, flat in _beside(packed, flats):
-            part[...] = flat
-        yield from sum_arrays(link, library, packed, packed)
-        for part, flat in _beside(packed, flats):
-            flat[...] = part
-
-
-def scattered(link: Link, members: list[ParameterShard]) -> Steps[None]:
-    """Generator: reduce-scatter of the members' gradients along data; each member's own part is summed in place."""
-    flats, library = [member.gradient.reshape(-1) for member in members], members[0].library
-    starts = [offsets(member.data_counts()) for member in members]
-    counts = [sum(start[rank + 1] - start[rank] for start in starts) for rank in range(link.size)]
     with ExitStack() as borrowed:
 
         def work(size: int) -> Array:
             return borrowed.enter_context(link.workspace.borrow((size,), members[0].dtype, library))
 
+        starts = [offsets(member.data_counts()) for member in members] if split else []
+        pieces = [_parts(flats, starts, rank) for rank in range(link.size)] if split else [flats]
         packed = flats[0]
         if len(flats) > 1:
-            packed = work(sum(counts))
-            for part, flat in _beside(packed, chain(*(_parts(flats, starts, rank) for rank in range(link.size)))):
+            packed = work(sum(flat.shape[0] for flat in flats))
+            for part, flat in _beside(packed, chain(*pieces)):
                 part[...] = flat
-        own = work(counts[link.rank])
-        yield from reduce_parts(link, library, packed[:, None], own[:, None], counts)
-        for part, flat in _beside(own, _parts(flats, starts, link.rank)):
+        own, wanted = packed, pieces[link.rank if split else 0]
+        if split:
+            counts = [sum(piece.shape[0] for piece in theirs) for theirs in pieces]
+            own = work(counts[link.rank])
+            yield from reduce_parts(link, library, packed[:, None], own[:, None], counts)
+        else:
+            yield from sum_arrays(link, library, packed, packed)
+        for part, flat in _beside(own, wanted) if own is not flats[0] else ():
             flat[...] = part
 
 
@@ -237,7 +226,7 @@ def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Arr
 
 
 def _work(axis: Axis, members: list[ParameterShard], split: bool) -> list[int]:
-    """Bytes of the work arrays of `scattered`, if the sum is split, or of `summed`."""
+    """Bytes of the work arrays of `reduced`."""
     size, dtype = sum(member.gradient.reshape(-1).shape[0] for member in members), members[0].dtype
     packed = [size * itemsize(dtype)] if len(members) > 1 else []
     if not split:

@@ -24,11 +24,7 @@ IDLE_PAUSES = 8
 
 
 class Parallel:
-    """The collectives of one grid's networks.
-
-    overlap     an Overlap; may be replaced between steps, by all ranks
-    weights     gathers them;   gradients   sums them
-    """
+    """The collectives of one grid's networks. overlap: may be replaced between steps, by all ranks."""
 
     def __init__(self, grid: Grid):
         self.grid, self.overlap = grid, Overlap()
@@ -123,11 +119,10 @@ class Weights:
 
     def _prefetch(self, weight: ParameterShard, gathered: Gathered, phase: str) -> None:
         following = gathered.following[phase]() if phase in gathered.following else None
-        if following is None or following is weight:
-            return
-        ahead = self._of(following)
-        if ahead.block is None and ahead.pending is None:
-            ahead.pending = self._start(following)
+        if following is not None and following is not weight:
+            ahead = self._of(following)
+            if ahead.block is None and ahead.pending is None:
+                ahead.pending = self._start(following)
 
     def _start(self, weight: ParameterShard) -> Pending:
         grid, counts = weight.grid, weight.z_counts()

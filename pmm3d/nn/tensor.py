@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from operator import add as plus
 from typing import Any
 from weakref import ref
 
@@ -14,7 +16,7 @@ from ..comm import Grid, Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from ..product import DistMatrix
-from .compute import Form, in_chunks
+from .compute import Form, elementwise
 from .parallel import Parallel
 
 Rule = Callable[[Array], Sequence[Any]]
@@ -64,8 +66,6 @@ class Node:
     """An operation on the tape. parents: the nodes of what went in, None where no gradient is needed; leaf: a weak
     reference to the tensor that a gradient ends in."""
 
-    __slots__ = ("form", "leaf", "number", "parents", "rule")
-
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
                  leaf: Tensor | None = None):
         self.form, self.parents, self.rule = form, parents, rule
@@ -83,10 +83,9 @@ class Tensor:
                    derivative by the whole matrix, the same on all ranks that hold the same shard
 
         >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j), requires_grad=True)
+        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), requires_grad=True)
         ...     (x * 3 - x).gather()
-        array([[0., 2.],
-               [2., 4.]])
+        array([[0., 2., 4.]])
     """
 
     grad: DistMatrix | None
@@ -156,7 +155,7 @@ class Tensor:
     def receive(self, gradient: Array) -> None:
         """Take the gradient that a backward pass ends in here."""
         if self.grad is not None:
-            gradient = _sum(self.form, self.grad.local, gradient)
+            gradient = elementwise(self.form, plus, self.grad.local, gradient)
         self.grad = self.form.matrix(gradient)
 
     def item(self) -> float:
@@ -208,17 +207,11 @@ def propagate(last: Node, gradient: Array) -> None:
             if part is None or parent is None:
                 continue
             if parent.number in gradients:
-                part = _sum(parent.form, gradients[parent.number], part)
+                part = elementwise(parent.form, plus, gradients[parent.number], part)
             else:
                 heappush(nodes, (-parent.number, parent))
             gradients[parent.number] = part
         del parents, rule, passed, leaf
-
-
-def _sum(form: Form, one: Array, other: Array) -> Array:
-    total = form.new()
-    in_chunks(lambda a, b: a + b, total, one, other)
-    return total
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:
@@ -256,15 +249,15 @@ def add(a: Tensor, b: Tensor | DistMatrix) -> Tensor:
     """a + b, matrices of one shape, in a's layout, which b is brought into. Raises LayoutError if the shapes differ.
 
         >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (1, 3), lambda i, j: i + j)
-        ...     add(Tensor(x), x).gather()
+        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
+        ...     add(x, x).gather()
         array([[0., 2., 4.]])
     """
     b = as_tensor(b)
     if a.shape != b.shape:
         raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
     b = relayout(b, a.layout)
-    return a.made(_sum(a.form, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
+    return a.made(elementwise(a.form, plus, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
@@ -275,13 +268,7 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
         array([[0. , 0.5, 1. ]])
     """
     x, factor = as_tensor(x), float(factor)
-    form = x.form
-
-    def scaled(array: Array) -> Array:
-        out = form.new()
-        in_chunks(lambda part: part * factor, out, array)
-        return out
-
+    scaled = partial(elementwise, x.form, lambda part: part * factor)
     return x.made(scaled(x.local), (x,), lambda gradient: (scaled(gradient),))
 
 

@@ -114,24 +114,26 @@ class MLPVolume:
 
     def _batch(self, rows: int) -> Calls:
         """Forward and backward pass of a batch of so many rows, without the gathers of weights."""
-        hidden, later = self.layers[:-1], self.layers[1:]
-        for _ in range(1 + self.recompute):
-            for layer in hidden:
+        yield from self._forward(rows)
+        for layer in self.layers[:-1]:
+            if self.recompute:
                 yield from self._hidden(layer, rows)
-        yield from self._product("reduce O", rows, *self.layers[-1][1:])
-        for *_, other in hidden if self.norm else ():
-            yield from self._all_reduce(other, "layer norm", 2 * self._rows(rows))
-        for inputs, _, axis, other in later:
+            if self.norm:
+                yield from self._all_reduce(layer[3], "layer norm", 2 * self._rows(rows))
+        for inputs, _, axis, other in self.layers[1:]:
             yield from self._product("reduce dI", rows, inputs, other, axis)
         for own, whole in map(self._shard, self.layers):
             yield from self._reduce_scatter("z", "reduce dW", own, whole)
-        yield from self._loss(rows)
 
-    def _evaluated_batch(self, rows: int) -> Calls:
+    def _forward(self, rows: int) -> Calls:
+        """With the loss."""
         for layer in self.layers[:-1]:
             yield from self._hidden(layer, rows)
         yield from self._product("reduce O", rows, *self.layers[-1][1:])
         yield from self._loss(rows)
+
+    def _evaluated_batch(self, rows: int) -> Calls:
+        yield from self._forward(rows)
         if self.loss == "cross_entropy":
             yield from self._label_exchange(rows)
             for axis in ("data", "z"):

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -136,8 +136,7 @@ class RunRecord:
         run = self._run
         if not isinstance(run.loss, str):
             return None
-        return MLPVolume.of(run.network, run.optimizer, run.loss, clip=bool(run.clip),
-                            accumulate=run.accumulate)
+        return MLPVolume.of(run.network, run.optimizer, run.loss, clip=bool(run.clip), accumulate=run.accumulate)
 
     def _merge(self, ranks: list[Document]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
@@ -145,8 +144,7 @@ class RunRecord:
         columns = {name: [_rounded(rank[name]) for rank in ranks] for name in ("seconds", "saving", "peak_memory")}
         operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
         keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
-        passes = asdict(run.passes) | {"trained": dict(run.passes.trained),
-                                           "evaluated": dict(run.passes.evaluated)}
+        passes = asdict(run.passes) | {"trained": dict(run.passes.trained), "evaluated": dict(run.passes.evaluated)}
         document.update({
             "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.epochs,
             "figures": run.figures, "passes": passes, "modelled": self._model() is not None,
@@ -192,14 +190,13 @@ def drain(grid: Grid) -> None:
 
 def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
     """The starts and events of a record that is there; a start that did not say how it ended was killed."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         document = json.loads(path.read_text())
         starts, events = list(document["starts"]), list(document["events"])
         for start in starts:
             start["state"] = "broke off" if start["state"] == "running" else start["state"]
         return starts, events
-    except (OSError, ValueError, KeyError, TypeError):
-        return [], []
+    return [], []
 
 
 def _program(blas: machine.Blas) -> Document:

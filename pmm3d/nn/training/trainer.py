@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,14 @@ class Trainer(Run):
 
     def run(self) -> bool:
         """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
-
-        Raises NonFiniteLossError and what the loader raises, on every rank.
-        """
+        Raises NonFiniteLossError and what the loader raises, on every rank."""
         with self.owning(), np.errstate(over="ignore", invalid="ignore"):
             self.passes = Passes()
             if self._record is None or self.log is None:
                 return self._epochs()
-            last, log = self.step + self.steps_left(), self.log
-            self._on_first(lambda: log.open(self.step, last))
-            with log, self._record.of_run():
+            log = self.log
+            self._on_first(lambda: log.open(self.step, self.step + self.steps_left()))
+            with closing(log), self._record.of_run():
                 return self._epochs()
 
     @contextmanager
@@ -129,9 +127,8 @@ class Trainer(Run):
 
     @property
     def _folder(self) -> Path | None:
-        if self.log is not None:
-            return self.log.folder
-        return self.checkpoints.folder if self.checkpoints is not None else None
+        owner = self.log if self.log is not None else self.checkpoints
+        return owner.folder if owner is not None else None
 
     def _epochs(self) -> bool:
         if self._requested() >= END:
@@ -277,15 +274,9 @@ class Trainer(Run):
         return {**self.network.matrices(), **self.optimizer.matrices()}
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "optimizer": self.optimizer.state(),
-            "schedule": self.schedule.state() if self.schedule is not None else None,
-            "loader": self.loader.state(),
-            "random": self.network.random_state(),
-            "grid": list(self.grid.shape),
-            "settings": self.settings,
-        }
+        return {"step": self.step, "optimizer": self.optimizer.state(), "loader": self.loader.state(),
+                "schedule": self.schedule.state() if self.schedule is not None else None,
+                "random": self.network.random_state(), "grid": list(self.grid.shape), "settings": self.settings}
 
     def _explain(self, x: DistMatrix, what: str) -> None:
         """Raise NonFiniteLossError that names what in the network went wrong first."""
