@@ -8,7 +8,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .functional import dropout, gelu, layer_norm, linear, relu, sigmoid, silu, tanh
     from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
     from .loss import accuracy, cross_entropy, mae, mse, r2
-    from .parallel import Overlap
+    from .overlap import Overlap
     from .parameter import Parameter
     from .tensor import Tape, Tensor, add, no_grad, no_sync, relayout, scale
 
@@ -19,7 +19,7 @@ _MODULES = {
     "functional": ("dropout", "gelu", "layer_norm", "linear", "relu", "sigmoid", "silu", "tanh"),
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Module", "Recompute", "Residual", "Sequential"),
     "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
-    "parallel": ("Overlap",),
+    "overlap": ("Overlap",),
     "optim": (), "training": (), "exchange": (), "memory": (), "volume": (),
 }  # fmt: skip
 __all__ = [name for names in _MODULES.values() for name in names]

@@ -4,18 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, Pending
 from ..comm.collectives import gather_parts, sum_arrays
 from ..comm.transport import Link, Steps
+from ..errors import needs
+from ..layout import Layout
+from ..product import DistMatrix
 
-if TYPE_CHECKING:
-    from .tensor import Form
+with needs("train", "networks"):
+    from array_api_compat import array_namespace as array_namespace
 
 CHUNK = 2**15
 """Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """All of a tensor but its values: grid, shape and layout of the matrix, type, library and shape of this rank's
+    shard. A gradient rule keeps it in place of the tensor, so that the tensor's memory is freed."""
+
+    grid: Grid
+    shape: tuple[int, int]
+    layout: Layout
+    dtype: str
+    library: NumpyLibrary
+    local_shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, value: DistMatrix) -> Form:
+        return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
+
+    def new(self, local_shape: tuple[int, int] | None = None) -> Array:
+        """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
+        return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
+
+    def matrix(self, local: Array) -> DistMatrix:
+        """The matrix of this form of which `local` is this rank's shard."""
+        return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
 @contextmanager
@@ -53,9 +82,19 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         array([0., 1., 4., 9.])
     """
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
-    for start in range(0, flat_out.shape[0], CHUNK):
-        chunk = slice(start, start + CHUNK)
+    for chunk in chunks(flat_out.shape[0]):
         flat_out[chunk] = function(*(array[chunk] for array in flat))
+
+
+def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
+    """A new array of this form: function(*arrays), as by `in_chunks`."""
+    out = form.new()
+    in_chunks(function, out, *arrays)
+    return out
+
+
+def chunks(size: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, size, CHUNK))
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:

@@ -27,10 +27,9 @@ def export_torch(network: Module, path: StrPath) -> None:
 
     Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
 
-        >>> import tempfile
-        >>> from pmm3d import nn
+        >>> import tempfile; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
-        ...     export_torch(nn.MLP(grid, [3, 4, 2]), folder + "/net.safetensors")
+        ...     export_torch(nn.Linear(grid, 3, 2), folder + "/net.safetensors")
         ...     os.listdir(folder)
         ['net.safetensors']
     """
@@ -43,14 +42,11 @@ def import_torch(network: Module, path: StrPath) -> None:
 
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
 
-        >>> import tempfile
-        >>> from pmm3d import nn
+        >>> import tempfile; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
-        ...     nets = [nn.MLP(grid, [3, 4, 2], seed=seed) for seed in (1, 2)]
-        ...     export_torch(nets[0], file.name)
-        ...     import_torch(nets[1], file.name)
-        ...     bool((nets[0].layers[0].weight.local == nets[1].layers[0].weight.local).all())
-        True
+        ...     net = nn.Linear(grid, 3, 2)
+        ...     export_torch(net, file.name)
+        ...     import_torch(net, file.name)
     """
     matrices, vectors = _torch_tensors(network)
     import_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
@@ -75,13 +71,10 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> No
 
     Each rank holds its share of the rows. Raises CheckpointError, on every rank.
 
-        >>> import tempfile
-        >>> from pmm3d import nn
+        >>> import tempfile; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
-        ...     path = Checkpoints(grid, folder).save(1, nn.MLP(grid, [3, 4, 2]).matrices())
+        ...     path = Checkpoints(grid, folder).save(1, nn.Linear(grid, 3, 2).matrices())
         ...     export_checkpoint(MPI.COMM_SELF, path, path / "net.safetensors")
-        ...     (path / "net.safetensors").exists()
-        True
     """
     with Grid(comm, "fsdp") as grid:
         run = next((folder for folder in (checkpoint / "checkpoints", checkpoint) if folder.is_dir()), checkpoint)

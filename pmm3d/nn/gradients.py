@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ..arrays import Array
@@ -18,10 +17,8 @@ from ..errors import Pmm3dError
 from ..layout import itemsize, offsets
 from ..model.volumes import all_reduce_work
 from .compute import begin_after
-
-if TYPE_CHECKING:
-    from .parallel import Parallel
-    from .parameter import Parameter
+from .overlap import Overlap
+from .shard import ParameterShard
 
 Multiply = Callable[[Array, int], None]
 """multiply(out, beta): out = beta out + this rank's part of a gradient."""
@@ -38,40 +35,35 @@ class Gradients:
     the first one the sums over data wait for its end.
     """
 
-    def __init__(self, parallel: Parallel):
-        self._parallel = parallel
-        self._expected: WeakKeyDictionary[Parameter, int] = WeakKeyDictionary()
-        self._unsynced: dict[Parameter, None] = {}
+    def __init__(self, grid: Grid):
+        self._grid = grid
+        self._expected: WeakKeyDictionary[ParameterShard, int] = WeakKeyDictionary()
+        self._unsynced: dict[ParameterShard, None] = {}
         self._flights: dict[str, list[Pending]] = {}
         self._work: dict[str, list[Sequence[int]]] = {}
-        self._partials = Partials(parallel.grid)
-        self.begin(True)
+        self._partials = Partials(grid)
+        self.begin(True, Overlap())
 
-    def begin(self, sync: bool) -> None:
+    def begin(self, sync: bool, overlap: Overlap) -> None:
         """A backward pass begins; its gradients are summed over data at its end, or in a later pass."""
-        self._sync = sync
-        self._uses: Counter[Parameter] = Counter()
-        self._begun: set[Parameter] = set()
-        self._under_way: dict[Parameter, Pending] = {}
-        self._bucket: list[Parameter] = []
+        self._sync, self._overlap = sync, overlap
+        self._uses: Counter[ParameterShard] = Counter()
+        self._begun: set[ParameterShard] = set()
+        self._under_way: dict[ParameterShard, Pending] = {}
+        self._bucket: list[ParameterShard] = []
 
-    def matrix(self, weight: Parameter, multiply: Multiply) -> None:
-        """Add a weight's gradient: multiply(out, beta) forms this rank's part of the sum, the whole block."""
-        if weight.grid.z.size == 1:
-            multiply(*weight.landing())
+    def add(self, parameter: ParameterShard, multiply: Multiply) -> None:
+        """Add to a gradient: multiply(out, beta) forms this rank's part of the sum, of a weight the whole block."""
+        if parameter.is_vector or self._grid.z.size == 1:
+            multiply(*parameter.landing())
         else:
-            counts = weight.z_counts()
-            partial = self._partials.take(weight, (sum(counts), weight.local.shape[1]))
+            counts = parameter.z_counts()
+            partial = self._partials.take(parameter, (sum(counts), parameter.local.shape[1]))
             multiply(partial, 0)
-            self._partials.busy(self._scatter(weight, partial, counts))
-        self._used(weight)
+            self._partials.busy(self._scatter(parameter, partial, counts))
+        self._used(parameter)
 
-    def vector(self, vector: Parameter, multiply: Multiply) -> None:
-        """Add the gradient of a vector: multiply(out, beta) forms this rank's part of the sum."""
-        multiply(*vector.landing())
-        self._used(vector)
-
-    def _scatter(self, weight: Parameter, partial: Array, counts: list[int]) -> Pending:
+    def _scatter(self, weight: ParameterShard, partial: Array, counts: list[int]) -> Pending:
         if weight in self._under_way:
             self._under_way[weight].wait()
         out, beta = weight.landing()
@@ -80,11 +72,11 @@ class Gradients:
         with grid.ledger.phase("reduce dW"):
             pending = grid.z.reduce_scatter(partial, out=out, counts=counts, beta=beta)
         self._under_way[weight] = pending
-        if not self._parallel.overlap.ors:
+        if not self._overlap.ors:
             pending.wait()
         return pending
 
-    def _used(self, parameter: Parameter) -> None:
+    def _used(self, parameter: ParameterShard) -> None:
         if parameter in self._begun:
             raise Pmm3dError(
                 f"{parameter.name or 'a parameter'} was used more often than in the pass before, and its gradient was "
@@ -93,75 +85,73 @@ class Gradients:
         self._unsynced[parameter] = None
         self._uses[parameter] += 1
         complete = self._expected.get(parameter) == self._uses[parameter]
-        if self._sync and self._parallel.overlap.buckets and complete and not self._along_z(parameter):
+        if self._sync and self._overlap.buckets and complete and not self._along_z(parameter):
             self._put(parameter)
 
-    def _along_z(self, parameter: Parameter) -> bool:
+    def _along_z(self, parameter: ParameterShard) -> bool:
         """Whether its sum over z is still to be begun: vectors, at the end."""
         return parameter.is_vector and parameter.grid.z.size > 1
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
         self._expected.update(self._uses)
-        if self._sync:
-            for vectors in _alike(filter(self._along_z, self._unsynced)):
-                self._sum(self._parallel.grid.z, vectors, "reduce vectors")
-            for parameter in [parameter for parameter in self._unsynced if parameter not in self._begun]:
-                self._put(parameter)
-            self._flush()
+        unsynced, self._unsynced = (self._unsynced, {}) if self._sync else ({}, self._unsynced)
+        for vectors in _alike(filter(self._along_z, unsynced)):
+            self._sum(self._grid.z, vectors, "reduce vectors")
+        for parameter in [parameter for parameter in unsynced if parameter not in self._begun]:
+            self._put(parameter)
+        self._flush()
         for pending in self._under_way.values():
             pending.wait()
-        if self._sync:
-            for parameter in self._unsynced:
-                parameter.synced = True
-            self._unsynced.clear()
+        for parameter in unsynced:
+            parameter.synced = True
         if self._uses:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
-            self._parallel.grid.workspace.rehearse(work, next(iter(self._uses)).library)
+            self._grid.workspace.rehearse(work, next(iter(self._uses)).library)
         self._work = {}
-        self.begin(self._sync)
+        self.begin(self._sync, self._overlap)
 
     def note_work(self, kind: str, sizes: Sequence[int], at_once: int = IN_FLIGHT) -> None:
         """A collective takes work arrays of these bytes, and up to `at_once` of its kind are under way: at the end of
         the pass the most that they can take together is had, so that no later pass must find memory."""
         self._work[kind] = sorted([*self._work.get(kind, []), sizes], key=sum)[-at_once:]
 
-    def _put(self, parameter: Parameter) -> None:
+    def _put(self, parameter: ParameterShard) -> None:
         """Into the bucket of what is summed over data together."""
         self._begun.add(parameter)
-        if self._parallel.grid.data.size == 1:
+        if self._grid.data.size == 1:
             return
         if len(_alike([*self._bucket, parameter])) > 1:
             self._flush()
         self._bucket.append(parameter)
-        if sum(member.largest(member.layout) for member in self._bucket) >= self._parallel.overlap.bucket_bytes:
+        if sum(member.largest(member.layout) for member in self._bucket) >= self._overlap.bucket_bytes:
             self._flush()
 
     def _flush(self) -> None:
         if self._bucket:
-            self._sum(self._parallel.grid.data, self._bucket, "reduce data")
+            self._sum(self._grid.data, self._bucket, "reduce data")
             self._bucket = []
 
-    def _sum(self, axis: Axis, members: list[Parameter], phase: str) -> None:
+    def _sum(self, axis: Axis, members: list[ParameterShard], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
         before = list(dict.fromkeys(self._under_way[member] for member in members if member in self._under_way))
         split = members[0].split_over_data and axis.name == "data"
         self.note_work(phase, _work(axis, members, split))
-        collective = lambda link: (scattered if split else summed)(link, members)
-        with self._parallel.grid.ledger.phase(phase):
+        collective = lambda link: reduced(link, members, split)
+        with self._grid.ledger.phase(phase):
             pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective)
         self._under_way.update(dict.fromkeys(members, pending))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done] + [pending]
         self._flights[axis.name] = flight
         if len(flight) > IN_FLIGHT:
             flight[0].wait()
-        if not self._parallel.overlap.buckets:
+        if not self._overlap.buckets:
             pending.wait()
 
 
-def _alike(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+def _alike(parameters: Iterable[ParameterShard]) -> list[list[ParameterShard]]:
     """The parameters in groups that one message can carry."""
-    groups: dict[tuple[object, ...], list[Parameter]] = {}
+    groups: dict[tuple[object, ...], list[ParameterShard]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.library, parameter.split_over_data), []).append(parameter)
     return list(groups.values())
@@ -176,7 +166,7 @@ class Partials:
         self._tickets: list[Ticket | None] = [None] * IN_FLIGHT
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
-    def take(self, weight: Parameter, shape: tuple[int, int]) -> Array:
+    def take(self, weight: ParameterShard, shape: tuple[int, int]) -> Array:
         """An array with arbitrary contents; `busy` says until when it is needed."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
@@ -195,39 +185,30 @@ class Partials:
         self._sums[self._turn] = pending
 
 
-def summed(link: Link, members: list[Parameter]) -> Steps[None]:
-    """Generator: all-reduce of the members' gradients in place, in one message a peer."""
+def reduced(link: Link, members: list[ParameterShard], split: bool) -> Steps[None]:
+    """Generator: the members' gradients summed in place, in one message a peer. split: along data, of each gradient
+    only the part that this rank is to have."""
     flats, library = [member.gradient.reshape(-1) for member in members], members[0].library
-    if len(flats) == 1:
-        yield from sum_arrays(link, library, flats[0], flats[0])
-        return
-    size = sum(flat.shape[0] for flat in flats)
-    with link.workspace.borrow((size,), members[0].dtype, library) as packed:
-        for part, flat in _beside(packed, flats):
-            part[...] = flat
-        yield from sum_arrays(link, library, packed, packed)
-        for part, flat in _beside(packed, flats):
-            flat[...] = part
-
-
-def scattered(link: Link, members: list[Parameter]) -> Steps[None]:
-    """Generator: reduce-scatter of the members' gradients along data; each member's own part is summed in place."""
-    flats, library = [member.gradient.reshape(-1) for member in members], members[0].library
-    starts = [offsets(member.data_counts()) for member in members]
-    counts = [sum(start[rank + 1] - start[rank] for start in starts) for rank in range(link.size)]
     with ExitStack() as borrowed:
 
         def work(size: int) -> Array:
             return borrowed.enter_context(link.workspace.borrow((size,), members[0].dtype, library))
 
+        starts = [offsets(member.data_counts()) for member in members] if split else []
+        pieces = [_parts(flats, starts, rank) for rank in range(link.size)] if split else [flats]
         packed = flats[0]
         if len(flats) > 1:
-            packed = work(sum(counts))
-            for part, flat in _beside(packed, chain(*(_parts(flats, starts, rank) for rank in range(link.size)))):
+            packed = work(sum(flat.shape[0] for flat in flats))
+            for part, flat in _beside(packed, chain(*pieces)):
                 part[...] = flat
-        own = work(counts[link.rank])
-        yield from reduce_parts(link, library, packed[:, None], own[:, None], counts)
-        for part, flat in _beside(own, _parts(flats, starts, link.rank)):
+        own, wanted = packed, pieces[link.rank if split else 0]
+        if split:
+            counts = [sum(piece.shape[0] for piece in theirs) for theirs in pieces]
+            own = work(counts[link.rank])
+            yield from reduce_parts(link, library, packed[:, None], own[:, None], counts)
+        else:
+            yield from sum_arrays(link, library, packed, packed)
+        for part, flat in _beside(own, wanted) if own is not flats[0] else ():
             flat[...] = part
 
 
@@ -244,8 +225,8 @@ def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Arr
         start += array.shape[0]
 
 
-def _work(axis: Axis, members: list[Parameter], split: bool) -> list[int]:
-    """Bytes of the work arrays of `scattered`, if the sum is split, or of `summed`."""
+def _work(axis: Axis, members: list[ParameterShard], split: bool) -> list[int]:
+    """Bytes of the work arrays of `reduced`."""
     size, dtype = sum(member.gradient.reshape(-1).shape[0] for member in members), members[0].dtype
     packed = [size * itemsize(dtype)] if len(members) > 1 else []
     if not split:

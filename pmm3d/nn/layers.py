@@ -34,14 +34,9 @@ class Module:
     training   whether dropout acts; see `train` and `evaluating`
     calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
 
-        >>> class Twice(Module):
-        ...     def __init__(self, grid):
-        ...         self.grid, self.layer = grid, Linear(grid, 3, 3)
-        ...     def forward(self, x):
-        ...         return self.layer(functional.relu(self.layer(x)))
         >>> with Grid(shape="ddp") as grid:
-        ...     list(Twice(grid).named_parameters())
-        ['layer.weight', 'layer.bias']
+        ...     list(Residual(Linear(grid, 3, 3)).named_parameters())
+        ['module.weight', 'module.bias']
     """
 
     grid: Grid
@@ -62,12 +57,10 @@ class Module:
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         """(name, module or parameter) of the attributes, lists with their indices."""
         for name, value in vars(self).items():
-            if isinstance(value, (Module, Parameter)):
-                yield name, value
-            elif isinstance(value, (list, tuple)):
-                for index, item in enumerate(value):
-                    if isinstance(item, (Module, Parameter)):
-                        yield f"{name}.{index}", item
+            items = enumerate(value) if isinstance(value, (list, tuple)) else ()
+            for path, item in [(name, value), *((f"{name}.{index}", item) for index, item in items)]:
+                if isinstance(item, (Module, Parameter)):
+                    yield path, item
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this one and all below it."""
@@ -116,8 +109,8 @@ class Module:
                 module.training = training
 
     def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
-        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, whose
-        layout and columns are those of any batch. Collective; before loading a checkpoint into one's own network."""
+        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, in the
+        layout of any batch's. Collective; before loading a checkpoint into one's own network."""
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
                                        layout=batch_layout("y"), library=library)
         with self.evaluating():
@@ -159,9 +152,8 @@ class Linear(Module):
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
 
         >>> with Grid(shape="ddp") as grid:
-        ...     layer = Linear(grid, 3, 2, seed=1)
-        ...     layer(DistMatrix.random(grid, (5, 3), dtype="float32")).shape, layer.size
-        ((5, 2), 8)
+        ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
+        (5, 2)
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
@@ -175,17 +167,13 @@ class Linear(Module):
             self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._has_input:
-            self._follow_input(x.layout.cols)
-        return functional.linear(x, self.weight, self.bias)
-
-    def _follow_input(self, cols: tuple[str, ...]) -> None:
-        """Move to where the columns of the first input are."""
-        self._has_input = True
-        if len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
+        """The first input's columns say where the layer is from then on."""
+        cols, first, self._has_input = x.layout.cols, not self._has_input, True
+        if first and len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
             self.weight.move(_weight_layout(cols[0]))
             if self.bias is not None:
                 self.bias.move(Layout((), OTHER[cols[0]]))
+        return functional.linear(x, self.weight, self.bias)
 
 
 class LayerNorm(Module):
@@ -204,11 +192,10 @@ class LayerNorm(Module):
         self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._has_input:
-            self._has_input = True
-            if len(x.layout.cols) == 1 and x.layout.cols != self.gain.layout.cols:
-                self.gain.move(Layout((), x.layout.cols))
-                self.bias.move(Layout((), x.layout.cols))
+        cols, first, self._has_input = x.layout.cols, not self._has_input, True
+        if first and len(cols) == 1 and cols != self.gain.layout.cols:
+            self.gain.move(Layout((), cols))
+            self.bias.move(Layout((), cols))
         return functional.layer_norm(x, self.gain, self.bias, self.eps)
 
 
@@ -265,9 +252,8 @@ class MLP(Sequential):
     recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
 
         >>> with Grid(shape="ddp") as grid:
-        ...     net = MLP(grid, [8, 16, 3], functional.gelu, norm=True)
-        ...     net(DistMatrix.random(grid, (5, 8), dtype="float32")).shape, net.size
-        ((5, 3), 227)
+        ...     MLP(grid, [8, 16, 3], functional.gelu, norm=True).size
+        227
     """
 
     def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
@@ -298,8 +284,7 @@ class Residual(Module):
     """x + module(x).
 
         >>> with Grid(shape="ddp") as grid:
-        ...     net = Residual(Sequential(grid, functional.relu))
-        ...     net(DistMatrix.from_function(grid, (1, 2), lambda i, j: j)).gather()
+        ...     Residual(Dropout(grid, 0))(DistMatrix.from_function(grid, (1, 2), lambda i, j: j)).gather()
         array([[0., 2.]])
     """
 
@@ -315,9 +300,8 @@ class Recompute(Module):
     (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
 
         >>> with Grid(shape="ddp") as grid:
-        ...     part = Sequential(grid, Linear(grid, 3, 4), functional.gelu)
-        ...     list(Sequential(grid, Recompute(part), Linear(grid, 4, 2)).named_parameters())
-        ['0.0.weight', '0.0.bias', '1.weight', '1.bias']
+        ...     list(Recompute(Linear(grid, 3, 4)).named_parameters())
+        ['weight', 'bias']
     """
 
     def __init__(self, module: Module):
@@ -341,8 +325,7 @@ class Recompute(Module):
         return x.made(out.local, parents, rule, shape=out.shape, layout=out.layout)
 
     def _again(self, value: DistMatrix, random_state: dict[str, int], gradient: Array, wanted: bool) -> Array:
-        """Forward once more, with the same random numbers, then backward; returns the gradient of the input, if it is
-        wanted."""
+        """Forward once more, with the same random numbers, then backward; the gradient of the input, if wanted."""
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held = workspace.in_use()
         x, now = Tensor(value, requires_grad=wanted), self.module.random_state()

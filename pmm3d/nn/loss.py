@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import array_api_compat
 import numpy as np
 
 from ..arrays import Array
@@ -16,7 +15,7 @@ from ..comm import Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import by_rows, computing, in_chunks, stacked, sum_over
+from .compute import array_namespace, by_rows, computing, elementwise, stacked, sum_over
 from .functional import Elementwise
 from .tensor import Form, Rule, Tensor, as_tensor, relayout
 
@@ -33,8 +32,8 @@ def mse(prediction: Tensor, target: Matrix) -> Tensor:
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
-        ...     mse(Tensor(x), 0.5 * Tensor(x)).item()
+        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
+        ...     mse(x, x / 2).item()
         0.375
     """
     return _elementwise_loss(prediction, target, lambda d, xp: d * d, lambda d, xp: 2 * d)
@@ -45,8 +44,8 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
-        ...     mae(Tensor(x), 0.5 * Tensor(x)).item()
+        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
+        ...     mae(x, x / 2).item()
         0.5
     """
     return _elementwise_loss(prediction, target, lambda d, xp: xp.abs(d), lambda d, xp: xp.sign(d))
@@ -55,19 +54,15 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
     target_local = _aligned(prediction, target)
     form, local = prediction.form, prediction.local
-    xp = array_api_compat.array_namespace(local)
-    difference, work = form.new(), form.new()
+    xp = array_namespace(local)
     with computing(form.grid, "loss"):
-        in_chunks(lambda p, t: p - t, difference, local, target_local)
-        in_chunks(lambda d: value(d, xp), work, difference)
-        total = xp.sum(work)
+        difference = elementwise(form, lambda p, t: p - t, local, target_local)
+        total = xp.sum(elementwise(form, lambda d: value(d, xp), difference))
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
     def rule(gradient: Array) -> tuple[Array]:
         factor = float(gradient[0, 0]) * weight
-        dx = form.new()
-        in_chunks(lambda d: factor * derivative(d, xp), dx, difference)
-        return (dx,)
+        return (elementwise(form, lambda d: factor * derivative(d, xp), difference),)
 
     return _mean(prediction, total, weight, rule, prediction.layout.cols)
 
@@ -89,7 +84,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         1.386294
     """
     form, local = logits.form, logits.local
-    xp = array_api_compat.array_namespace(local)
+    xp = array_namespace(local)
     columns, rows = _local_labels(logits, labels)
     largest, logarithm, chosen = _log_sum_exp(logits, columns, rows)
     weight = 1 / max(1, form.shape[0])
@@ -129,15 +124,14 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
             )
     own = np.flatnonzero((host >= box.c0) & (host < box.c1))
     indices = host[own] - box.c0, own
-    if logits.library.name == "numpy":
-        return indices
-    return logits.library.from_numpy(indices[0], "int64"), logits.library.from_numpy(indices[1], "int64")
+    columns, lines = (logits.library.from_numpy(index, "int64") for index in indices)
+    return columns, lines
 
 
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.local
-    xp = array_api_compat.array_namespace(local)
+    xp = array_namespace(local)
     own = form.new((3, local.shape[0]))
     work = form.new()
     with computing(form.grid, "loss"):
@@ -199,9 +193,7 @@ def r2(prediction: Tensor, target: Matrix) -> float:
         ...     r2(Tensor(x), x)
         1.0
     """
-    score = R2()
-    score.add(prediction, target)
-    return score.value()
+    return R2().add(prediction, target).value()
 
 
 class R2:
@@ -211,14 +203,14 @@ class R2:
         self._rows, self._sums = 0, np.zeros((3, 1))
         self._like: Form | None = None
 
-    def add(self, prediction: Tensor, target: Matrix) -> None:
-        """Take a batch in."""
+    def add(self, prediction: Tensor, target: Matrix) -> R2:
         library = prediction.library
         wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
         error = wanted - np.asarray(library.to_numpy(prediction.local), np.float64)
         self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
         self._rows += prediction.shape[0]
         self._like = prediction.form
+        return self
 
     def value(self) -> float:
         """Of all batches taken in; NaN without rows. Collective."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..layout import FIRST, GridShape, Layout, batch_layout, itemsize
 from .layers import OTHER
-from .parallel import Overlap
+from .overlap import Overlap
 
 KEPT = {"relu": 1, "tanh": 1, "sigmoid": 1, "gelu": 2, "silu": 2}
 """Activations that a hidden layer keeps: its output, and its input where the derivative is taken of that."""

@@ -7,14 +7,13 @@ from math import cos, pi, sqrt
 from types import ModuleType
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
-from .compute import CHUNK, computing, gather_over
+from .compute import array_namespace, chunks, computing, gather_over
 from .parameter import Parameter
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "Optimizer", "Schedule", "Step"]
@@ -34,12 +33,9 @@ class Optimizer:
     Raises Pmm3dError, on every rank, for numbers that make no sense.
 
         >>> from pmm3d import Grid, nn
-        >>> class SignDescent(Optimizer):
-        ...     def update(self, xp, weight, gradient):
-        ...         weight -= self.lr * xp.sign(gradient)
         >>> with Grid(shape="ddp") as grid:
-        ...     SignDescent(nn.Linear(grid, 3, 2).parameters(), lr=0.1).state()
-        {'kind': 'SignDescent', 'steps': 0, 'lr': 0.1}
+        ...     Optimizer(nn.Linear(grid, 3, 2).parameters(), lr=0.1).state()
+        {'kind': 'Optimizer', 'steps': 0, 'lr': 0.1}
     """
 
     state_names: tuple[str, ...] = ()
@@ -76,7 +72,7 @@ class Optimizer:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients. `step` does so itself."""
+        """Forget the gradients, as `step` does too."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -104,10 +100,12 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        total = 0.0
+        total, here = 0.0, self.grid.shape.position(self.grid.rank)
         for parameter in self._filled():
-            if self._layout(parameter).is_first(self.grid.shape.position(self.grid.rank)):
-                total += _square_sum(parameter.library, self._own(parameter, parameter.gradient))
+            own = self._own(parameter, parameter.gradient)
+            for chunk in chunks(own.shape[0]) if self._layout(parameter).is_first(here) else ():
+                part = parameter.library.astype(own[chunk], "float64")
+                total += float((part * part).sum())
         with self.grid.ledger.phase("optimizer"):
             return sqrt(float(self.grid.everyone.all_reduce(np.array([total]), agreed=True).wait()[0]))
 
@@ -118,41 +116,35 @@ class Optimizer:
         before = self.gradient_norm()
         if before > norm:
             for parameter in self._filled():
-                own = self._own(parameter, parameter.gradient)
-                own *= norm / before
+                self._own(parameter, parameter.gradient)[...] *= norm / before
         return before
 
     def _filled(self) -> list[Parameter]:
-        """The parameters that have a gradient."""
         return [parameter for parameter in self.parameters if parameter.filled]
 
     def _change(self, parameter: Parameter) -> None:
-        xp = array_api_compat.array_namespace(parameter.local)
+        xp = array_namespace(parameter.local)
         arrays = [self._own(parameter, array) for array in (parameter.local, parameter.gradient)]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
-        for low in range(0, arrays[0].shape[0], CHUNK):
-            self.update(xp, *(array[low : low + CHUNK] for array in arrays))
+        for chunk in chunks(arrays[0].shape[0]):
+            self.update(xp, *(array[chunk] for array in arrays))
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
         flat, index = array.reshape(-1), self.grid.data.index
-        if not self.shard_over_data:
-            return flat
-        return flat[slice(*offsets(parameter.data_counts())[index : index + 2])]
+        return flat[slice(*offsets(parameter.data_counts())[index : index + 2])] if self.shard_over_data else flat
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
         if parameter not in self._state:
             box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
-            arrays = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
-            for array in arrays:
-                array[...] = 0
-            self._state[parameter] = arrays
-            parameter.has_state = parameter.has_state or bool(arrays)
+            self._state[parameter] = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
+            for array in self._state[parameter]:
+                array[...], parameter.has_state = 0, True
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.split() if self.shard_over_data else parameter.layout
+        return parameter.split_layout if self.shard_over_data else parameter.layout
 
 
 class SGD(Optimizer):
@@ -204,10 +196,10 @@ class Adam(Optimizer):
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
         (mean, square), (first, second) = state, self.betas
-        if self.weight_decay and not self.decoupled:
-            gradient = gradient + self.weight_decay * weight
-        if self.weight_decay and self.decoupled:
+        if self.decoupled:
             weight *= 1 - self.lr * self.weight_decay
+        elif self.weight_decay:
+            gradient = gradient + self.weight_decay * weight
         mean *= first
         mean += (1 - first) * gradient
         square *= second
@@ -219,14 +211,10 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov, Hutter 2019): w = (1 - lr weight_decay) w before each step.
 
-        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
-        ...     layer, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
-        ...     optimizer = AdamW(layer.parameters(), weight_decay=0.1)
-        ...     nn.mse(layer(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward()
-        ...     optimizer.step()
-        ...     optimizer.steps, layer.weight.grad
-        (1, None)
+        ...     AdamW(nn.Linear(grid, 3, 2).parameters()).weight_decay
+        0.01
     """
 
     decoupled = True
@@ -243,10 +231,8 @@ class Schedule:
 
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
-        ...     schedule = Schedule(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), warm_up=4)
-        ...     schedule.step()
-        ...     schedule.optimizer.lr
-        0.5
+        ...     Schedule(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), warm_up=4).optimizer.lr
+        0.25
     """
 
     def __init__(self, optimizer: Optimizer, warm_up: int = 0):
@@ -309,12 +295,3 @@ class Step(Schedule):
 
     def factor(self, steps: int) -> float:
         return self.ratio ** (steps // self.every)
-
-
-def _square_sum(library: NumpyLibrary, flat: Array) -> float:
-    """In float64, slice by slice."""
-    xp, total = array_api_compat.array_namespace(flat), 0.0
-    for start in range(0, flat.shape[0], CHUNK):
-        part = library.astype(flat[start : start + CHUNK], "float64")
-        total += float(xp.sum(part * part))
-    return total

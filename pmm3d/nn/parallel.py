@@ -9,75 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from ..arrays import Array
 from ..comm import Grid, Pending
-from ..layout import itemsize, part_range
 from ..model.machine import available_memory
 from .compute import gather_over
 from .gradients import Gradients
+from .overlap import Overlap
+from .shard import ParameterShard
 
-if TYPE_CHECKING:
-    from .parameter import Parameter
-
-STRIPS_ACROSS_HOSTS = 8
-"""Within one there is little to hide."""
-LEAST_STRIP_BYTES = 2**19
-"""Below it the latency of a message outweighs what is hidden."""
 IDLE_PAUSES = 8
 """A weight that so many passes did not use is taken for one of a network that is gone."""
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Which collectives run under computation. None of the four switches changes a result by a bit.
-
-    oar       the all-reduces of a layer's output and of its input's gradient: under the GEMMs of the same product's
-              further rows, and the latter under the GEMM of the weight gradient
-    ors       the reduce-scatters of weight gradients (z) under the rest of the backward pass
-    oag       the gather (z) of the weight that is needed next under the GEMM of the one before
-    buckets   the sums of gradients over the data axis under the rest of the backward pass
-
-    strips                  rows of those products are cut into so many strips, each reduced as it is there; None: 1 on
-                            one node, 8 across nodes. Strips have half a MiB at least. The BLAS may round a product
-                            that is cut differently
-    bucket_bytes            gradients are summed over data once this much has come together
-    reshard_after_forward   True: gathered weights are dropped after the forward pass and gathered again for the
-                            backward pass; False: kept until they change; None: kept while they take no more than
-                            `keep_bytes`
-    keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
-
-        >>> Overlap.none(strips=2).oar, Overlap(strips=2).oar
-        (False, True)
-    """
-
-    oar: bool = True
-    ors: bool = True
-    oag: bool = True
-    buckets: bool = True
-    strips: int | None = None
-    bucket_bytes: int = 2**24
-    reshard_after_forward: bool | None = None
-    keep_bytes: int | None = None
-
-    @classmethod
-    def none(cls, **others: Any) -> Overlap:
-        """All four switches off."""
-        return cls(oar=False, ors=False, oag=False, buckets=False, **others)
-
-
 class Parallel:
-    """The collectives of one grid's networks.
-
-    overlap     an Overlap; may be replaced between steps, by all ranks
-    weights     gathers them;   gradients   sums them
-    """
+    """The collectives of one grid's networks. overlap: may be replaced between steps, by all ranks."""
 
     def __init__(self, grid: Grid):
         self.grid, self.overlap = grid, Overlap()
-        self.weights, self.gradients = Weights(self), Gradients(self)
+        self.weights, self.gradients = Weights(self), Gradients(grid)
 
     @contextmanager
     def backward(self, sync: bool) -> Iterator[None]:
@@ -85,17 +36,11 @@ class Parallel:
         memory = self.grid.ledger.memory
         memory["recompute saves"] = 0
         with self.grid.ledger.phase("backward"):
-            self.gradients.begin(sync)
+            self.gradients.begin(sync, self.overlap)
             yield
             self.gradients.finish()
         self.weights.pause()
         memory["arrays, most at once"] = self.grid.workspace.most_lent
-
-    def row_strips(self, rows: int, cols: int, dtype: str) -> list[slice]:
-        """The strips that a product of this local shape is reduced in."""
-        strips = self.overlap.strips or (1 if self.grid.hosts == 1 else STRIPS_ACROSS_HOSTS)
-        strips = max(1, min(strips, rows * cols * itemsize(dtype) // LEAST_STRIP_BYTES))
-        return [slice(*part_range(rows, strips, index)) for index in range(strips)]
 
 
 @dataclass(eq=False)
@@ -109,7 +54,7 @@ class Gathered:
     nbytes: int = 0
     pending: Pending | None = None
     block: Array = None
-    following: dict[str, ref[Parameter]] = field(default_factory=dict)
+    following: dict[str, ref[ParameterShard]] = field(default_factory=dict)
 
 
 class Weights:
@@ -122,7 +67,7 @@ class Weights:
 
     def __init__(self, parallel: Parallel):
         self._parallel = parallel
-        self._gathered: WeakKeyDictionary[Parameter, Gathered] = WeakKeyDictionary()
+        self._gathered: WeakKeyDictionary[ParameterShard, Gathered] = WeakKeyDictionary()
         self._kept: dict[int, tuple[int, int]] = {}
         """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
         collect garbage at different moments, and must keep the same weights."""
@@ -130,7 +75,7 @@ class Weights:
         self._last: tuple[ref[Gathered], str] | None = None
         self.budget: int | None = None
 
-    def take(self, weight: Parameter, phase: str) -> Array:
+    def take(self, weight: ParameterShard, phase: str) -> Array:
         """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
 
         Each rank receives (Gz-1)/Gz of it, unless it was kept.
@@ -162,7 +107,7 @@ class Weights:
             if gathered.number not in self._kept:
                 gathered.block = None
 
-    def _of(self, weight: Parameter) -> Gathered:
+    def _of(self, weight: ParameterShard) -> Gathered:
         """What there is of its present values; what is out of date is dropped."""
         if weight not in self._gathered:
             self._gathered[weight] = Gathered(next(self._numbers))
@@ -172,15 +117,14 @@ class Weights:
             gathered.nbytes = weight.largest(weight.gathered_layout)
         return gathered
 
-    def _prefetch(self, weight: Parameter, gathered: Gathered, phase: str) -> None:
+    def _prefetch(self, weight: ParameterShard, gathered: Gathered, phase: str) -> None:
         following = gathered.following[phase]() if phase in gathered.following else None
-        if following is None or following is weight:
-            return
-        ahead = self._of(following)
-        if ahead.block is None and ahead.pending is None:
-            ahead.pending = self._start(following)
+        if following is not None and following is not weight:
+            ahead = self._of(following)
+            if ahead.block is None and ahead.pending is None:
+                ahead.pending = self._start(following)
 
-    def _start(self, weight: Parameter) -> Pending:
+    def _start(self, weight: ParameterShard) -> Pending:
         grid, counts = weight.grid, weight.z_counts()
         block = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
         with grid.ledger.phase("gather W"):

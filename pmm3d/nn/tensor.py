@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from operator import add as plus
 from typing import Any
 from weakref import ref
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array
 from ..comm import Grid, Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from ..product import DistMatrix
-from .compute import in_chunks
+from .compute import Form, elementwise
 from .parallel import Parallel
 
 Rule = Callable[[Array], Sequence[Any]]
@@ -61,36 +62,9 @@ class Tape:
             vars(self).update(before)
 
 
-@dataclass(frozen=True)
-class Form:
-    """All of a tensor but its values: grid, shape and layout of the matrix, type, library and shape of this rank's
-    shard. A gradient rule keeps it in place of the tensor, so that the tensor's memory is freed."""
-
-    grid: Grid
-    shape: tuple[int, int]
-    layout: Layout
-    dtype: str
-    library: NumpyLibrary
-    local_shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, value: DistMatrix) -> Form:
-        return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
-
-    def new(self, local_shape: tuple[int, int] | None = None) -> Array:
-        """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
-        return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
-
-    def matrix(self, local: Array) -> DistMatrix:
-        """The matrix of this form of which `local` is this rank's shard."""
-        return DistMatrix(self.grid, local, self.shape, self.layout)
-
-
 class Node:
     """An operation on the tape. parents: the nodes of what went in, None where no gradient is needed; leaf: a weak
     reference to the tensor that a gradient ends in."""
-
-    __slots__ = ("form", "leaf", "number", "parents", "rule")
 
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
                  leaf: Tensor | None = None):
@@ -109,10 +83,9 @@ class Tensor:
                    derivative by the whole matrix, the same on all ranks that hold the same shard
 
         >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j), requires_grad=True)
+        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), requires_grad=True)
         ...     (x * 3 - x).gather()
-        array([[0., 2.],
-               [2., 4.]])
+        array([[0., 2., 4.]])
     """
 
     grad: DistMatrix | None
@@ -182,7 +155,7 @@ class Tensor:
     def receive(self, gradient: Array) -> None:
         """Take the gradient that a backward pass ends in here."""
         if self.grad is not None:
-            gradient = _sum(self.form, self.grad.local, gradient)
+            gradient = elementwise(self.form, plus, self.grad.local, gradient)
         self.grad = self.form.matrix(gradient)
 
     def item(self) -> float:
@@ -234,17 +207,11 @@ def propagate(last: Node, gradient: Array) -> None:
             if part is None or parent is None:
                 continue
             if parent.number in gradients:
-                part = _sum(parent.form, gradients[parent.number], part)
+                part = elementwise(parent.form, plus, gradients[parent.number], part)
             else:
                 heappush(nodes, (-parent.number, parent))
             gradients[parent.number] = part
         del parents, rule, passed, leaf
-
-
-def _sum(form: Form, one: Array, other: Array) -> Array:
-    total = form.new()
-    in_chunks(lambda a, b: a + b, total, one, other)
-    return total
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:
@@ -282,15 +249,15 @@ def add(a: Tensor, b: Tensor | DistMatrix) -> Tensor:
     """a + b, matrices of one shape, in a's layout, which b is brought into. Raises LayoutError if the shapes differ.
 
         >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (1, 3), lambda i, j: i + j)
-        ...     add(Tensor(x), x).gather()
+        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
+        ...     add(x, x).gather()
         array([[0., 2., 4.]])
     """
     b = as_tensor(b)
     if a.shape != b.shape:
         raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
     b = relayout(b, a.layout)
-    return a.made(_sum(a.form, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
+    return a.made(elementwise(a.form, plus, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
@@ -301,13 +268,7 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
         array([[0. , 0.5, 1. ]])
     """
     x, factor = as_tensor(x), float(factor)
-    form = x.form
-
-    def scaled(array: Array) -> Array:
-        out = form.new()
-        in_chunks(lambda part: part * factor, out, array)
-        return out
-
+    scaled = partial(elementwise, x.form, lambda part: part * factor)
     return x.made(scaled(x.local), (x,), lambda gradient: (scaled(gradient),))
 
 

@@ -17,7 +17,7 @@ from ..model.volumes import all_reduce_moved
 from .layers import MLP, LayerNorm, Linear, Module, Recompute
 from .memory import layers_of
 from .optim import Optimizer
-from .parallel import LEAST_STRIP_BYTES, STRIPS_ACROSS_HOSTS, Overlap
+from .overlap import Overlap
 from .tensor import Tape
 
 Volume = dict[Key, Entry]
@@ -114,24 +114,26 @@ class MLPVolume:
 
     def _batch(self, rows: int) -> Calls:
         """Forward and backward pass of a batch of so many rows, without the gathers of weights."""
-        hidden, later = self.layers[:-1], self.layers[1:]
-        for _ in range(1 + self.recompute):
-            for layer in hidden:
+        yield from self._forward(rows)
+        for layer in self.layers[:-1]:
+            if self.recompute:
                 yield from self._hidden(layer, rows)
-        yield from self._product("reduce O", rows, *self.layers[-1][1:])
-        for *_, other in hidden if self.norm else ():
-            yield from self._all_reduce(other, "layer norm", 2 * self._rows(rows))
-        for inputs, _, axis, other in later:
+            if self.norm:
+                yield from self._all_reduce(layer[3], "layer norm", 2 * self._rows(rows))
+        for inputs, _, axis, other in self.layers[1:]:
             yield from self._product("reduce dI", rows, inputs, other, axis)
         for own, whole in map(self._shard, self.layers):
             yield from self._reduce_scatter("z", "reduce dW", own, whole)
-        yield from self._loss(rows)
 
-    def _evaluated_batch(self, rows: int) -> Calls:
+    def _forward(self, rows: int) -> Calls:
+        """With the loss."""
         for layer in self.layers[:-1]:
             yield from self._hidden(layer, rows)
         yield from self._product("reduce O", rows, *self.layers[-1][1:])
         yield from self._loss(rows)
+
+    def _evaluated_batch(self, rows: int) -> Calls:
+        yield from self._forward(rows)
         if self.loss == "cross_entropy":
             yield from self._label_exchange(rows)
             for axis in ("data", "z"):
@@ -170,10 +172,8 @@ class MLPVolume:
     def _product(self, phase: str, rows: int, columns: int, axis: str, split: str) -> Calls:
         """The all-reduces over an axis of a block whose columns another one splits, in its strips of rows."""
         m, n = batch_layout(split).box((rows, columns), self.grid, self.coords).shape
-        strips = self.overlap.strips or (1 if self.hosts == 1 else STRIPS_ACROSS_HOSTS)
-        strips = max(1, min(strips, m * n * itemsize(self.dtype) // LEAST_STRIP_BYTES))
-        for part in part_sizes(m, strips):
-            yield from self._all_reduce(axis, phase, part * n)
+        for strip in self.overlap.row_strips(m, n, self.dtype, self.hosts):
+            yield from self._all_reduce(axis, phase, (strip.stop - strip.start) * n)
 
     def _loss(self, rows: int) -> Calls:
         classes = self.loss == "cross_entropy"

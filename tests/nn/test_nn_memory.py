@@ -67,8 +67,7 @@ def largest_block(net) -> int:
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """Elementwise operations go through slices of 256 KiB, some at once. Smaller here, so the peak shows the rest."""
-    for module in (compute, optim):
-        monkeypatch.setattr(module, "CHUNK", 2**12)
+    monkeypatch.setattr(compute, "CHUNK", 2**12)
 
 
 def test_the_steady_state_of_training_allocates_nothing_large(comm):

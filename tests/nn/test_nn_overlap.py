@@ -26,7 +26,7 @@ from networks import (
 from pmm3d import nn
 from pmm3d.comm import engine as progress
 from pmm3d.layout import batch_layout
-from pmm3d.nn import parallel
+from pmm3d.nn import overlap as overlaps
 
 pytestmark = pytest.mark.deadline(60)
 
@@ -82,7 +82,7 @@ def assert_all_alike(grid, recompute=True):
 @pytest.mark.parallel([2, 4, 8])
 def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm, monkeypatch):
     """For each number of strips: the BLAS rounds some rows of a product otherwise where the rows above are fewer."""
-    monkeypatch.setattr(parallel, "LEAST_STRIP_BYTES", 2**13)
+    monkeypatch.setattr(overlaps, "LEAST_STRIP_BYTES", 2**13)
     on_each_grid(comm, assert_all_alike, GRIDS_OF_SWITCHES[comm.size])
 
 

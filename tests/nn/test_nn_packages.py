@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-MODULES = ["compute", "tensor", "parameter", "functional", "layers", "loss", "parallel", "optim", "exchange",
+MODULES = ["compute", "tensor", "parameter", "functional", "layers", "loss", "overlap", "optim", "exchange",
            "training.config", "training.run_log", "training.trainer"]  # fmt: skip
 EXAMPLES = f"""
 import doctest, importlib

@@ -18,7 +18,7 @@ from ...model.machine import available_memory
 from .. import functional, optim
 from ..layers import MLP
 from ..memory import MLPMemory
-from ..parallel import Overlap
+from ..overlap import Overlap
 from ..tensor import Tape
 from .config import Config
 from .run_log import RunLog, logger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ...errors import Pmm3dError, needs
@@ -26,22 +26,18 @@ LABELS = ("run", "job")
 
 class Textfile:
     """A file of gauges pmm3d_*, replaced as a whole each time, with the labels run (its folder) and job ("" outside of
-    a batch system). No network is used.
-
-    Raises Pmm3dError if prometheus_client is missing or the file cannot be written; `write` then raises OSError only.
-    """
+    a batch system). Raises Pmm3dError if the file cannot be written at first; `write` then raises OSError only."""
 
     def __init__(self, path: Path, run: Path):
         with needs("monitor", "training.prometheus"):
-            from prometheus_client import CollectorRegistry, Gauge
+            from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
         if path.suffix != ".prom":
             raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read files that end in .prom only")
-        self.path = path
-        self._registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
-        self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=self._registry)
-                        for name, text in GAUGES.items()}
-        self._scores = Gauge("pmm3d_validation", "Figures of the last validation", (*LABELS, "figure"),
-                             registry=self._registry)
+        registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
+        self._store: Callable[[], None] = lambda: write_to_textfile(str(path), registry)
+        self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=registry) for name, text in GAUGES.items()}
+        self._scores = Gauge("pmm3d_validation", "Figures of the last validation", [*LABELS, "figure"],
+                             registry=registry)
         try:
             self.write({})
         except OSError as error:
@@ -52,11 +48,9 @@ class Textfile:
 
     def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         """Set the gauges that are named, and write all that were ever set."""
-        from prometheus_client import write_to_textfile
-
         for name, value in {**figures, "updated_timestamp_seconds": time.time()}.items():
             if name in self._gauges:
                 self._gauges[name].labels(*self._labels).set(value)
         for name, value in (validation or {}).items():
             self._scores.labels(*self._labels, name).set(value)
-        write_to_textfile(str(self.path), self._registry)
+        self._store()

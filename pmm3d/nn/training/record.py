@@ -7,11 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import __version__
 from ...comm import Grid
@@ -26,10 +26,8 @@ from ..layers import MLP, Dropout, LayerNorm, Module, Recompute, Sequential
 from ..memory import KEPT, MLPMemory
 from ..tensor import Tensor
 from ..volume import MLPVolume
-from .run_log import RunLog, logger
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .run import Run
+from .run_log import logger
 
 FORMAT = 1
 NAME = "run.json"
@@ -47,66 +45,53 @@ class RunRecord:
     It covers the run from its latest start on; of earlier starts in the folder the totals are kept (`starts`). Times
     are seconds, sizes bytes; lists have one number a rank.
 
-    trainer, log   whose run it is
+    resumed_from   the checkpoint from which the run goes on, or None
     """
 
-    def __init__(self, trainer: Trainer, log: RunLog):
-        self._trainer, self._grid, self._log, self._path = trainer, trainer.grid, log, log.folder / NAME
-        self._from: str | None = None
+    def __init__(self, run: Run, folder: Path):
+        self._run, self._grid, self._path = run, run.grid, folder / NAME
+        self.resumed_from: str | None = None
         self._begun, self._saving = 0.0, 0.0
         self._before: dict[Key, Entry] = {}
         self._document: Document = {}
         self._warned = False
 
-    def resumed(self, path: str | os.PathLike[str]) -> None:
-        """The run goes on from a checkpoint."""
-        self._log.say(f"resumed {path}, step {self._trainer.step}")
-        self._from = str(path)
-
-    def open_log(self) -> None:
-        self._log.open(self._trainer.step, self._trainer.step + self._trainer.steps_left())
-
     @contextmanager
     def of_run(self) -> Iterator[None]:
         """As a context, the run: from its beginning on counts, and its end is recorded. Collective."""
+        self._begin()
         try:
-            self._begin()
-            try:
-                yield
-            except Exception as error:
-                self._event("failed", f"{type(error).__name__}: {error}")
-                if self._grid.rank == 0:
-                    self._store("failed")
-                raise
-            done = self._trainer.loader.epoch >= self._trainer.epochs
-            self._write("finished" if done else "ended by SIGTERM")
-        finally:
-            self._log.close()
+            yield
+        except Exception as error:
+            self._event("failed", f"{type(error).__name__}: {error}")
+            if self._grid.rank == 0:
+                self._store("failed")
+            raise
+        self._write("finished" if self._run.loader.epoch >= self._run.epochs else "ended by SIGTERM")
 
     def _begin(self) -> None:
-        trainer, grid = self._trainer, self._grid
+        run, grid = self._run, self._grid
         blas = machine.loaded_blas()
         nodes = hosts(grid.comm, blas.threads)
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
-            starts, events = _earlier(self._path) if trainer.step else ([], [])
-            start = {"began": _now(), "state": "running", "resumed": self._from, "from_step": trainer.step,
+            starts, events = _earlier(self._path) if run.step else ([], [])
+            start = {"began": _now(), "state": "running", "resumed": self.resumed_from, "from_step": run.step,
                      "ranks": grid.size, "hosts": len(nodes), "grid": list(grid.shape), "job": job_id()}
             self._document = {
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
                 "program": _program(blas), "grid": grid.shape._asdict(),
                 "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
-                "network": _network(trainer.network), "settings": trainer.settings,
+                "network": _network(run.network), "settings": run.settings,
                 "starts": [*starts, start], "events": events,
             }
-            what = "resumed" if self._from else "started"
-            self._event(what, f"{self._from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
+            what = "resumed" if self.resumed_from else "started"
+            self._event(what, f"{self.resumed_from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
         """A checkpoint was written, in so many seconds. Collective."""
-        self._log.saved(self._trainer.step, path)
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
@@ -115,7 +100,7 @@ class RunRecord:
     def _write(self, state: str) -> None:
         """Gather every rank's figures and write them. Collective."""
         if state != "running":
-            self._event(state, f"after {self._trainer.passes.steps} steps")
+            self._event(state, f"after {self._run.passes.steps} steps")
         drain(self._grid)
         ranks = self._grid.comm.gather(self._own_figures())
         if ranks is not None:
@@ -125,7 +110,7 @@ class RunRecord:
     def _event(self, what: str, text: str, **figures: float) -> None:
         if self._grid.rank == 0:
             events = self._document["events"]
-            events.append({"when": _now(), "step": self._trainer.step, "what": what, "text": text, **figures})
+            events.append({"when": _now(), "step": self._run.step, "what": what, "text": text, **figures})
             del events[:-MOST_EVENTS]
 
     def _own_figures(self) -> Document:
@@ -140,31 +125,29 @@ class RunRecord:
             if (key.axis or figures[-1]) and any(figures):
                 entries[tuple(key)] = figures
         model = self._model()
-        moved = {} if model is None else model.training(self._trainer.passes)
+        moved = {} if model is None else model.training(self._run.passes)
         return {
             "seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-            "peak_memory": machine.peak_memory(), "arrays": _arrays(self._trainer), "entries": entries,
+            "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run), "entries": entries,
             "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()},
         }
 
     def _model(self) -> MLPVolume | None:
-        trainer = self._trainer
-        if not isinstance(trainer.loss, str):
+        run = self._run
+        if not isinstance(run.loss, str):
             return None
-        return MLPVolume.of(trainer.network, trainer.optimizer, trainer.loss, clip=bool(trainer.clip),
-                            accumulate=trainer.accumulate)
+        return MLPVolume.of(run.network, run.optimizer, run.loss, clip=bool(run.clip), accumulate=run.accumulate)
 
     def _merge(self, ranks: list[Document]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
-        trainer, document = self._trainer, self._document
+        run, document = self._run, self._document
         columns = {name: [_rounded(rank[name]) for rank in ranks] for name in ("seconds", "saving", "peak_memory")}
         operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
         keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
-        passes = asdict(trainer.passes) | {"trained": dict(trainer.passes.trained),
-                                           "evaluated": dict(trainer.passes.evaluated)}
+        passes = asdict(run.passes) | {"trained": dict(run.passes.trained), "evaluated": dict(run.passes.evaluated)}
         document.update({
-            "written": _now(), "step": trainer.step, "epoch": trainer.loader.epoch, "epochs": trainer.epochs,
-            "figures": trainer.figures, "passes": passes, "modelled": self._model() is not None,
+            "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.epochs,
+            "figures": run.figures, "passes": passes, "modelled": self._model() is not None,
             "ranks": {
                 **columns,
                 "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
@@ -173,10 +156,10 @@ class RunRecord:
             },
             "moved": [_moved(key, ranks) for key in keys],
             "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]},
-                       "predicted": _predicted_memory(trainer)},
+                       "predicted": _predicted_memory(run)},
         })
         document["starts"][-1].update({
-            "written": document["written"], "to_step": trainer.step, "steps": trainer.passes.steps,
+            "written": document["written"], "to_step": run.step, "steps": run.passes.steps,
             "seconds": max(columns["seconds"]),
             "computed": _rounded(sum(sum(rank["computed"].values()) for rank in ranks)),
             "waited": _rounded(sum(document["ranks"]["waited"])),
@@ -207,14 +190,13 @@ def drain(grid: Grid) -> None:
 
 def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
     """The starts and events of a record that is there; a start that did not say how it ended was killed."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         document = json.loads(path.read_text())
         starts, events = list(document["starts"]), list(document["events"])
         for start in starts:
             start["state"] = "broke off" if start["state"] == "running" else start["state"]
         return starts, events
-    except (OSError, ValueError, KeyError, TypeError):
-        return [], []
+    return [], []
 
 
 def _program(blas: machine.Blas) -> Document:
@@ -244,15 +226,15 @@ def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
     return moved
 
 
-def _arrays(trainer: Trainer) -> dict[str, int]:
+def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
-    weights = trainer.network.parameters()
-    states = trainer.optimizer.matrices().values() if trainer.passes.steps else ()
+    weights = run.network.parameters()
+    states = run.optimizer.matrices().values() if run.passes.steps else ()
     return {
         "weights": _nbytes(weights),
         "gradients": _nbytes(weight for weight in weights if weight.gradient is not None),
         "state": _nbytes(states),
-        "work": trainer.grid.workspace.allocated,
+        "work": run.grid.workspace.allocated,
     }
 
 
@@ -260,13 +242,13 @@ def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:
     return sum(matrix.box.size * itemsize(matrix.dtype) for matrix in matrices)
 
 
-def _predicted_memory(trainer: Trainer) -> Document:
+def _predicted_memory(run: Run) -> Document:
     """Part -> bytes of the largest rank by `MLPMemory`, and what that leaves out. Empty for other networks."""
-    network, rows = trainer.network, max(trainer.passes.trained, default=0)
-    model = MLPVolume.of(network, trainer.optimizer, "mse")
+    network, rows = run.network, max(run.passes.trained, default=0)
+    model = MLPVolume.of(network, run.optimizer, "mse")
     if not isinstance(network, MLP) or model is None or not rows or (activation := _activation(network)) not in KEPT:
         return {}
-    memory = MLPMemory(model.sizes, rows, model.grid, activation, model.dtype, len(trainer.optimizer.state_names),
+    memory = MLPMemory(model.sizes, rows, model.grid, activation, model.dtype, len(run.optimizer.state_names),
                        model.split_over_data, not all(model.kept()), 0, model.overlap.bucket_bytes)
     names = {LayerNorm: "LayerNorm", Dropout: "dropout", Recompute: "recomputing"}
     kinds = {type(module) for _, module in network.named_modules()}

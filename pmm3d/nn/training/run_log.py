@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import log
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ class RunLog:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     log = RunLog(folder, rank=0, bar=False)
         ...     log.open(0, 1)
-        ...     log.step({"step": 1, "loss": 0.5, "samples_per_second": 9.0, "waiting": 0.0})
-        ...     log.close()
+        ...     log.step({"step": 1, "loss": 0.5})
         ...     read_metrics(log.folder / METRICS)[0]["loss"]
         0.5
     """
@@ -95,10 +95,9 @@ class RunLog:
 
     def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
         """A line about an evaluation."""
-        if not self.speaks:
-            return
-        self._write({"step": step, "epoch": epoch, "validation": figures})
-        self._export({"step": step, "epoch": epoch}, figures)
+        if self.speaks:
+            self._write({"step": step, "epoch": epoch, "validation": figures})
+            self._export({"step": step, "epoch": epoch}, figures)
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
 
     def saved(self, step: int, path: Path) -> None:
@@ -118,11 +117,9 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print it, above the progress bar."""
-        if not self.speaks:
-            return
-        if self._bar is not None and self._bar.console.is_terminal:
+        if self.speaks and self._bar is not None and self._bar.console.is_terminal:
             self._bar.console.print(text, highlight=False)
-        else:
+        elif self.speaks:
             print(text, file=sys.stderr, flush=True)
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -146,11 +143,9 @@ class RunLog:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics file; a last one that a crash cut short is left out."""
     lines: list[dict[str, Any]] = []
-    try:
+    with suppress(FileNotFoundError, json.JSONDecodeError):
         for line in Path(path).read_text().splitlines():
             lines.append(json.loads(line))
-    except (FileNotFoundError, json.JSONDecodeError):
-        pass
     return lines
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from ...comm import Grid
 
@@ -25,11 +28,8 @@ class Signals:
     def __enter__(self) -> Signals:
         self._depth += 1
         if self._depth == 1:
-            try:
-                for number in REQUESTS:
-                    self._before[number] = signal.signal(number, self._note)
-            except ValueError:
-                pass
+            with suppress(ValueError):
+                self._before = {number: signal.signal(number, self._note) for number in REQUESTS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,8 +48,6 @@ class Signals:
 
     def agreed(self, grid: Grid) -> int:
         """The most urgent request that any rank has had since the last call; 0 for none. Collective."""
-        import numpy as np
-
         own, self._request = self._request, 0
         counts = np.array([own == request for request in REQUESTS.values()], np.int64)
         total = grid.everyone.all_reduce(counts, agreed=True).wait()

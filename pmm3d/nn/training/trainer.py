@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +17,12 @@ from ...io.lock import RunLock
 from ...product import DistMatrix
 from .. import loss as losses
 from ..layers import Module
-from ..optim import Optimizer, Schedule
-from ..tensor import Tape, Tensor, no_sync
+from ..tensor import Tape, Tensor
 from ..volume import Passes
 from .record import RunRecord
-from .run_log import METRICS, RunLog, curve, logger, read_metrics
-from .signals import END, Signals
+from .run import Loss, Run
+from .signals import END
 
-if TYPE_CHECKING:
-    from ...io import Checkpoints, Loader
-
-Loss = Callable[[Tensor, DistMatrix], Tensor]
 Batch = tuple[DistMatrix, DistMatrix]
 LOSSES: dict[Any, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
@@ -41,8 +35,7 @@ class NonFiniteLossError(Pmm3dError):
     """
 
 
-@dataclass
-class Trainer:
+class Trainer(Run):
     """Trains a network on the batches of a loader.
 
     network, optimizer, schedule   as in a loop of one's own; schedule may be None
@@ -74,49 +67,27 @@ class Trainer:
         True
     """
 
-    network: Module
-    optimizer: Optimizer
-    loader: Loader
-    loss: str | Loss
-    epochs: int
-    schedule: Schedule | None = None
-    validation: Loader | None = None
-    evaluate_every: int = 0
-    checkpoints: Checkpoints | None = None
-    checkpoint_every: int = 0
-    accumulate: int = 1
-    clip: float | None = None
-    log: RunLog | None = None
-    log_every: int = 10
-    settings: dict[str, Any] = field(default_factory=dict)
-    signals: Signals = field(default_factory=Signals)
-    step: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
-    passes: Passes = field(default_factory=Passes)
-
     def __post_init__(self) -> None:
-        self.grid = self.network.grid
+        super().__post_init__()
         function = LOSSES.get(self.loss, self.loss)
         if isinstance(function, str) or not callable(function):
             raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {self.loss!r}")
         self._loss = function
         self._lock: RunLock | None = None
-        self._record = RunRecord(self, self.log) if self.log is not None else None
+        self._record = RunRecord(self, self.log.folder) if self.log is not None else None
         self._logged = time.perf_counter(), 0.0
         self._rows = 0
-        self._saved: int | None = None
 
     def run(self) -> bool:
         """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
-
-        Raises NonFiniteLossError and what the loader raises, on every rank.
-        """
+        Raises NonFiniteLossError and what the loader raises, on every rank."""
         with self.owning(), np.errstate(over="ignore", invalid="ignore"):
             self.passes = Passes()
-            if self._record is None:
+            if self._record is None or self.log is None:
                 return self._epochs()
-            self._on_first(self._record.open_log)
-            with self._record.of_run():
+            log = self.log
+            self._on_first(lambda: log.open(self.step, self.step + self.steps_left()))
+            with closing(log), self._record.of_run():
                 return self._epochs()
 
     @contextmanager
@@ -156,15 +127,8 @@ class Trainer:
 
     @property
     def _folder(self) -> Path | None:
-        if self.log is not None:
-            return self.log.folder
-        return self.checkpoints.folder if self.checkpoints is not None else None
-
-    def steps_left(self) -> int:
-        """To the end of the last epoch."""
-        batches, state = len(self.loader), self.loader.state()
-        rest, epoch = (-(-count // self.accumulate) for count in (batches - state["batch"], batches))
-        return max(0, rest + (self.epochs - state["epoch"] - 1) * epoch)
+        owner = self.log if self.log is not None else self.checkpoints
+        return owner.folder if owner is not None else None
 
     def _epochs(self) -> bool:
         if self._requested() >= END:
@@ -204,7 +168,7 @@ class Trainer:
         for index, (x, y) in enumerate(batches):
             loss = self._loss(self.network(x), y)
             loss = loss if size == 1 else loss / size
-            with no_sync(self.grid) if index < size - 1 else nullcontext():
+            with Tape.of(self.grid).set(syncing=index == size - 1):
                 loss.backward()
             value += loss.item()
             self._rows += x.shape[0]
@@ -268,6 +232,8 @@ class Trainer:
         begun = time.perf_counter()
         path = self.checkpoints.save(self.step, self._matrices(), self._state())
         self._saved = self.step
+        if self.log is not None:
+            self.log.saved(self.step, path)
         if self._record is not None:
             self._record.saved(path, time.perf_counter() - begun)
 
@@ -291,8 +257,9 @@ class Trainer:
                 self.schedule.load_state(state["schedule"])
             self.loader.load_state(state["loader"])
         self.step = self._saved = state["step"]
-        if self._record is not None:
-            self._record.resumed(path)
+        if self._record is not None and self.log is not None:
+            self.log.say(f"resumed {path}, step {self.step}")
+            self._record.resumed_from = str(path)
         return True
 
     def refuse_to_overwrite(self) -> None:
@@ -303,40 +270,13 @@ class Trainer:
                 raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
                                  "training.folder")
 
-    def describe(self) -> str:
-        """What is about to be trained, in a line."""
-        if not self.steps_left():
-            return f"nothing left to train: {self.epochs} epochs are done"
-        return (f"training {self.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
-                f"{len(self.loader)} batches an epoch, epochs {self.loader.epoch + 1} to {self.epochs}")
-
-    def summary(self) -> str:
-        """What came out, on rank 0."""
-        lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
-        lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
-        if self._saved is not None and self.checkpoints is not None:
-            lines.append(f"checkpoint of step {self._saved} in {self.checkpoints.folder}")
-        if self.log is not None:
-            metrics = self.log.folder / METRICS
-            values = [line["loss"] for line in read_metrics(metrics) if "loss" in line]
-            lines.append(f"loss {curve(values)} from {values[0]:.3g} to {values[-1]:.3g}" if values else "no loss yet")
-            lines.append(f"curves in {self.log.folder / 'curves.png'}, figures in {metrics}; "
-                         f"a page of all: pmm3d report {self.log.folder}")
-        return "\n".join(lines)
-
     def _matrices(self) -> dict[str, DistMatrix]:
         return {**self.network.matrices(), **self.optimizer.matrices()}
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "optimizer": self.optimizer.state(),
-            "schedule": self.schedule.state() if self.schedule is not None else None,
-            "loader": self.loader.state(),
-            "random": self.network.random_state(),
-            "grid": list(self.grid.shape),
-            "settings": self.settings,
-        }
+        return {"step": self.step, "optimizer": self.optimizer.state(), "loader": self.loader.state(),
+                "schedule": self.schedule.state() if self.schedule is not None else None,
+                "random": self.network.random_state(), "grid": list(self.grid.shape), "settings": self.settings}
 
     def _explain(self, x: DistMatrix, what: str) -> None:
         """Raise NonFiniteLossError that names what in the network went wrong first."""
