@@ -62,8 +62,8 @@ class ProductPlan:
     strips         of the columns of C, with the last panel
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
-        >>> plan.a_layout == Layout.A, plan.workspace, plan.bytes_received(FIRST)
-        (True, 28672, {'x': 4096, 'z': 4096, 'y': 4096})
+        >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
+        (True, 28672, 40960)
     """
 
     m: int
@@ -112,14 +112,6 @@ class ProductPlan:
     def memory(self) -> int:
         """Bytes on the fullest rank: its shards of A, B and C, and the work arrays."""
         return max(rank.workspace + rank.shards for rank in self.fullest)
-
-    def bytes_received(self, coords: Coords) -> dict[str, int]:
-        """By axis, exact."""
-        return self.on_rank(coords).bytes_received
-
-    def bytes_sent(self, coords: Coords) -> dict[str, int]:
-        """By axis, exact."""
-        return self.on_rank(coords).bytes_sent
 
 
 @dataclass(frozen=True)

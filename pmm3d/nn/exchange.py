@@ -26,12 +26,6 @@ def export_torch(network: Module, path: StrPath) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
     Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
-
-        >>> import tempfile; from pmm3d import nn
-        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
-        ...     export_torch(nn.Linear(grid, 3, 2), folder + "/net.safetensors")
-        ...     os.listdir(folder)
-        ['net.safetensors']
     """
     matrices, vectors = _torch_tensors(network)
     export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
@@ -70,11 +64,6 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> No
     """Write the weights of a checkpoint, or of a run's newest one, as `export_torch` does. Collective over comm.
 
     Each rank holds its share of the rows. Raises CheckpointError, on every rank.
-
-        >>> import tempfile; from pmm3d import nn
-        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
-        ...     path = Checkpoints(grid, folder).save(1, nn.Linear(grid, 3, 2).matrices())
-        ...     export_checkpoint(MPI.COMM_SELF, path, path / "net.safetensors")
     """
     with Grid(comm, "fsdp") as grid:
         run = next((folder for folder in (checkpoint / "checkpoints", checkpoint) if folder.is_dir()), checkpoint)

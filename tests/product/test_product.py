@@ -40,7 +40,7 @@ def assert_moves_what_the_plan_says(grid, size, panels, dtype, layout):
     plan = plan_for(a, b, out, panels, None)
     grid.ledger.reset()
     matmul(a, b, out=out, panels=panels)
-    sent, received = plan.bytes_sent(grid.coords), plan.bytes_received(grid.coords)
+    sent, received = plan.on_rank(grid.coords).bytes_sent, plan.on_rank(grid.coords).bytes_received
     assert moved(grid) == [sent, received]
     phases = {phase: grid.ledger.total(phase=phase).received for phase in ("gather A", "gather B", "reduce C")}
     assert phases == {"gather A": received["x"], "gather B": received["z"], "reduce C": received["y"]}

@@ -28,11 +28,7 @@ LOSSES: dict[Any, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.
 
 
 class NonFiniteLossError(Pmm3dError):
-    """The loss is infinite or not a number; the text names the step and where it began. No weight was changed by it.
-
-        >>> issubclass(NonFiniteLossError, Pmm3dError)
-        True
-    """
+    """The loss is infinite or not a number; the text names the step and where it began. No weight was changed by it."""
 
 
 class Trainer(Run):

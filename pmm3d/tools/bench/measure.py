@@ -100,7 +100,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
 def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
     """Bytes sent along each axis by the rank that sends most, as the plan says."""
     everyone = [Coords(x, y, z) for x, y, z in product(*map(range, plan.grid[:3]))]
-    return {axis: max(plan.bytes_sent(coords)[axis] for coords in everyone) for axis in AXES}
+    return {axis: max(plan.on_rank(coords).bytes_sent[axis] for coords in everyone) for axis in AXES}
 
 
 def _timed(grid: Grid, work: Callable[[], Any]) -> float:
