@@ -137,14 +137,14 @@ class Gradients:
         before = list(dict.fromkeys(self._under_way[member] for member in members if member in self._under_way))
         split = members[0].split_over_data and axis.name == "data"
         self.note_work(phase, _work(axis, members, split))
+        flight = [other for other in self._flights.get(axis.name, []) if not other.done]
+        if len(flight) == IN_FLIGHT:
+            flight.pop(0).wait()
         collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
             pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective)
         self._under_way.update(dict.fromkeys(members, pending))
-        flight = [other for other in self._flights.get(axis.name, []) if not other.done] + [pending]
-        self._flights[axis.name] = flight
-        if len(flight) > IN_FLIGHT:
-            flight[0].wait()
+        self._flights[axis.name] = [*flight, pending]
         if not self._overlap.buckets:
             pending.wait()
 
