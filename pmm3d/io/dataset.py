@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -13,12 +11,9 @@ import numpy as np
 
 from ..arrays import NumpyLibrary, check_matrix_dtype, library_named
 from ..comm import Grid
-from ..errors import DataError, DTypeError, needs
+from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
-from .loader import Loader, Plan, Rows, check_at_least
-
-with needs("io", "data sets"):
-    import h5py
+from .loader import Loader, Plan, Rows, SourceFile, check_at_least
 
 ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
@@ -145,58 +140,6 @@ class DataSet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class SourceFile:
-    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter."""
-
-    def __init__(self, path: str):
-        self.path = path
-        try:
-            self._identity = self._identify()
-            self.h5 = h5py.File(path, "r", locking="best-effort")
-        except OSError as error:
-            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
-
-    def _identify(self) -> tuple[int, int]:
-        status = os.stat(self.path)
-        return status.st_ino, status.st_size
-
-    def dataset(self, name: str) -> h5py.Dataset:
-        """The data set of that name, if it holds rows of numbers."""
-        dataset = self.h5.get(name) if isinstance(name, str) else None
-        if not isinstance(dataset, h5py.Dataset):
-            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, self._names()))}")
-        if not dataset.shape:
-            raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
-        if 0 in dataset.shape:
-            raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
-        if dataset.dtype.kind not in "fiu":
-            kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
-            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
-        return dataset
-
-    def _names(self) -> list[str]:
-        names: list[str] = []
-        self.h5.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        return names
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """The body reads. Raises DataError if it cannot, or if the file is no longer the one that was opened."""
-        problem = None
-        try:
-            yield
-        except Exception as error:
-            problem = error
-        try:
-            changed = self._identify() != self._identity
-        except OSError as error:
-            raise DataError(f"lost {self.path} while reading: {error.strerror}") from None
-        if changed:
-            raise DataError(f"{self.path} has been replaced or has changed its size since it was opened")
-        if problem is not None:
-            raise DataError(f"cannot read {self.path}: {problem}") from problem
 
 
 def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays import NumpyLibrary
-from ..errors import DataError
+from ..comm import Grid
+from ..errors import DataError, needs
 from ..layout import Layout
 from ..product import DistMatrix
 
-if TYPE_CHECKING:
-    from .dataset import DataSet
+with needs("io", "data sets"):
+    import h5py
 
 COPIED_AT_ONCE = 2**18
 """Elements gathered from a cached data set before they are converted."""
@@ -43,6 +46,24 @@ class Plan:
     def size(self, batch: int) -> int:
         """Rows of a batch, over all ranks; 0 or less if there is none."""
         return min(self.batch_size, self.rows[1] - self.rows[0] - batch * self.batch_size)
+
+
+class Samples(Protocol):
+    """What a loader needs of its `DataSet`: the two data sets, what their batches are to be, and where."""
+
+    grid: Grid
+    path: str
+    file: SourceFile
+    inputs: h5py.Dataset
+    targets: h5py.Dataset
+    features: int
+    outputs: int
+    labelled: bool
+    dtype: str
+    library: NumpyLibrary
+    cache_bytes: int
+
+    def check_labels(self, labels: np.ndarray, rows: Rows) -> None: ...
 
 
 class Loader:
@@ -73,7 +94,7 @@ class Loader:
         [(4, 8), (4, 8), (2, 8)]
     """
 
-    def __init__(self, data: DataSet, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
+    def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
         self.data, self.epoch, self.batch = data, 0, 0
         self._plan, self._layouts, self._sets = plan, layouts, prefetch + 2
         self._reader: _Reader | None = None
@@ -145,7 +166,7 @@ class _Reader:
     batches   (epoch, batch) in the order in which they will be taken;   sets   of arrays that go round
     """
 
-    def __init__(self, data: DataSet, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
+    def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
                  sets: int):
         self._data, self._plan, self._layout, self._batches = data, plan, layouts[0], batches
         self._order, self._shuffled = np.empty(0, np.int64), -1
@@ -213,6 +234,55 @@ class _Reader:
         return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 
 
+class SourceFile:
+    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter."""
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            self._identity = self._identify()
+            self.h5 = h5py.File(path, "r", locking="best-effort")
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
+
+    def _identify(self) -> tuple[int, int]:
+        status = os.stat(self.path)
+        return status.st_ino, status.st_size
+
+    def dataset(self, name: str) -> h5py.Dataset:
+        """The data set of that name, if it holds rows of numbers."""
+        dataset = self.h5.get(name) if isinstance(name, str) else None
+        if not isinstance(dataset, h5py.Dataset):
+            there: list[str] = []
+            self.h5.visititems(lambda name, item: there.append(name) if isinstance(item, h5py.Dataset) else None)
+            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, there))}")
+        if not dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
+        if 0 in dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
+        if dataset.dtype.kind not in "fiu":
+            kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
+            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
+        return dataset
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """The body reads. Raises DataError if it cannot, or if the file is no longer the one that was opened."""
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        try:
+            changed = self._identify() != self._identity
+        except OSError as error:
+            raise DataError(f"lost {self.path} while reading: {error.strerror}") from None
+        if changed:
+            raise DataError(f"{self.path} has been replaced or has changed its size since it was opened")
+        if problem is not None:
+            raise DataError(f"cannot read {self.path}: {problem}") from problem
+
+
 class Columns:
     """Columns low:high of rows first:last of a data set whose dims after the first are flattened.
 
@@ -228,15 +298,8 @@ class Columns:
         self.dataset, self.name = dataset, dataset.name.removeprefix("/")
         (self.first, self.last), (self.low, self.high) = rows, columns
         self._most, self._dtype = most, dtype
-        self._select()
-        self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
-        nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
-        self._caching = dataset.chunks is not None and nbytes <= cache_bytes
-        self._cache: np.ndarray | None = None
-
-    def _select(self) -> None:
-        """Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole."""
-        dims = self.dataset.shape[1:]
+        # Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole.
+        dims = dataset.shape[1:]
         ones = next((at for at, extent in enumerate(dims) if extent > 1), max(0, len(dims) - 1))
         inner = prod(dims[ones + 1 :])
         start, stop = self.low // inner, -(-self.high // inner)
@@ -244,6 +307,10 @@ class Columns:
         self._dims = (1,) * ones + (stop - start, *dims[ones + 1 :]) if dims else ()
         self._width = (stop - start) * inner
         self._within = slice(self.low - start * inner, self.high - start * inner)
+        self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
+        nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
+        self._caching = dataset.chunks is not None and nbytes <= cache_bytes
+        self._cache: np.ndarray | None = None
 
     def buffer(self) -> np.ndarray:
         """For as many rows as are read at a time."""
