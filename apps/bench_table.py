@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 from measuring import markdown, on_ranks
@@ -55,17 +56,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=2, help="runs of each cell; the better one counts (2)")
     options = parser.parse_args()
-    results: dict = {(shape, key): [] for shape in SHAPES for key in COLUMNS}
-    for turn in range(options.passes):
-        for shape in SHAPES:
-            for ranks, dtype in COLUMNS:
-                result = measure(shape, ranks, dtype)
-                results[shape, (ranks, dtype)].append(result)
-                print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio "
-                      f"{result['ratio']:.3f}, verified {result['verified']}, computing "
-                      f"{1e3 * result['computed_seconds']:.1f} ms, waiting {1e3 * result['waited_seconds']:.1f} ms, "
-                      f"core {result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
-                      file=sys.stderr, flush=True)
+    results: dict = {cell: [] for cell in product(SHAPES, COLUMNS)}
+    for turn, (shape, (ranks, dtype)) in product(range(options.passes), results):
+        result = measure(shape, ranks, dtype)
+        results[shape, (ranks, dtype)].append(result)
+        print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, "
+              f"verified {result['verified']}, computing {1e3 * result['computed_seconds']:.1f} ms, "
+              f"waiting {1e3 * result['waited_seconds']:.1f} ms, core {result['core_gflops']:.1f} "
+              f"(2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s", file=sys.stderr, flush=True)
     print(table(results))
 
 

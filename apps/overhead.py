@@ -51,8 +51,7 @@ def main() -> None:
         b = DistMatrix.random(grid, (SIZE, SIZE), seed=2, layout=Layout.B)
         c = a @ b
         whole = median(cpu_of_product(comm, a, b, c))
-        waits = cpu_inside(Engine, "wait", comm, a, b, c)
-        gemm = cpu_inside(blas, "gemm", comm, a, b, c)
+        waits, gemm = (cpu_inside(*function, comm, a, b, c) for function in ((Engine, "wait"), (blas, "gemm")))
         everyone = comm.gather((whole, waits, gemm, whole - waits - gemm))
         if comm.rank == 0:
             print(f"{SIZE} cubed on {comm.size} ranks, grid {grid.shape}: CPU ms of one product, worst rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import AbstractContextManager, suppress
 from math import prod
 from typing import Any
 
@@ -19,13 +20,13 @@ ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
 
 
-class DataSet:
+class DataSet(AbstractContextManager["DataSet"]):
     """Samples and their targets: two data sets of an HDF5 file, of as many rows. Collective over the grid.
 
     inputs       name of the samples: numbers, (n,) or (n, ...); dims after the first are flattened to features
     targets      integers (n,) or (n, 1): labels of classes 0, 1, ...; other numbers: vectors, flattened likewise
     dtype        of the inputs and of targets that are vectors; labels are int64
-    library      whose arrays the batches are, as in DistMatrix
+    library      of the batches' arrays, as in DistMatrix
     classes      number of classes; left out, it is that of the attribute `class_names` of the targets or 1 + the
                  largest label, for which each rank reads its share of the labels
     cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
@@ -108,8 +109,7 @@ class DataSet:
                rows: tuple[int, int] | slice | None = None) -> Loader:
         """A Loader of batches of the samples; collective.
 
-        batch_size     rows of a batch, over all ranks; the last one of an epoch may have fewer, or is left out
-                       (drop_last)
+        batch_size     rows of a batch, over all ranks; the last of an epoch has fewer, or is left out (drop_last)
         shuffle        by a permutation of all rows that depends on the seed and the epoch alone. A batch holds its
                        samples in the order of the file
         split_inputs, split_targets   the axis over which the columns are split, or None; see `batch_layout`
@@ -135,9 +135,6 @@ class DataSet:
             loader.close()
         self.file.h5.close()
 
-    def __enter__(self) -> DataSet:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -152,13 +149,10 @@ def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:
 
 def _row_range(rows: tuple[int, int] | slice | None, samples: int) -> tuple[int, int]:
     """Start and stop of None, (start, stop) or a slice."""
-    start = stop = 0
-    try:
+    with suppress(TypeError, ValueError):
         asked = slice(None) if rows is None else rows if isinstance(rows, slice) else slice(*rows, 1)
         start, stop, step = asked.indices(samples)
-        fits = step == 1 and all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
-    except (TypeError, ValueError):
-        fits = False
-    if not fits or start >= stop:
-        raise DataError(f"rows is (start, stop) or a slice, of at least one of the {samples} samples; got {rows!r}")
-    return start, stop
+        inside = all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
+        if inside and step == 1 and start < stop:
+            return start, stop
+    raise DataError(f"rows is (start, stop) or a slice, of at least one of the {samples} samples; got {rows!r}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from math import prod
@@ -66,17 +66,14 @@ class Samples(Protocol):
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None: ...
 
 
-class Loader:
-    """Batches of a DataSet, epoch after epoch; made by `DataSet.loader`.
-
-        for x, y in loader:     the rest of the current epoch
+class Loader(AbstractContextManager["Loader"]):
+    """Batches of a DataSet, made by `DataSet.loader`: `for x, y in loader` goes through the rest of the current epoch.
 
     x    (batch, features)   in batch_layout(split_inputs)
     y    (batch, 1) int64    labels, whole on each rank that holds the row; or (batch, outputs) in
                              batch_layout(split_targets)
 
-    epoch, batch   position: batches 0 to batch - 1 of the epoch have been handed out
-    len()          batches per epoch
+    epoch, batch   position: batches 0 to batch - 1 of the epoch, which has len(loader), have been handed out
 
     A batch may be used until the next but one is asked for: its arrays are then filled anew (prefetch + 2 sets of them
     go round). Each batch costs one all-reduce of 24 bytes. What goes wrong while a batch is read, samples that are not
@@ -84,7 +81,6 @@ class Loader:
     it is read again.
 
         >>> import tempfile, h5py
-        >>> from pmm3d import Grid
         >>> from pmm3d.io import DataSet
         >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
         ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
@@ -133,12 +129,10 @@ class Loader:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; collective. Raises DataError if it belongs to other batches than these."""
         with self.data.grid.together("Loader.load_state", state):
-            missing = [key for key in self.state() if key not in state]
-            if missing:
+            if missing := [key for key in self.state() if key not in state]:
                 raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}")
-            differ = [f"{key} was {state[key]}, is {value}"
-                      for key, value in asdict(self._plan).items() if state[key] != value]
-            if differ:
+            plan = asdict(self._plan).items()
+            if differ := [f"{key} was {state[key]}, is {value}" for key, value in plan if state[key] != value]:
                 raise DataError(f"the state belongs to other batches: {'; '.join(differ)}")
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             if state["batch"] > len(self):
@@ -152,19 +146,13 @@ class Loader:
             self._reader.thread.shutdown(cancel_futures=True)
         self._reader = None
 
-    def __enter__(self) -> Loader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class _Reader:
-    """Reads this rank's part of batches ahead, in a thread: which rows and columns of the file, and whether they can
-    be used. No MPI in it.
-
-    batches   (epoch, batch) in the order in which they will be taken;   sets   of arrays that go round
-    """
+    """Reads this rank's part of batches ahead, in a thread without MPI, and checks it: of `batches`, the (epoch, batch)
+    in the order in which they will be taken, into as many `sets` of arrays, which go round."""
 
     def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
                  sets: int):
@@ -181,8 +169,7 @@ class _Reader:
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
         box = layout.box((self._plan.size(0), width), self._data.grid.shape, self._data.grid.coords)
-        first, last = self._plan.rows
-        return Columns(dataset, (first, last), (box.c0, box.c1), box.r1 - box.r0, dtype, self._data.cache_bytes)
+        return Columns(dataset, self._plan.rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self._data.cache_bytes)
 
     def _read_ahead(self, arrays: Arrays) -> None:
         self._ahead.append((arrays, self.thread.submit(self._read, *next(self._batches), arrays)))
@@ -226,8 +213,7 @@ class _Reader:
         if not self._plan.shuffle:
             return slice(start + first + box.r0, start + first + box.r1)
         if self._shuffled != epoch:
-            self._order = np.arange(start, stop)
-            np.random.default_rng([self._plan.seed, epoch]).shuffle(self._order)
+            self._order = np.random.default_rng([self._plan.seed, epoch]).permutation(np.arange(start, stop))
             self._shuffled = epoch
         rows = np.sort(self._order[first : first + size])[box.r0 : box.r1]
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
@@ -286,14 +272,12 @@ class SourceFile:
 class Columns:
     """Columns low:high of rows first:last of a data set whose dims after the first are flattened.
 
-    most         rows that are read at a time
-    dtype        to which they are converted
-    cache_bytes  if the data set is stored in chunks and these columns take no more, all are read at once and kept: a
-                 row from a chunk costs the reading of the chunk (30 us a row uncompressed, 200 us compressed, against
-                 3 us contiguous)
+    At most `most` rows are read at a time, and converted to `dtype`. If the data set is stored in chunks and these
+    columns take no more than `cache_bytes`, all are read at once and kept: a row from a chunk costs the reading of the
+    chunk (30 us a row uncompressed, 200 us compressed, against 3 us contiguous).
     """
 
-    def __init__(self, dataset: Any, rows: tuple[int, int], columns: tuple[int, int], most: int, dtype: str,
+    def __init__(self, dataset: h5py.Dataset, rows: Sequence[int], columns: Sequence[int], most: int, dtype: str,
                  cache_bytes: int):
         self.dataset, self.name = dataset, dataset.name.removeprefix("/")
         (self.first, self.last), (self.low, self.high) = rows, columns
