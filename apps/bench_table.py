@@ -38,18 +38,14 @@ def table(results: dict) -> str:
     for shape, goals, peers in zip(SHAPES, GOALS, PEERS):
         cells = [", ".join(map(str, shape))]
         for key, goal, peer in zip(COLUMNS, goals, peers):
-            best = max(undisturbed(results[shape, key]), key=lambda result: result["ratio"])
+            fastest = max(run["core_gflops"] for run in results[shape, key])
+            undisturbed = [run for run in results[shape, key] if run["core_gflops"] >= 0.95 * fastest]
+            best = max(undisturbed, key=lambda run: run["ratio"])
             mark = "**" if best["ratio"] >= goal - 0.0005 else ""
             cells.append(f"{mark}{best['ratio']:.3f}{mark} ({'x'.join(map(str, best['grid']))}; goal {goal:.2f}, "
                          f"peer {peer:.2f})")
         rows.append(cells)
     return markdown(rows)
-
-
-def undisturbed(runs: list[dict]) -> list[dict]:
-    """The runs whose reference is not far below the best one."""
-    fastest = max(run["core_gflops"] for run in runs)
-    return [run for run in runs if run["core_gflops"] >= 0.95 * fastest]
 
 
 def main() -> None:

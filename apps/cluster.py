@@ -47,7 +47,6 @@ ENTER_NODE = ("--mount", "--uts", "--ipc", "--net")
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
          "mount": "mount"}
 NOT_OURS = ("SLURM", "PBS_", "LSB_", "PMM3D_MPIEXEC")  # of a batch job around this: its nodes are not these
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # Stands in for ssh, for both MPIs: options, a host, and a command for its shell.
 REMOTE_SHELL = f"""\
@@ -77,7 +76,7 @@ def bits_per_second(rate: str) -> float:
     if not found or not float(found[1]):
         raise ClusterError(f"the rate {rate!r} is not understood: a number and kbit, mbit or gbit, such as 4gbit. "
                            "100mbit is 12.5 megabytes a second")
-    return float(found[1]) * UNITS[found[2]]
+    return float(found[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[found[2]]
 
 
 def hosts_file(nodes: int) -> str:

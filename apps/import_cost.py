@@ -7,8 +7,6 @@ product of two matrices on one rank; both again where no bytecode is kept (a new
 those that Python opens (modules, extensions, folders that it lists).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -7,8 +7,6 @@ run; after every kill, each checkpoint must be readable and whole. At the end a 
 resumed on other grids: the losses must agree to rounding. The exit code is 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import signal

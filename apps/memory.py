@@ -29,8 +29,8 @@ def train(options, shape) -> tuple[int, int, MLPMemory]:
         optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
         overlap = nn.Overlap(reshard_after_forward=True)
         nn.Tape.of(grid).parallel.overlap = overlap
-        x, y = (DistMatrix.random(grid, (options.batch, options.width), seed=seed, dtype="float32", layout=layout)
-                for seed, layout in ((2, batch_layout("y")), (3, net.output_layout)))
+        x = DistMatrix.random(grid, (options.batch, options.width), seed=2, dtype="float32", layout=batch_layout("y"))
+        y = DistMatrix.random(grid, (options.batch, options.width), seed=3, dtype="float32", layout=net.output_layout)
         for _ in range(5):
             nn.mse(net(x), y).backward()
             optimizer.step()

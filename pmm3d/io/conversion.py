@@ -36,8 +36,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
 
     inputs, targets   names of the two data sets; in a .npz file the arrays of these names
     target_columns    of a CSV file: a name, an index, or several; the others are the inputs. Left out, the last one
-    classes           the targets are labels. Whole numbers from 0 are kept; others (text) are numbered in sorted order,
-                      or that of a list of names, and their names stored as the targets' attribute `class_names`
+    classes           the targets are labels: whole numbers from 0 are kept, others (text) numbered in sorted order and
+                      stored as the targets' attribute `class_names`; or all in the order of a list (of another file)
     chunk_rows        lines of a CSV file in memory at a time; left out, about a million cells
     delimiter         of a CSV file; left out, the commonest of , ; tab | in its first line, or blanks
     dtype             of what comes from a CSV file; arrays of a .npz file keep theirs
