@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 from measuring import markdown, on_ranks
@@ -37,7 +38,9 @@ def table(results: dict) -> str:
     for shape, goals, peers in zip(SHAPES, GOALS, PEERS):
         cells = [", ".join(map(str, shape))]
         for key, goal, peer in zip(COLUMNS, goals, peers):
-            best = max(undisturbed(results[shape, key]), key=lambda result: result["ratio"])
+            fastest = max(run["core_gflops"] for run in results[shape, key])
+            undisturbed = [run for run in results[shape, key] if run["core_gflops"] >= 0.95 * fastest]
+            best = max(undisturbed, key=lambda run: run["ratio"])
             mark = "**" if best["ratio"] >= goal - 0.0005 else ""
             cells.append(f"{mark}{best['ratio']:.3f}{mark} ({'x'.join(map(str, best['grid']))}; goal {goal:.2f}, "
                          f"peer {peer:.2f})")
@@ -45,27 +48,18 @@ def table(results: dict) -> str:
     return markdown(rows)
 
 
-def undisturbed(runs: list[dict]) -> list[dict]:
-    """The runs whose reference is not far below the best one."""
-    fastest = max(run["core_gflops"] for run in runs)
-    return [run for run in runs if run["core_gflops"] >= 0.95 * fastest]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=2, help="runs of each cell; the better one counts (2)")
     options = parser.parse_args()
-    results: dict = {(shape, key): [] for shape in SHAPES for key in COLUMNS}
-    for turn in range(options.passes):
-        for shape in SHAPES:
-            for ranks, dtype in COLUMNS:
-                result = measure(shape, ranks, dtype)
-                results[shape, (ranks, dtype)].append(result)
-                print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio "
-                      f"{result['ratio']:.3f}, verified {result['verified']}, computing "
-                      f"{1e3 * result['computed_seconds']:.1f} ms, waiting {1e3 * result['waited_seconds']:.1f} ms, "
-                      f"core {result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
-                      file=sys.stderr, flush=True)
+    results: dict = {cell: [] for cell in product(SHAPES, COLUMNS)}
+    for turn, (shape, (ranks, dtype)) in product(range(options.passes), results):
+        result = measure(shape, ranks, dtype)
+        results[shape, (ranks, dtype)].append(result)
+        print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, "
+              f"verified {result['verified']}, computing {1e3 * result['computed_seconds']:.1f} ms, "
+              f"waiting {1e3 * result['waited_seconds']:.1f} ms, core {result['core_gflops']:.1f} "
+              f"(2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s", file=sys.stderr, flush=True)
     print(table(results))
 
 

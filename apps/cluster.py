@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ from pmm3d.errors import LauncherError
 from pmm3d.tools import launcher
 
 STATE = Path("/run/pmm3d-cluster")
-SWITCH_ADDRESS = "10.77.0.254"
+NETWORK = "10.77.0"
+SWITCH_ADDRESS = f"{NETWORK}.254"
 MOST_NODES = 200
 # Of the switch, with whose first process all ends. Everything private: mounts, process numbers, network.
 NAMESPACES = ("--fork", "--pid", "--mount-proc", "--kill-child", "--uts", "--ipc", "--net", "--propagation", "private")
@@ -45,7 +47,6 @@ ENTER_NODE = ("--mount", "--uts", "--ipc", "--net")
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
          "mount": "mount"}
 NOT_OURS = ("SLURM", "PBS_", "LSB_", "PMM3D_MPIEXEC")  # of a batch job around this: its nodes are not these
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # Stands in for ssh, for both MPIs: options, a host, and a command for its shell.
 REMOTE_SHELL = f"""\
@@ -75,16 +76,12 @@ def bits_per_second(rate: str) -> float:
     if not found or not float(found[1]):
         raise ClusterError(f"the rate {rate!r} is not understood: a number and kbit, mbit or gbit, such as 4gbit. "
                            "100mbit is 12.5 megabytes a second")
-    return float(found[1]) * UNITS[found[2]]
-
-
-def address(node: int) -> str:
-    return f"10.77.0.{node}"
+    return float(found[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[found[2]]
 
 
 def hosts_file(nodes: int) -> str:
     """/etc/hosts of switch and nodes: names are found without a name server."""
-    named = [f"{address(node)} node{node}\n" for node in range(1, nodes + 1)]
+    named = [f"{NETWORK}.{node} node{node}\n" for node in range(1, nodes + 1)]
     return "".join(["127.0.0.1 localhost\n", f"{SWITCH_ADDRESS} switch\n", *named])
 
 
@@ -93,7 +90,7 @@ def node_commands(node: int, pid: int | str, rate: str | None) -> list[str]:
     inside = f"nsenter --target {pid} --net"
     commands = [f"ip link add node{node} type veth peer name eth0 netns {pid}",
                 f"ip link set node{node} master switch up",
-                f"{inside} ip address add {address(node)}/24 dev eth0", f"{inside} ip link set eth0 up",
+                f"{inside} ip address add {NETWORK}.{node}/24 dev eth0", f"{inside} ip link set eth0 up",
                 f"{inside} ip link set lo up"]
     if rate:
         burst = max(256 * 1024, int(bits_per_second(rate) / 8 * 5e-4))
@@ -131,8 +128,7 @@ def check_machine() -> None:
         raise ClusterError(f"virtual nodes are made of Linux namespaces; this is {sys.platform}")
     if os.geteuid() != 0:
         raise ClusterError("making host names and links needs root: use sudo, or a container with --privileged")
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    if missing:
+    if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         packages = " ".join(sorted({TOOLS[tool] for tool in missing}))
         raise ClusterError(f"{', '.join(missing)} not found. On Debian or Ubuntu: apt-get install {packages}")
 
@@ -188,19 +184,16 @@ class Cluster(NamedTuple):
 
     def enter(self, command: list[str]) -> list[str]:
         """The command line that runs a command at the switch, from where the nodes are reached."""
-        inside = launcher.descendants(self.pid)
-        if not inside:
+        if not (inside := launcher.descendants(self.pid)):
             raise ClusterError("the cluster has ended")
         return ["nsenter", "--target", str(inside[0]), *ENTER_SWITCH, f"--wd={os.getcwd()}", *command]
 
 
 def started(pid: int) -> str | None:
     """When a running process began, in clock ticks: tells it from a later one of the same number."""
-    try:
+    with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state == "Z" else fields[18]
+        return None if state == "Z" else fields[18]
 
 
 def state_file(name: str) -> Path:
@@ -211,12 +204,10 @@ def state_file(name: str) -> Path:
 
 def standing(name: str) -> Cluster | None:
     """The cluster of that name that `up` made, if it still runs."""
-    try:
+    with suppress(FileNotFoundError):
         state = json.loads(state_file(name).read_text())
-    except FileNotFoundError:
-        return None
-    since = state.pop("started")
-    return Cluster(**state) if started(state["pid"]) == since else None
+        since = state.pop("started")
+        return Cluster(**state) if started(state["pid"]) == since else None
 
 
 def up(options: argparse.Namespace) -> int:
@@ -233,18 +224,17 @@ def up(options: argparse.Namespace) -> int:
 def down(options: argparse.Namespace) -> int:
     cluster = standing(options.name)
     state_file(options.name).unlink(missing_ok=True)
-    if cluster is None:
-        print(f"no cluster {options.name!r} is up")
-    else:
+    if cluster:
         cluster.end()
+    else:
+        print(f"no cluster {options.name!r} is up")
     return 0
 
 
 def found(name: str) -> Cluster:
-    cluster = standing(name)
-    if cluster is None:
-        raise ClusterError(f"no cluster {name!r} is up; python apps/cluster.py up --nodes 4 --rate 4gbit makes one")
-    return cluster
+    if cluster := standing(name):
+        return cluster
+    raise ClusterError(f"no cluster {name!r} is up; python apps/cluster.py up --nodes 4 --rate 4gbit makes one")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -270,25 +260,24 @@ def execute(options: argparse.Namespace) -> int:
     return subprocess.run(found(options.name).enter(command)).returncode
 
 
-COMMANDS = {"up": up, "down": down, "run": run, "exec": execute}
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True, metavar="{up,down,run,exec}")
     size = argparse.ArgumentParser(add_help=False)
     size.add_argument("--nodes", type=int, metavar="N", help="how many nodes (up: 4; run: 2, or all that --on has)")
     size.add_argument("--rate", help="what a link carries in each direction: 4gbit, 500mbit (no limit)")
     name = argparse.ArgumentParser(add_help=False)
     name.add_argument("--name", default="pmm3d", help="of the cluster (pmm3d)")
-    commands.add_parser("up", parents=[size, name], help="make a cluster that stays")
-    commands.add_parser("down", parents=[name], help="remove it, with all that runs on it")
+    commands.add_parser("up", parents=[size, name], help="make a cluster that stays").set_defaults(call=up)
+    commands.add_parser("down", parents=[name], help="remove it, with all that runs on it").set_defaults(call=down)
     one = commands.add_parser("run", parents=[size], help="run an MPI program on a cluster made for it")
+    one.set_defaults(call=run)
     one.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (1)")
     one.add_argument("--on", metavar="NAME", help="on the cluster of that name that `up` made, which stays")
     one.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with status 124")
     one.add_argument("program", nargs="+", metavar="-- program", help="a .py file or -m module, and its arguments")
     one = commands.add_parser("exec", parents=[name], help="run a command on one node of the cluster that is up")
+    one.set_defaults(call=execute)
     one.add_argument("node", help="node1, node2, ...")
     one.add_argument("program", nargs="+", metavar="-- command")
     options = parser.parse_args(arguments)
@@ -301,7 +290,7 @@ def main() -> int:
     options = parse()
     try:
         check_machine()
-        return COMMANDS[options.command](options)
+        return options.call(options)
     except (ClusterError, LauncherError) as problem:
         print(f"cluster: {problem}", file=sys.stderr)
         return 2

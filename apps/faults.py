@@ -17,8 +17,6 @@ without the fault, and must end with bitwise the weights of a run that nobody di
 of this fails. "-" stands where there is nothing to check: a SIGTERM to all, a mistake of all ranks alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

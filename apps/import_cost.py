@@ -7,8 +7,6 @@ product of two matrices on one rank; both again where no bytecode is kept (a new
 those that Python opens (modules, extensions, folders that it lists).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -41,10 +39,8 @@ CASES = {"the public names": NAMES, "and a first product": PRODUCT}
 
 
 def measured(body: str, bytecode: str = "") -> tuple[float, int]:
-    """Seconds and files of a process of one rank that runs these lines after numpy and mpi4py.
-
-    bytecode   the folder in which Python keeps compiled modules; they are compiled anew if it is left out
-    """
+    """Seconds and files of a process of one rank that runs these lines after numpy and mpi4py. bytecode: the folder in
+    which Python keeps compiled modules; they are compiled anew if it is left out."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "PYTHONDONTWRITE"))}
     alone |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
     seconds, files = output_of([sys.executable, "-c", COUNTED.format(body=body)], alone).split(",")

@@ -7,8 +7,6 @@ run; after every kill, each checkpoint must be readable and whole. At the end a 
 resumed on other grids: the losses must agree to rounding. The exit code is 1 if anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import signal
@@ -30,11 +28,8 @@ def disturbed(lab: Lab, kills: int, longest: float, undisturbed: Run) -> tuple[i
         job = run.start()
         victim, delay = lab.random.randrange(lab.ranks), lab.random.uniform(0, longest)
         killed = done < kills and job.until(job.all_there) and job.strike(signal.SIGKILL, victim, delay)
-        if killed:
-            job.end()
-            done += 1
-        else:
-            run.finish(job)
+        done += killed
+        job.end() if killed else run.finish(job)
         paths = run.checkpoints()
         matrices = [contents(path / "checkpoint.h5") for path in paths]
         read += len(matrices)

@@ -34,9 +34,9 @@ def train(options, shape) -> tuple[int, int, MLPMemory]:
         for _ in range(5):
             nn.mse(net(x), y).backward()
             optimizer.step()
-        arrays = [matrix.local.nbytes for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
-        arrays += [parameter.gradient.nbytes for parameter in net.parameters()]
-        held = sum(arrays) + grid.workspace.allocated
+        arrays = [matrix.local for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
+        arrays += [parameter.gradient for parameter in net.parameters()]
+        held = sum(array.nbytes for array in arrays) + grid.workspace.allocated
         growth, held = (max(comm.allgather(value)) for value in (peak_memory() - before, held))
         formula = MLPMemory(tuple(sizes), options.batch, GridShape(*shape), options.activation, states=2,
                             split_over_data=options.shard_over_data)
@@ -46,9 +46,8 @@ def train(options, shape) -> tuple[int, int, MLPMemory]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", required=True, help="GxxGyxGzxGdata")
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=2048)
+    for name, default in (("--width", 2048), ("--layers", 6), ("--batch", 2048)):
+        parser.add_argument(name, type=int, default=default, help=f"({default})")
     parser.add_argument("--activation", default="relu")
     parser.add_argument("--shard-over-data", action="store_true")
     options = parser.parse_args()

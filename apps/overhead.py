@@ -7,6 +7,7 @@ ranks have the core, and the GEMM are timed in further runs; what remains, posti
 """
 
 import time
+import timeit
 from statistics import median
 from unittest.mock import patch
 
@@ -20,13 +21,8 @@ SIZE, REPEAT = 64, 200
 
 
 def cpu_of_product(comm, a, b, c) -> list[float]:
-    times = []
-    for _ in range(REPEAT):
-        comm.Barrier()
-        begun = time.thread_time()
-        matmul(a, b, out=c)
-        times.append(time.thread_time() - begun)
-    return times
+    """Seconds of each of the products, before which all ranks meet."""
+    return timeit.repeat(lambda: matmul(a, b, out=c), comm.Barrier, time.thread_time, REPEAT, number=1)
 
 
 def cpu_inside(owner, name: str, comm, a, b, c) -> float:
@@ -51,8 +47,7 @@ def main() -> None:
         b = DistMatrix.random(grid, (SIZE, SIZE), seed=2, layout=Layout.B)
         c = a @ b
         whole = median(cpu_of_product(comm, a, b, c))
-        waits = cpu_inside(Engine, "wait", comm, a, b, c)
-        gemm = cpu_inside(blas, "gemm", comm, a, b, c)
+        waits, gemm = (cpu_inside(*function, comm, a, b, c) for function in ((Engine, "wait"), (blas, "gemm")))
         everyone = comm.gather((whole, waits, gemm, whole - waits - gemm))
         if comm.rank == 0:
             print(f"{SIZE} cubed on {comm.size} ranks, grid {grid.shape}: CPU ms of one product, worst rank")

@@ -10,7 +10,6 @@ import argparse
 import hashlib
 from dataclasses import replace
 
-import numpy as np
 from measuring import Figures, in_turns, markdown, slowest
 from mpi4py import MPI
 
@@ -55,8 +54,7 @@ class Training:
 
     def digest(self) -> str:
         """Of this rank's weights."""
-        weights = [np.ascontiguousarray(parameter.local).tobytes() for parameter in self.net.parameters()]
-        return hashlib.blake2b(b"".join(weights)).hexdigest()
+        return hashlib.blake2b(b"".join(parameter.local.tobytes() for parameter in self.net.parameters())).hexdigest()
 
 
 def measure(training: Training, rounds: int) -> dict[str, Figures]:
@@ -81,10 +79,9 @@ def same_weights(comm: MPI.Intracomm, shape: GridShape, *sizes: int) -> bool:
 
 def show(results: dict[str, Figures]) -> None:
     kinds = [kind for kind in KINDS if any(figures[kind] > 0.05 for figures in results.values())]
-    rows = [["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"]]
-    for stage, figures in results.items():
-        rows.append([stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))])
-    print(markdown(rows))
+    rows = [[stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))]
+            for stage, figures in results.items()]
+    print(markdown([["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"], *rows]))
     first, last = results["none"], results["+ buckets"]
     print(f"communication {first['waiting'] / first['step']:.0%} of the step without overlap; "
           f"{1 - last['waiting'] / max(1e-9, first['waiting']):.0%} of it hidden; the step is "

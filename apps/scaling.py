@@ -7,14 +7,12 @@ which is the ranks' cores times the GEMM of one core in the same run, and the ra
 ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +20,7 @@ from rich.table import Table
 KINDS = {"strong": "the same product", "weak": "the same work per rank"}
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """The fastest grid of one run. ratio: of the limit."""
 
     ranks: int

@@ -13,8 +13,6 @@ two medians, taken in the same process before and after the steps (torch: in a p
 6 m n k operations a layer, 4 in the first, whose input needs no gradient.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -151,7 +149,7 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
             f"faster.\n\n{markdown([heading, *rows])}")
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds over everyone (5)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each in a round (5)")
@@ -165,11 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
     parser.add_argument("--batch", type=int, default=1024, help="rows, over all ranks (1024)")
     parser.add_argument("--ours", metavar="GRID", help="on every rank of a job: our side on that grid, as JSON")
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = parse()
+    options = parser.parse_args()
     if options.ours:
         ours(options)
         return 0

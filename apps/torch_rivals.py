@@ -12,12 +12,11 @@ Each process has one thread and one core of its own, and talks through gloo. Wei
 pmm3d starts from the same numbers, and all must come to the same loss. Linux.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
+import timeit
 from statistics import median
 from typing import Any
 
@@ -30,8 +29,7 @@ GEMM = 2048
 
 def weights(layer: int, width: int) -> np.ndarray:
     """Weight (inputs, outputs) of a layer: normal numbers / sqrt(width)."""
-    made = np.random.default_rng([0, layer]).standard_normal((width, width), np.float32)
-    return made / np.float32(np.sqrt(width))
+    return np.random.default_rng([0, layer]).standard_normal((width, width), np.float32) / np.float32(np.sqrt(width))
 
 
 def batch_of(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,12 +39,8 @@ def batch_of(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """{"seconds": of each step after the warm-up, of the slower process, "final_loss": of the last, before its update}.
-
-    sizes   layers, width, batch, steps, warm_up, lr
-
-    Raises ProgramError with what the process died of that failed.
-    """
+    """{"seconds": of each step after the warm-up, of the slower process, "final_loss": of the last, before its update}
+    for sizes of layers, width, batch, steps, warm_up, lr. Raises ProgramError with what the failed process died of."""
     processes, threads = (1, 2) if rival == "threads" else (2, 1)
     if rival in ("ddp", "fsdp2") and sizes["batch"] % processes:
         raise ProgramError(f"a batch of {sizes['batch']} has no equal parts for {processes} processes")
@@ -132,11 +126,7 @@ def _steps(torch: Any, task: dict[str, Any], model: Any, x: Any, y: Any) -> tupl
 
 def _gemm(torch: Any) -> float:
     a, b, c = (torch.rand(GEMM, GEMM) for _ in range(3))
-    times = []
-    for _ in range(6):
-        begun = time.perf_counter()
-        torch.mm(a, b, out=c)
-        times.append(time.perf_counter() - begun)
+    times = timeit.repeat(lambda: torch.mm(a, b, out=c), repeat=6, number=1)
     return 2 * GEMM**3 / median(times[1:]) / 1e9
 
 

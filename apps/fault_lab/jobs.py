@@ -1,13 +1,12 @@
 """Jobs under mpiexec that something happens to: their ranks, their output, their end."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +28,8 @@ class Ending:
 
 
 class Job:
-    """A program on some ranks, under way; `environ` is set besides this process's variables.
-
-    mark   a file that comes to be at the moment of the fault, if there is to be one in the program
-    """
+    """A program on some ranks, under way; `environ` is set besides this process's variables. mark: a file that comes to
+    be at the moment of the fault, if there is to be one in the program."""
 
     def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str], mark: Path):
         self.ranks, self.log, self.mark, self.fault_at = ranks, log, mark, 0.0
@@ -96,10 +93,9 @@ class Job:
         return True
 
     def end(self, patience: float = PATIENCE) -> Ending:
-        try:
-            code = self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            code = None
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        code = self.process.returncode
         now = time.time()
         end_job(self.process)
         if self.mark.exists():

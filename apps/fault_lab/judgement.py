@@ -1,7 +1,5 @@
 """What a disturbed job must have done, what it did, and the table of all of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -21,8 +19,7 @@ CHECKS = {"ended": "ended by itself", "rank": "names the rank", "cause": "names 
 class Expected:
     """What the job is to say and how it is to end.
 
-    causes   regular expressions, of which one is to be found; what their group `rank` finds is to name the victim, by
-             itself, not as one of several
+    causes   regular expressions, of which one is to be found; their group `rank` is to name the victim alone
     rank     the victim; None if any rank may be named;   everyone: the fault is that of all ranks, none is to be named
     codes    exit codes; empty: any but 0 and 75, which mean that the job ended well
     """
@@ -78,11 +75,9 @@ def _names(match: re.Match[str], rank: int | None) -> bool:
 
 def ranks_in(text: str) -> list[list[int]]:
     """ "rank 3: ...; ranks 0-2, 7: ..." as [[3], [0, 1, 2, 7]]."""
-    named = []
-    for spans in re.findall(r"\branks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text):
-        ends = [[int(end) for end in span.split("-")] for span in spans.split(", ")]
-        named.append([rank for span in ends for rank in range(span[0], span[-1] + 1)])
-    return named
+    named = re.findall(r"\branks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text)
+    ends = [[[int(end) for end in span.split("-")] for span in spans.split(", ")] for spans in named]
+    return [[rank for span in spans for rank in range(span[0], span[-1] + 1)] for spans in ends]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -1,7 +1,5 @@
 """The kinds of faults: each function lets one happen, with victim, moment and point by chance, and judges the job."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import sys
@@ -90,9 +88,8 @@ def _mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tupl
     """A loop with a mistake in a random step, at one of those points, of a random rank."""
     victim, step, point = lab.random.randrange(lab.ranks), lab.random.randrange(1, 12), lab.random.choice(points)
     step = step // 3 * 3 + 2 if point == "save" else step
-    run = lab.run(own_loop=True)
-    job = run.start({"PMM3D_TIMEOUT": timeout} | (environ or {}),
-                    fault={"name": what, "victim": victim, "step": step, "point": point})
+    run, fault = lab.run(own_loop=True), {"name": what, "victim": victim, "step": step, "point": point}
+    job = run.start({"PMM3D_TIMEOUT": timeout} | (environ or {}), fault=fault)
     ending = job.end()
     variant = f"{what}, rank {victim} in step {step} at {point}{', PMM3D_DEBUG=1' if environ else ''}"
     outcome = lab.judge(kind, variant, run, ending, Expected(causes, victim, codes))

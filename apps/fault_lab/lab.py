@@ -95,11 +95,8 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: about as many as the steps done."""
-        try:
-            text = (self.folder / "metrics.jsonl").read_text()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.split("\n")[:-1]]
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
     def final(self) -> dict[str, bytes]:
         return contents(self.checkpoints()[-1] / "checkpoint.h5")
@@ -111,16 +108,13 @@ def step_of(checkpoint: Path) -> int:
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every matrix of a checkpoint, whole, as plain h5py reads it; a missing piece would read as NaN."""
-    matrices = {}
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset) and item.dtype.kind == "f":
-            values = item[...]
-            assert np.isfinite(values).all(), f"{path}: {name} is not whole"
-            matrices[name] = values.tobytes()
-
+    matrices, names = {}, []
     with h5py.File(path) as file:
-        file.visititems(visit)
+        file.visit(names.append)
+        for name, item in ((name, file[name]) for name in names):
+            if isinstance(item, h5py.Dataset) and item.dtype.kind == "f":
+                assert np.isfinite(values := item[...]).all(), f"{path}: {name} is not whole"
+                matrices[name] = values.tobytes()
     assert matrices, f"{path} holds nothing"
     return matrices
 

@@ -4,13 +4,12 @@ Trains a small network, checks a product in every step against numpy, and writes
 argument is JSON; if its "fault" is null nothing goes wrong. It goes on from the newest checkpoint.
 """
 
-from __future__ import annotations
-
 import builtins
 import json
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,11 +144,9 @@ def train(grid: Grid, fault: Fault, folder: Path) -> None:
         nn.mse(out, DistMatrix.from_global(grid, y, layout=out.layout)).backward()
         fault.at("backward", grid)
         optimizer.step()
-        try:
+        with suppress(Leave):
             fault.at("product", grid)
             check_product(grid, step)
-        except Leave:
-            pass
         if (step + 1) % 3 == 0:
             fault.at("save", grid)
             path = checkpoints.save(step + 1, matrices(), optimizer.state())
@@ -164,10 +161,8 @@ def main() -> None:
     fault.now = fault.step  # before the first step
     fault.at("begin")
     with Grid(MPI.COMM_WORLD, config["shape"], config["data"]) as grid:
-        try:
+        with suppress(Leave):
             train(grid, fault, folder)
-        except Leave:
-            pass
     if MPI.COMM_WORLD.rank == 0:
         print("finished", flush=True)
 

@@ -1,7 +1,5 @@
 """Faults of disks: one that is full while a checkpoint is written, and bytes that are not what was written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -35,11 +33,9 @@ def small_disk() -> Iterator[Path]:
 
 @cache
 def disks_can_be_made() -> bool:
-    try:
-        with small_disk():
-            return True
-    except (OSError, subprocess.CalledProcessError):
-        return False
+    with suppress(OSError, subprocess.CalledProcessError), small_disk():
+        return True
+    return False
 
 
 def disk_full(lab: Lab) -> Outcome:
@@ -51,8 +47,8 @@ def disk_full(lab: Lab) -> Outcome:
     run, step = lab.run(own_loop=True), lab.random.choice((2, 5, 8, 11))
     writers = lab.reference(run).checkpoints()[-1].glob("rank-*.h5")
     victim = lab.random.choice([int(path.stem[5:]) for path in writers])
-    job = run.start({"PMM3D_TIMEOUT": LONG},
-                    fault={"name": "disk: limit", "victim": victim, "step": step, "point": "save"})
+    fault = {"name": "disk: limit", "victim": victim, "step": step, "point": "save"}
+    job = run.start({"PMM3D_TIMEOUT": LONG}, fault=fault)
     return lab.judge("disk full", f"ulimit -f on rank {victim} in step {step}", run, job.end(),
                      Expected(LIMITED, victim, (1,)))
 

@@ -3,8 +3,6 @@
 Errors are relative, |prediction - u| / |u| in the Euclidean norm over the points of each sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What generate.py and train.py share: many ranks behave as one command."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -20,9 +18,7 @@ def parsed(parser: argparse.ArgumentParser, comm: MPI.Intracomm) -> argparse.Nam
         options = parser.parse_args() if comm.rank == 0 else None
     finally:
         options = comm.bcast(options)
-    if options is None:
-        sys.exit()
-    return options
+    return options or sys.exit()
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

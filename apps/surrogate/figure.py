@@ -1,7 +1,5 @@
 """The picture that train.py draws."""
 
-from __future__ import annotations
-
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -13,7 +11,8 @@ def draw(path, losses, true, predicted, errors) -> None:
     chosen = [int(np.argsort(errors)[round(q * (len(errors) - 1))]) for q in QUANTILES]
     whole = Figure(figsize=(8, 2.5 * len(chosen) + 2.6), layout="constrained")
     above, below = whole.subfigures(2, height_ratios=(len(chosen), 1))
-    for number, (axes, sample) in enumerate(zip(above.subplots(len(chosen), 3), chosen)):
+    rows = above.subplots(len(chosen), 3)
+    for axes, sample, quantile in zip(rows, chosen, QUANTILES):
         field, answer = true[sample], predicted[sample]
         highest, largest = field.max(), abs(answer - field).max() or 1.0
         shown = ((field, "viridis", 0, highest), (answer, "viridis", 0, highest),
@@ -22,10 +21,9 @@ def draw(path, losses, true, predicted, errors) -> None:
             image = axis.imshow(values, origin="lower", extent=(0, 1, 0, 1), cmap=colours, vmin=low, vmax=high)
             above.colorbar(image, ax=axis)
             axis.set(xticks=[], yticks=[])
-        axes[0].set_ylabel(f"error {errors[sample]:.3f}\n(quantile {QUANTILES[number]:g})")
-        if number == 0:
-            for axis, title in zip(axes, ("solver", "network", "difference")):
-                axis.set_title(title)
+        axes[0].set_ylabel(f"error {errors[sample]:.3f}\n(quantile {quantile:g})")
+    for axis, title in zip(rows[0], ("solver", "network", "difference")):
+        axis.set_title(title)
     axis = below.subplots()
     for curve, name in zip(np.transpose(losses), ("samples learnt from", "held out")):
         axis.semilogy(np.arange(1, len(curve) + 1), curve, label=name)

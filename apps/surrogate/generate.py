@@ -14,8 +14,6 @@ the folder NAME.parts, which the virtual data sets of NAME.h5 join; keep the two
 name before all is complete. Any HDF5 reader sees whole arrays: h5py.File("surrogate.h5")["y"][:10].
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from collections.abc import Callable

@@ -6,8 +6,6 @@ with a Gaussian release f of total 1 and a wind b = (wind x, wind y) + swirl * r
 PARAMETERS are all that differs between samples. To learn another problem, change PARAMETERS and Plume.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from scipy import sparse
 from scipy.sparse.linalg import splu

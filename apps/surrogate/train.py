@@ -11,8 +11,6 @@ Prints the relative error of the held-out fields beside that of predictions with
 few fields, predicted and true.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +109,7 @@ def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
             report(grid, options, noted, losses, predicted, seconds)
 
 
-def options_of(comm: MPI.Intracomm) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="file that generate.py wrote")
     parser.add_argument("--grid", default="1x1x1", help="GxxGyxGz of one copy of the network (1x1x1)")
@@ -122,12 +120,8 @@ def options_of(comm: MPI.Intracomm) -> argparse.Namespace:
     parser.add_argument("--held-out", type=at_least(1), default=2000, help="samples at the end, not learnt from (2000)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of initial weights and order of samples (0)")
     parser.add_argument("--figure", type=Path, default=Path("surrogate.png"), help="to draw (surrogate.png)")
-    return parsed(parser, comm)
-
-
-def main() -> None:
     comm = MPI.COMM_WORLD
-    options = options_of(comm)
+    options = parsed(parser, comm)
     with said_once(comm):
         shape = parse_shape(options.grid)
         with Grid(comm, shape[:3], data=max(1, comm.size // max(1, shape.size))) as grid:

@@ -31,8 +31,7 @@ class Checkpoints:
     says which. Its checkpoint.h5 shows each matrix whole to any HDF5 reader; the folder can be moved.
 
     It is written under another name, brought to the disk, and renamed once all ranks have written theirs: a crash at
-    any moment leaves the checkpoints before it, and what it left behind is removed at the next save. One job at a time
-    may save into a folder.
+    any moment leaves the checkpoints before it, and the next save removes the rest. One job at a time saves into a folder.
 
     grid      the matrices may live on it or on other grids over the same processes, in any layout, in any library
     keep      at least 1
@@ -105,27 +104,22 @@ class Checkpoints:
                 shards = [shard for written, _ in gathered for shard in written]
                 files = {name: known for _, hashed in gathered for name, known in hashed.items()}
                 on_disk.write_master(temporary, on_disk.manifest_of(step, matrices, shards, files), meta)
-                path = self._put_in_place(temporary, step)
+                with file_errors(temporary, "completed"):
+                    sync(temporary)
+                    versions = [version for other, version, _ in self._listed() if other == step]
+                    path = self.folder / (f"step-{step:08d}" + (f".{versions[0] + 1}" if versions else ""))
+                    os.rename(temporary, path)
+                    sync(self.folder)
         return self.grid.comm.bcast(path)
-
-    def _put_in_place(self, temporary: Path, step: int) -> Path:
-        with file_errors(temporary, "completed"):
-            sync(temporary)
-            versions = [version for other, version, _ in self._listed() if other == step]
-            path = self.folder / (f"step-{step:08d}" + (f".{versions[0] + 1}" if versions else ""))
-            os.rename(temporary, path)
-            sync(self.folder)
-            return path
 
     def _prune(self, step: int, written: Path) -> None:
         """Remove what `written` replaces, and all but the newest; it itself stays, wherever it stands among them."""
         try:
             others = [(other, path) for other, _, path in self._listed() if path != written]
             kept = [path for other, path in others if other != step][: self.keep - 1]
-            for path in (path for _, path in others if path not in kept):
-                removing = path.with_name(f"removing-{path.name}")
-                os.rename(path, removing)
-                shutil.rmtree(removing)
+            for _, path in others:
+                if path not in kept:
+                    shutil.rmtree(path.rename(path.with_name(f"removing-{path.name}")))
         except OSError as error:
             logger.warning(f"an old checkpoint could not be removed: {error}")
 
@@ -133,16 +127,14 @@ class Checkpoints:
         """(step, version, folder) of the complete checkpoints, newest first; rank 0 alone looks."""
         if not self.folder.is_dir():
             return []
-        matches = [match for match in map(STEP.fullmatch, os.listdir(self.folder)) if match]
-        listed = [(int(match[1]), int(match[2] or 0), self.folder / match[0]) for match in matches]
+        listed = [(int(match[1]), int(match[2] or 0), self.folder / match[0])
+                  for match in map(STEP.fullmatch, os.listdir(self.folder)) if match]
         return sorted((entry for entry in listed if (entry[2] / on_disk.MASTER).exists()), reverse=True)
 
     def candidates(self) -> list[Path]:
         """The complete checkpoints, newest step first; whether they are still undamaged shows when they are loaded."""
-        paths: list[Path] = []
         with self.grid.together("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
-            if self.grid.rank == 0:
-                paths = [path for _, _, path in self._listed()]
+            paths = [path for _, _, path in self._listed()] if self.grid.rank == 0 else []
         return self.grid.comm.bcast(paths)
 
     def latest(self) -> Path | None:
@@ -155,8 +147,8 @@ class Checkpoints:
 
     def contents(self, path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, int], str]]:
         """Name -> (shape, dtype) of the matrices of a checkpoint."""
-        manifest, _ = self._read(Path(path))
-        return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in manifest["matrices"].items()}
+        entries = self._read(Path(path))[0]["matrices"].items()
+        return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries}
 
     def load(self, path: str | os.PathLike[str], matrices: Matrices) -> Any:
         """Fill the matrices, on this or any other number of ranks, grid and layout, from a checkpoint; its meta.
@@ -194,10 +186,8 @@ class Checkpoints:
 
     def _read(self, path: Path) -> tuple[on_disk.Manifest, Any]:
         """The manifest and the meta, read by rank 0."""
-        texts = None
         with self.grid.together("load", str(path), always=True):
-            if self.grid.rank == 0:
-                texts = on_disk.read_master(path)
+            texts = on_disk.read_master(path) if self.grid.rank == 0 else None
         manifest, meta = map(json.loads, self.grid.comm.bcast(texts))
         return manifest, meta
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, needs
+from .disk import sync
 
 if TYPE_CHECKING:
     import h5py
@@ -34,9 +36,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
 
     inputs, targets   names of the two data sets; in a .npz file the arrays of these names
     target_columns    of a CSV file: a name, an index, or several; the others are the inputs. Left out, the last one
-    classes           the targets are labels. Whole numbers from 0 are kept; others (text) are numbered in sorted
-                      order, and their names stored as the attribute `class_names` of the targets. A list of names
-                      gives the numbering, so that a second file gets the same
+    classes           the targets are labels: whole numbers from 0 are kept, others (text) numbered in sorted order and
+                      stored as the targets' attribute `class_names`; or all in the order of a list (of another file)
     chunk_rows        lines of a CSV file in memory at a time; left out, about a million cells
     delimiter         of a CSV file; left out, the commonest of , ; tab | in its first line, or blanks
     dtype             of what comes from a CSV file; arrays of a .npz file keep theirs
@@ -88,8 +89,7 @@ def _completed(target: Path) -> Iterator[h5py.File]:
     try:
         with h5py.File(partial, "w", libver=("v108", "v110")) as file:
             yield file
-        with open(partial, "rb+") as written:
-            os.fsync(written.fileno())
+        sync(partial)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -103,14 +103,11 @@ class _Labels:
         self._numbers = {name: number for number, name in enumerate(self._given or ())}
 
     def number(self, text: str) -> int:
-        text = text.strip()
-        if not text:
+        if not (text := text.strip()):
             raise DataError("a label is missing")
-        if text not in self._numbers:
-            if self._given is not None:
-                raise DataError(f"{text!r} is none of the classes {', '.join(self._given)}")
-            self._numbers[text] = len(self._numbers)
-        return self._numbers[text]
+        if self._given is not None and text not in self._numbers:
+            raise DataError(f"{text!r} is none of the classes {', '.join(self._given)}")
+        return self._numbers.setdefault(text, len(self._numbers))
 
     def finish(self, dataset: h5py.Dataset) -> None:
         """Renumber the data set, and store the names."""
@@ -121,8 +118,7 @@ class _Labels:
         if self._given is None:
             lookup = np.array([int(name) if whole else names.index(name) for name in self._numbers], np.int64)
             for start in range(0, len(dataset), CELLS_AT_ONCE):
-                rows = slice(start, min(start + CELLS_AT_ONCE, len(dataset)))
-                dataset[rows] = lookup[dataset[rows]]
+                dataset[start : start + CELLS_AT_ONCE] = lookup[dataset[start : start + CELLS_AT_ONCE]]
         if not whole:
             dataset.attrs["class_names"] = names
 
@@ -132,8 +128,7 @@ class _Table:
 
     def __init__(self, path: Path, target_columns: Columns, delimiter: str | None, labels: _Labels | None):
         self._path, self._labels = path, labels
-        first = next((text for _, text in self._lines()), None)
-        if first is None:
+        if not (first := next((text for _, text in self._lines()), "")):
             raise DataError(f"{path} is empty")
         commonest = max(DELIMITERS, key=first.count)
         self._delimiter = delimiter or (commonest if commonest in first else None)
@@ -159,10 +154,8 @@ class _Table:
 
     def _indices(self, columns: Columns) -> list[int]:
         """Of columns given by name or index."""
-        if columns is None or isinstance(columns, (str, int)):
-            columns = [-1 if columns is None else columns]
         indices = []
-        for column in columns:
+        for column in [columns] if isinstance(columns, (str, int)) else [-1] if columns is None else columns:
             if isinstance(column, str) and self._header and column in self._names:
                 indices.append(self._names.index(column))
             elif isinstance(column, int) and -len(self._names) <= column < len(self._names):
@@ -175,8 +168,7 @@ class _Table:
     def write(self, file: h5py.File, inputs: str, targets: str, dtype: str, chunk_rows: int | None,
               tell: Progress) -> Shapes:
         """Fill two data sets. The lines are counted first: contiguous data sets read fastest. Returns their shapes."""
-        total = sum(1 for _ in self._lines(self._header))
-        if total == 0:
+        if not (total := sum(1 for _ in self._lines(self._header))):
             raise DataError(f"{self._path} has no line of data")
         x = file.create_dataset(inputs, (total, len(self._inputs)), dtype)
         shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), dtype)
@@ -232,8 +224,6 @@ def _is_number(text: str) -> bool:
 
 def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str, labels: _Labels | None) -> Shapes:
     """The two arrays of a .npz file, checked. Returns their shapes."""
-    import zipfile
-
     import numpy as np
 
     with open(source, "rb") as opened:

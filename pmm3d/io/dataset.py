@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from math import prod
 from typing import Any
 
@@ -13,24 +12,21 @@ import numpy as np
 
 from ..arrays import NumpyLibrary, check_matrix_dtype, library_named
 from ..comm import Grid
-from ..errors import DataError, DTypeError, needs
+from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
-from .loader import Loader, Plan, Rows, check_at_least
-
-with needs("io", "data sets"):
-    import h5py
+from .loader import Loader, Plan, Rows, SourceFile, check_at_least
 
 ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
 
 
-class DataSet:
+class DataSet(AbstractContextManager["DataSet"]):
     """Samples and their targets: two data sets of an HDF5 file, of as many rows. Collective over the grid.
 
     inputs       name of the samples: numbers, (n,) or (n, ...); dims after the first are flattened to features
     targets      integers (n,) or (n, 1): labels of classes 0, 1, ...; other numbers: vectors, flattened likewise
     dtype        of the inputs and of targets that are vectors; labels are int64
-    library      whose arrays the batches are, as in DistMatrix
+    library      of the batches' arrays, as in DistMatrix
     classes      number of classes; left out, it is that of the attribute `class_names` of the targets or 1 + the
                  largest label, for which each rank reads its share of the labels
     cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
@@ -113,8 +109,7 @@ class DataSet:
                rows: tuple[int, int] | slice | None = None) -> Loader:
         """A Loader of batches of the samples; collective.
 
-        batch_size     rows of a batch, over all ranks; the last one of an epoch may have fewer, or is left out
-                       (drop_last)
+        batch_size     rows of a batch, over all ranks; the last of an epoch has fewer, or is left out (drop_last)
         shuffle        by a permutation of all rows that depends on the seed and the epoch alone. A batch holds its
                        samples in the order of the file
         split_inputs, split_targets   the axis over which the columns are split, or None; see `batch_layout`
@@ -140,63 +135,8 @@ class DataSet:
             loader.close()
         self.file.h5.close()
 
-    def __enter__(self) -> DataSet:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class SourceFile:
-    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter."""
-
-    def __init__(self, path: str):
-        self.path = path
-        try:
-            self._identity = self._identify()
-            self.h5 = h5py.File(path, "r", locking="best-effort")
-        except OSError as error:
-            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
-
-    def _identify(self) -> tuple[int, int]:
-        status = os.stat(self.path)
-        return status.st_ino, status.st_size
-
-    def dataset(self, name: str) -> h5py.Dataset:
-        """The data set of that name, if it holds rows of numbers."""
-        dataset = self.h5.get(name) if isinstance(name, str) else None
-        if not isinstance(dataset, h5py.Dataset):
-            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, self._names()))}")
-        if not dataset.shape:
-            raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
-        if 0 in dataset.shape:
-            raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
-        if dataset.dtype.kind not in "fiu":
-            kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
-            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
-        return dataset
-
-    def _names(self) -> list[str]:
-        names: list[str] = []
-        self.h5.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        return names
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """The body reads. Raises DataError if it cannot, or if the file is no longer the one that was opened."""
-        problem = None
-        try:
-            yield
-        except Exception as error:
-            problem = error
-        try:
-            changed = self._identify() != self._identity
-        except OSError as error:
-            raise DataError(f"lost {self.path} while reading: {error.strerror}") from None
-        if changed:
-            raise DataError(f"{self.path} has been replaced or has changed its size since it was opened")
-        if problem is not None:
-            raise DataError(f"cannot read {self.path}: {problem}") from problem
 
 
 def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:
@@ -209,13 +149,10 @@ def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:
 
 def _row_range(rows: tuple[int, int] | slice | None, samples: int) -> tuple[int, int]:
     """Start and stop of None, (start, stop) or a slice."""
-    start = stop = 0
-    try:
+    with suppress(TypeError, ValueError):
         asked = slice(None) if rows is None else rows if isinstance(rows, slice) else slice(*rows, 1)
         start, stop, step = asked.indices(samples)
-        fits = step == 1 and all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
-    except (TypeError, ValueError):
-        fits = False
-    if not fits or start >= stop:
-        raise DataError(f"rows is (start, stop) or a slice, of at least one of the {samples} samples; got {rows!r}")
-    return start, stop
+        inside = all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
+        if inside and step == 1 and start < stop:
+            return start, stop
+    raise DataError(f"rows is (start, stop) or a slice, of at least one of the {samples} samples; got {rows!r}")

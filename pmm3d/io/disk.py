@@ -47,8 +47,7 @@ def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: i
     for name, chunks in groupby(_share(files, rank, ranks), key=itemgetter(0)):
         path, known = folder / name, files[name]
         with file_errors(path, "read"), open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != known["bytes"]:
+            if (size := os.fstat(file.fileno()).st_size) != known["bytes"]:
                 raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, not {known['bytes']:,}")
             for _, number in chunks:
                 if _crc(file, number, buffer) != known["crc32"][number]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..arrays import NumpyLibrary
-from ..errors import DataError
+from ..comm import Grid
+from ..errors import DataError, needs
 from ..layout import Layout
 from ..product import DistMatrix
 
-if TYPE_CHECKING:
-    from .dataset import DataSet
+with needs("io", "data sets"):
+    import h5py
 
 COPIED_AT_ONCE = 2**18
 """Elements gathered from a cached data set before they are converted."""
@@ -45,17 +48,32 @@ class Plan:
         return min(self.batch_size, self.rows[1] - self.rows[0] - batch * self.batch_size)
 
 
-class Loader:
-    """Batches of a DataSet, epoch after epoch; made by `DataSet.loader`.
+class Samples(Protocol):
+    """What a loader needs of its `DataSet`: the two data sets, what their batches are to be, and where."""
 
-        for x, y in loader:     the rest of the current epoch
+    grid: Grid
+    path: str
+    file: SourceFile
+    inputs: h5py.Dataset
+    targets: h5py.Dataset
+    features: int
+    outputs: int
+    labelled: bool
+    dtype: str
+    library: NumpyLibrary
+    cache_bytes: int
+
+    def check_labels(self, labels: np.ndarray, rows: Rows) -> None: ...
+
+
+class Loader(AbstractContextManager["Loader"]):
+    """Batches of a DataSet, made by `DataSet.loader`: `for x, y in loader` goes through the rest of the current epoch.
 
     x    (batch, features)   in batch_layout(split_inputs)
     y    (batch, 1) int64    labels, whole on each rank that holds the row; or (batch, outputs) in
                              batch_layout(split_targets)
 
-    epoch, batch   position: batches 0 to batch - 1 of the epoch have been handed out
-    len()          batches per epoch
+    epoch, batch   position: batches 0 to batch - 1 of the epoch, which has len(loader), have been handed out
 
     A batch may be used until the next but one is asked for: its arrays are then filled anew (prefetch + 2 sets of them
     go round). Each batch costs one all-reduce of 24 bytes. What goes wrong while a batch is read, samples that are not
@@ -63,7 +81,6 @@ class Loader:
     it is read again.
 
         >>> import tempfile, h5py
-        >>> from pmm3d import Grid
         >>> from pmm3d.io import DataSet
         >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
         ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
@@ -73,7 +90,7 @@ class Loader:
         [(4, 8), (4, 8), (2, 8)]
     """
 
-    def __init__(self, data: DataSet, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
+    def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
         self.data, self.epoch, self.batch = data, 0, 0
         self._plan, self._layouts, self._sets = plan, layouts, prefetch + 2
         self._reader: _Reader | None = None
@@ -112,12 +129,10 @@ class Loader:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; collective. Raises DataError if it belongs to other batches than these."""
         with self.data.grid.together("Loader.load_state", state):
-            missing = [key for key in self.state() if key not in state]
-            if missing:
+            if missing := [key for key in self.state() if key not in state]:
                 raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}")
-            differ = [f"{key} was {state[key]}, is {value}"
-                      for key, value in asdict(self._plan).items() if state[key] != value]
-            if differ:
+            plan = asdict(self._plan).items()
+            if differ := [f"{key} was {state[key]}, is {value}" for key, value in plan if state[key] != value]:
                 raise DataError(f"the state belongs to other batches: {'; '.join(differ)}")
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             if state["batch"] > len(self):
@@ -131,21 +146,15 @@ class Loader:
             self._reader.thread.shutdown(cancel_futures=True)
         self._reader = None
 
-    def __enter__(self) -> Loader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class _Reader:
-    """Reads this rank's part of batches ahead, in a thread: which rows and columns of the file, and whether they can
-    be used. No MPI in it.
+    """Reads this rank's part of batches ahead, in a thread without MPI, and checks it: of `batches`, the (epoch, batch)
+    in the order in which they will be taken, into as many `sets` of arrays, which go round."""
 
-    batches   (epoch, batch) in the order in which they will be taken;   sets   of arrays that go round
-    """
-
-    def __init__(self, data: DataSet, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
+    def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
                  sets: int):
         self._data, self._plan, self._layout, self._batches = data, plan, layouts[0], batches
         self._order, self._shuffled = np.empty(0, np.int64), -1
@@ -160,8 +169,7 @@ class _Reader:
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
         box = layout.box((self._plan.size(0), width), self._data.grid.shape, self._data.grid.coords)
-        first, last = self._plan.rows
-        return Columns(dataset, (first, last), (box.c0, box.c1), box.r1 - box.r0, dtype, self._data.cache_bytes)
+        return Columns(dataset, self._plan.rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self._data.cache_bytes)
 
     def _read_ahead(self, arrays: Arrays) -> None:
         self._ahead.append((arrays, self.thread.submit(self._read, *next(self._batches), arrays)))
@@ -205,38 +213,77 @@ class _Reader:
         if not self._plan.shuffle:
             return slice(start + first + box.r0, start + first + box.r1)
         if self._shuffled != epoch:
-            self._order = np.arange(start, stop)
-            np.random.default_rng([self._plan.seed, epoch]).shuffle(self._order)
+            self._order = np.random.default_rng([self._plan.seed, epoch]).permutation(np.arange(start, stop))
             self._shuffled = epoch
         rows = np.sort(self._order[first : first + size])[box.r0 : box.r1]
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
         return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 
 
+class SourceFile:
+    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter."""
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            self._identity = self._identify()
+            self.h5 = h5py.File(path, "r", locking="best-effort")
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
+
+    def _identify(self) -> tuple[int, int]:
+        status = os.stat(self.path)
+        return status.st_ino, status.st_size
+
+    def dataset(self, name: str) -> h5py.Dataset:
+        """The data set of that name, if it holds rows of numbers."""
+        dataset = self.h5.get(name) if isinstance(name, str) else None
+        if not isinstance(dataset, h5py.Dataset):
+            there: list[str] = []
+            self.h5.visititems(lambda name, item: there.append(name) if isinstance(item, h5py.Dataset) else None)
+            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, there))}")
+        if not dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
+        if 0 in dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
+        if dataset.dtype.kind not in "fiu":
+            kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
+            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
+        return dataset
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """The body reads. Raises DataError if it cannot, or if the file is no longer the one that was opened."""
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        try:
+            changed = self._identify() != self._identity
+        except OSError as error:
+            raise DataError(f"lost {self.path} while reading: {error.strerror}") from None
+        if changed:
+            raise DataError(f"{self.path} has been replaced or has changed its size since it was opened")
+        if problem is not None:
+            raise DataError(f"cannot read {self.path}: {problem}") from problem
+
+
 class Columns:
     """Columns low:high of rows first:last of a data set whose dims after the first are flattened.
 
-    most         rows that are read at a time
-    dtype        to which they are converted
-    cache_bytes  if the data set is stored in chunks and these columns take no more, all are read at once and kept: a
-                 row from a chunk costs the reading of the chunk (30 us a row uncompressed, 200 us compressed, against
-                 3 us contiguous)
+    At most `most` rows are read at a time, and converted to `dtype`. If the data set is stored in chunks and these
+    columns take no more than `cache_bytes`, all are read at once and kept: a row from a chunk costs the reading of the
+    chunk (30 us a row uncompressed, 200 us compressed, against 3 us contiguous).
     """
 
-    def __init__(self, dataset: Any, rows: tuple[int, int], columns: tuple[int, int], most: int, dtype: str,
+    def __init__(self, dataset: h5py.Dataset, rows: Sequence[int], columns: Sequence[int], most: int, dtype: str,
                  cache_bytes: int):
         self.dataset, self.name = dataset, dataset.name.removeprefix("/")
         (self.first, self.last), (self.low, self.high) = rows, columns
         self._most, self._dtype = most, dtype
-        self._select()
-        self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
-        nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
-        self._caching = dataset.chunks is not None and nbytes <= cache_bytes
-        self._cache: np.ndarray | None = None
-
-    def _select(self) -> None:
-        """Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole."""
-        dims = self.dataset.shape[1:]
+        # Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole.
+        dims = dataset.shape[1:]
         ones = next((at for at, extent in enumerate(dims) if extent > 1), max(0, len(dims) - 1))
         inner = prod(dims[ones + 1 :])
         start, stop = self.low // inner, -(-self.high // inner)
@@ -244,6 +291,10 @@ class Columns:
         self._dims = (1,) * ones + (stop - start, *dims[ones + 1 :]) if dims else ()
         self._width = (stop - start) * inner
         self._within = slice(self.low - start * inner, self.high - start * inner)
+        self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
+        nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
+        self._caching = dataset.chunks is not None and nbytes <= cache_bytes
+        self._cache: np.ndarray | None = None
 
     def buffer(self) -> np.ndarray:
         """For as many rows as are read at a time."""

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,10 @@ class RunLock:
 
     The kernel's lock (POSIX) on the file `lock`, in which the owner says who it is. It is gone when the process is,
     however it ends. It belongs to the process: two trainers of one process are not told apart, and nothing else in
-    the process may open and close that file. Where the file system has no locks (Lustre without -o flock) what the
-    file says counts, with a sign of life from `beat`: a job that gave none for half an hour, or whose process on this
-    host is gone, or that has the same job id (it was queued again), is taken for ended.
-
-    Locks that a file system keeps on each node for itself (NFS with nolock, Lustre with -o localflock) do not tell
-    jobs on different nodes apart.
+    the process may open and close that file. Locks that a file system keeps on each node for itself (NFS with nolock,
+    Lustre with -o localflock) do not tell jobs on different nodes apart. Where it has none (Lustre without -o flock)
+    what the file says counts, with a sign of life from `beat`: a job that gave none for half an hour, or whose process
+    on this host is gone, or that has the same job id (it was queued again), is taken for ended.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -75,10 +74,8 @@ class RunLock:
                                        "for its end, end it, or choose another folder (training.folder)") from None
             if error.errno not in NO_LOCKS:
                 raise
-            self._take_without_locks(file, owner)
-            return
-        owner = _owner_in(file)
-        if owner:
+            return self._take_without_locks(file, owner)
+        if owner := _owner_in(file):
             logger.warning(f"the last job in {self.path.parent} ended without releasing it: {_in_words(owner)}")
         self._write(file)
 
@@ -92,8 +89,7 @@ class RunLock:
             logger.warning(f"{self.path.parent} is taken over from a job that is gone: {_in_words(owner)}")
         self._write(file)
         time.sleep(SETTLING)
-        owner = _owner_in(file)
-        if owner != self._written:
+        if (owner := _owner_in(file)) != self._written:
             raise FolderInUseError(f"{self.path.parent} was taken at the same moment by {_in_words(owner)}")
 
     def _write(self, file: int) -> None:
@@ -128,22 +124,16 @@ class RunLock:
 
 def owner_of(folder: str | os.PathLike[str]) -> Owner:
     """What the lock of a folder says of its owner; empty if nobody has it, or had it when it ended."""
-    try:
-        return _parsed((Path(folder) / NAME).read_bytes())
-    except OSError:
-        return {}
+    with suppress(OSError), open(Path(folder) / NAME, "rb") as file:
+        return _owner_in(file.fileno())
+    return {}
 
 
 def _owner_in(file: int) -> Owner:
-    return _parsed(os.pread(file, 4096, 0))
-
-
-def _parsed(text: bytes) -> Owner:
-    try:
-        owner = json.loads(text)
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
+    with suppress(ValueError):
+        if isinstance(owner := json.loads(os.pread(file, 4096, 0)), dict):
+            return owner
+    return {}
 
 
 def _in_words(owner: Owner) -> str:
@@ -157,12 +147,10 @@ def _gone(owner: Owner, age: float) -> bool:
     """Whether a job that gave its last sign of life `age` seconds ago is taken for ended."""
     if age > STALE or owner.get("job") is not None and owner["job"] == job_id():
         return True
-    if owner.get("host") != socket.gethostname():
-        return False
     try:
-        os.kill(owner["pid"], 0)
+        with suppress(PermissionError):
+            if owner.get("host") == socket.gethostname():
+                os.kill(owner["pid"], 0)
     except (ProcessLookupError, KeyError, TypeError):
         return True
-    except PermissionError:
-        pass
     return False

@@ -45,8 +45,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     path = Path(path)
     temporary = path.with_name(path.name + ".writing")
     try:
-        with grid.together("export_safetensors", str(path), sorted(matrices), sorted(transpose), sorted(vectors),
-                           always=True):
+        with grid.together("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)), always=True):
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
             header, starts = _header(tensors, shapes)
@@ -67,8 +66,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
 
 def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[Matrices, Shapes]:
     """The matrices, or their transposes, and the shapes of the tensors."""
-    unknown = sorted({*transpose, *vectors} - matrices.keys())
-    if unknown:
+    if unknown := sorted({*transpose, *vectors} - matrices.keys()):
         raise CheckpointError("transpose and vectors name what is not among the matrices: "
                               f"{first_few(map(repr, unknown))}")
     for name in vectors:
@@ -96,25 +94,18 @@ def _header(tensors: Matrices, shapes: Shapes) -> tuple[bytes, dict[str, int]]:
 
 def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]) -> None:
     with grid.together("export_safetensors: opening", always=True), file_errors(path, "written"):
-        file = os.open(path, os.O_WRONLY)
-    try:
+        file = open(path, "r+b", buffering=0)
+    with file:
         for name in sorted(tensors):
             tensor = tensors[name].redistribute(Layout(rows=AXES))
             with grid.together("export_safetensors: writing", name, always=True), file_errors(path, "written"):
-                _write_rows(file, tensor, starts[name])
+                for row, rows in stored_rows(tensor):
+                    file.seek(starts[name] + (tensor.box.r0 + row) * tensor.shape[1] * itemsize(tensor.dtype))
+                    rest = rows.reshape(-1).view("uint8").data
+                    while rest:
+                        rest = rest[file.write(rest) :]
         with grid.together("export_safetensors: writing", always=True), file_errors(path, "written"):
             os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _write_rows(file: int, tensor: DistMatrix, start: int) -> None:
-    width = tensor.shape[1] * itemsize(tensor.dtype)
-    for row, rows in stored_rows(tensor):
-        at, rest = start + (tensor.box.r0 + row) * width, rows.reshape(-1).view("uint8").data
-        while rest:
-            written = os.pwrite(file, rest, at)
-            at, rest = at + written, rest[written:]
 
 
 def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
@@ -133,8 +124,7 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
         array([[0., 1., 2.]])
     """
     path = Path(path)
-    with grid.together("import_safetensors", str(path), sorted(matrices), sorted(transpose), sorted(vectors),
-                       always=True):
+    with grid.together("import_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)), always=True):
         check_matrices(grid, matrices, filled=True)
         tensors, shapes = _as_in_file(matrices, transpose, vectors)
         types = _check_same_tensors(path, tensors, shapes)
@@ -165,9 +155,8 @@ def _check_same_tensors(path: Path, tensors: Matrices, shapes: Shapes) -> dict[s
         shapes_there = {name: tuple(tensor.get_shape()) for name, tensor in there.items()}
     wanted = {name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype
               for name, tensor in tensors.items()}
-    text = differences({name: f"{shape} {wanted[name]}" for name, shape in shapes.items()},
-                       {name: f"{shape} {types[name]}" for name, shape in shapes_there.items()})
-    if text:
+    if text := differences({name: f"{shape} {wanted[name]}" for name, shape in shapes.items()},
+                           {name: f"{shape} {types[name]}" for name, shape in shapes_there.items()}):
         raise CheckpointError(f"{path} holds other tensors than these matrices. {text}")
     return types
 
@@ -178,15 +167,11 @@ def _converts(stored: str, dtype: str) -> bool:
 
 def _read_shard(source: Any, tensor: DistMatrix, vector: bool) -> None:
     """Read this rank's shard in slices of rows."""
-    r0, r1, c0, c1 = tensor.box
-    if not tensor.box.size:
-        return
-    if vector:
-        part = source[c0:c1] if tensor.shape[0] == 1 else source[r0:r1]
-        tensor.local[...] = _converted(part.reshape(tensor.box.shape), tensor)
-        return
-    for start, stop in row_slices(tensor.box.shape, itemsize(tensor.dtype)):
-        tensor.local[start:stop] = _converted(source[r0 + start : r0 + stop, c0:c1], tensor)
+    r0, _, c0, c1 = tensor.box
+    for start, stop in row_slices(tensor.box.shape, itemsize(tensor.dtype)) if tensor.box.size else ():
+        rows, columns = slice(r0 + start, r0 + stop), slice(c0, c1)
+        part = source[columns if tensor.shape[0] == 1 else rows] if vector else source[rows, columns]
+        tensor.local[start:stop] = _converted(part.reshape(stop - start, c1 - c0), tensor)
 
 
 def _converted(part: Array, tensor: DistMatrix) -> Array:

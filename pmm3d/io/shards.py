@@ -115,12 +115,12 @@ def write_shards(folder: Path, comm: MPI.Intracomm, matrices: Matrices) -> list[
     together = h5py.get_config().mpi
     path = folder / (TOGETHER if together else f"rank-{comm.rank:05d}.h5")
     if together:
-        with file_errors(path, "written"), h5py.File(path, "w", driver="mpio", comm=comm) as file:
-            datasets = {name: _create(file, name, matrices[name].shape, matrices[name].dtype)
-                        for name in sorted(matrices)}
-            for name, matrix in mine.items():
-                _write_rows(datasets[name], matrix, matrix.box)
         with file_errors(path, "written"):
+            with h5py.File(path, "w", driver="mpio", comm=comm) as file:
+                datasets = {name: _create(file, name, matrices[name].shape, matrices[name].dtype)
+                            for name in sorted(matrices)}
+                for name, matrix in mine.items():
+                    _write_rows(datasets[name], matrix, matrix.box)
             sync(path)
     elif mine:
         with _written(path) as file:
@@ -159,19 +159,19 @@ def write_master(folder: Path, manifest: Manifest, meta: str) -> None:
     """Write the master and its checksums."""
     with _written(folder / MASTER) as file:
         for name, entry in manifest["matrices"].items():
-            _show_whole(file, name, tuple(entry["shape"]), entry["dtype"], entry["shards"])
+            _show_whole(file, name, **entry)
         file[f"{OWN}/manifest"], file[f"{OWN}/meta"] = json.dumps(manifest), meta
     with file_errors(folder / CHECKSUMS, "written"):
         (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / MASTER)))
         sync(folder / CHECKSUMS)
 
 
-def _show_whole(file: h5py.File, name: str, shape: tuple[int, int], dtype: str, shards: list[list[Any]]) -> None:
+def _show_whole(file: h5py.File, name: str, shape: list[int], dtype: str, shards: list[list[Any]]) -> None:
     stored = stored_dtype(dtype)
-    virtual = h5py.VirtualLayout(shape, stored)
+    virtual = h5py.VirtualLayout(tuple(shape), stored)
     for source, *edges in shards:
         box = Box(*edges)
-        whole = h5py.VirtualSource(source, name, shape if source == TOGETHER else box.shape, stored)
+        whole = h5py.VirtualSource(source, name, tuple(shape) if source == TOGETHER else box.shape, stored)
         virtual[box.within(EMPTY)] = whole[box.within(EMPTY)] if source == TOGETHER else whole
     missing = BFLOAT16_NAN if dtype == "bfloat16" else np.nan
     dataset = file.create_virtual_dataset(name, virtual, fillvalue=stored.type(missing))
@@ -192,10 +192,10 @@ def read_master(folder: Path) -> tuple[str, str]:
 
 def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
     """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once."""
-    stored = [Shard(file, name, Box(*edges))
-              for name, entry in manifest["matrices"].items() for file, *edges in entry["shards"]]
+    stored = sorted(Shard(file, name, Box(*edges))
+                    for name, entry in manifest["matrices"].items() for file, *edges in entry["shards"])
     wanted = [shard for shard in stored if (shard.box & matrices[shard.name].box).size]
-    for file_name, group in groupby(sorted(wanted, key=lambda shard: shard.file), key=lambda shard: shard.file):
+    for file_name, group in groupby(wanted, key=lambda shard: shard.file):
         with _opened(folder / file_name) as file:
             for shard in group:
                 matrix = matrices[shard.name]
@@ -207,8 +207,7 @@ def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatr
     """Read a piece of this rank's shard from a data set that begins where `origin` does: straight into its memory if
     that is in order, else in slices of rows through one buffer."""
     box, library = matrix.box, matrix.library
-    host = to_stored(library, matrix.local) if library.on_host else None
-    if host is not None and host.flags.c_contiguous:
+    if library.on_host and (host := to_stored(library, matrix.local)).flags.c_contiguous:
         dataset.read_direct(host, piece.within(origin), piece.within(box))
         return
     slices = row_slices(piece.shape, dataset.dtype.itemsize)
@@ -216,8 +215,5 @@ def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatr
     for start, stop in slices:
         part, rows = piece._replace(r0=piece.r0 + start, r1=piece.r0 + stop), buffer[: stop - start]
         dataset.read_direct(rows, part.within(origin))
-        if host is not None:
-            host[part.within(box)] = rows
-        else:
-            matrix.local[part.within(box)] = from_stored(library, rows, matrix.dtype)
-            library.synchronize()
+        matrix.local[part.within(box)] = from_stored(library, rows, matrix.dtype)
+        library.synchronize()
