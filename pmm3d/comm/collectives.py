@@ -216,10 +216,8 @@ def _landing(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[
         return library.empty(shape, library.dtype(like))
     theirs = library_of(out)
     if theirs != library or tuple(out.shape) != shape or library.dtype(out) != library.dtype(like):
-        raise LayoutError(
-            f"{link.record}: out is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result is {shape} "
-            f"{library.dtype(like)} ({library.name})"
-        )
+        raise LayoutError(f"{link.record}: out is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result "
+                          f"is {shape} {library.dtype(like)} ({library.name})")
     if not strided and not library.is_contiguous(out):
         raise LayoutError(f"{link.record}: out is not C-contiguous, so messages cannot land in it")
     return out

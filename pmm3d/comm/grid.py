@@ -239,8 +239,6 @@ def _check_launcher(comm: MPI.Intracomm) -> None:
     if tasks > 1 and comm.size == MPI.COMM_WORLD.size == 1:
         from .hosts import mpi_name
 
-        raise LauncherError(
-            f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: it belongs to "
-            f"another MPI than mpi4py's ({mpi_name()}). Use the mpiexec "
-            "beside this Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI"
-        )
+        raise LauncherError(f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
+                            f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "
+                            "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI")

@@ -34,10 +34,8 @@ def chosen_shape(shape: str | Sequence[int], data: int, ranks: int, product: Pro
     if wanted.size != ranks:
         some = ranks // data or ranks
         fitting = ", ".join(map(str, islice(ranked_grids(product or CUBE, some, dtype), 3)))
-        raise GridError(
-            f"grid {x}x{y}x{z} (data {data}) needs {wanted.size} ranks; the communicator has "
-            f"{ranks}. Grids that fit {some} ranks, by modelled cost: {fitting}"
-        )
+        raise GridError(f"grid {x}x{y}x{z} (data {data}) needs {wanted.size} ranks; the communicator has {ranks}. "
+                        f"Grids that fit {some} ranks, by modelled cost: {fitting}")
     return wanted
 
 

@@ -345,11 +345,10 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)
     least = replace(plan, panels=high)
     if least.workspace > limit:
-        raise MemoryLimitError(
-            f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work arrays a rank, and "
-            f"{least.workspace:,} with as many panels along k as there can be (grid {plan.grid}). Use more ranks, or a "
-            "grid with a smaller y: the partial sums of C are what remains"
-        )
+        raise MemoryLimitError(f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work "
+                               f"arrays a rank, and {least.workspace:,} with as many panels along k as there can be "
+                               f"(grid {plan.grid}). Use more ranks, or a grid with a smaller y: the partial sums of C "
+                               "are what remains")
     while low < high:
         middle = (low + high) // 2
         if replace(plan, panels=middle).workspace <= limit:

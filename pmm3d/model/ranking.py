@@ -84,10 +84,9 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
     best = next(_ranked(product, found, dtype, limit), None)
     if best is None:
         smallest = min(memory(product, grid, dtype) for grid in grids(ranks))
-        raise GridError(
-            f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a rank; "
-            f"the least is {smallest:,}. Use more ranks, or max_workspace= in matmul to go through k in panels"
-        )
+        raise GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a rank; "
+                        f"the least is {smallest:,}. Use more ranks, or max_workspace= in matmul to go through k in "
+                        "panels")
     return best
 
 

@@ -78,10 +78,9 @@ class Gradients:
 
     def _used(self, parameter: ParameterShard) -> None:
         if parameter in self._begun:
-            raise Pmm3dError(
-                f"{parameter.name or 'a parameter'} was used more often than in the pass before, and its gradient was "
-                "on its way already: a network whose graph changes needs Overlap(buckets=False)"
-            )
+            raise Pmm3dError(f"{parameter.name or 'a parameter'} was used more often than in the pass before, and its "
+                             "gradient was on its way already: a network whose graph changes needs "
+                             "Overlap(buckets=False)")
         self._unsynced[parameter] = None
         self._uses[parameter] += 1
         complete = self._expected.get(parameter) == self._uses[parameter]

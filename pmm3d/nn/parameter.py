@@ -51,9 +51,8 @@ class Parameter(ParameterShard, Tensor):
         """Take the values of a matrix of the same shape, in whatever layout. Collective."""
         with self.grid.together("assign", self.name, value.shape, value.dtype):
             if value.shape != self.shape or value.dtype != self.dtype:
-                raise LayoutError(
-                    f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} {value.dtype}"
-                )
+                raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
+                                  f"{value.dtype}")
         value.redistribute(self.layout, self.grid, out=self._value)
         self.version += 1
 
@@ -61,11 +60,10 @@ class Parameter(ParameterShard, Tensor):
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.together("move", self.name, layout):
             if self.gradient is not None or self.has_state:
-                raise LayoutError(
-                    f"{self.name or 'a parameter'} has a gradient or an optimizer's state in {self.layout} and cannot "
-                    f"move to {layout} any more. Call net.settle(features) once the network is made, before a "
-                    "checkpoint is loaded, or give each layer the axis of its input's columns (cols=)"
-                )
+                raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
+                                  f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
+                                  "the network is made, before a checkpoint is loaded, or give each layer the axis of "
+                                  "its input's columns (cols=)")
         self._take(self._value.redistribute(layout))
         self.node = Node(self.form, leaf=self)
         self.version += 1

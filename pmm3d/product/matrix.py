@@ -101,10 +101,9 @@ class DistMatrix(StoredMatrix):
             check_matrix_dtype(library.dtype(local), library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
             if tuple(local.shape) != box.shape:
-                raise LayoutError(
-                    f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {shape[0]} x "
-                    f"{shape[1]} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x {box.shape[1]}"
-                )
+                raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {shape[0]} "
+                                  f"x {shape[1]} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
+                                  f"{box.shape[1]}")
             local = library.plain(local)
         return cls(grid, local, shape, layout)
 

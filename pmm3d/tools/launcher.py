@@ -59,10 +59,8 @@ def installed_wheel() -> str | None:
     """
     found = [name for name in WHEELS if _is_installed(name)]
     if len(found) > 1:
-        raise LauncherError(
-            f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's mpiexec. "
-            f"Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC."
-        )
+        raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
+                            "mpiexec. Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC.")
     return found[0] if found else None
 
 

@@ -68,10 +68,8 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
             with DataSet(grid, section.validation_file, classes=data.classes, **options) as other:
                 with grid.together("training"):
                     if (other.features, other.outputs) != (data.features, data.outputs):
-                        raise Pmm3dError(
-                            f"{section.validation_file} has {other.features} features and {other.outputs} targets a "
-                            f"row, {section.file} {data.features} and {data.outputs}"
-                        )
+                        raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
+                                         f"targets a row, {section.file} {data.features} and {data.outputs}")
                 yield (data, None), (other, None)
             return
         cut = data.samples - round(section.validation * data.samples)
@@ -87,10 +85,8 @@ def _loss(config: Config, data: DataSet) -> str:
     if loss == "auto":
         return "mse" if data.classes is None else "cross_entropy"
     if (loss == "cross_entropy") != (data.classes is not None):
-        raise Pmm3dError(
-            f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
-            f"{'classes (integers)' if data.classes is not None else 'vectors (floating point)'}"
-        )
+        raise Pmm3dError(f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
+                         f"{'classes (integers)' if data.classes is not None else 'vectors (floating point)'}")
     return loss
 
 

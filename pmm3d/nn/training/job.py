@@ -54,20 +54,16 @@ def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
     """A job that Slurm started again and that was stopped before a step would be started again for ever."""
     with run.grid.together("training", always=True):
         if not finished and not run.passes.steps and job_restarts():
-            raise Pmm3dError(
-                f"this start of the job (restart {job_restarts()}) was asked to end before its first step: the time "
-                "limit leaves no time to train between starting and the signal. Raise it, or have the signal later "
-                "(sbatch --signal). Nothing is lost"
-            )
+            raise Pmm3dError(f"this start of the job (restart {job_restarts()}) was asked to end before its first "
+                             "step: the time limit leaves no time to train between starting and the signal. Raise it, "
+                             "or have the signal later (sbatch --signal). Nothing is lost")
 
 
 def _refuse_if_requeued(run: Trainer) -> None:
     """A job that Slurm started again is to go on: beginning anew each time would never end."""
     with run.grid.together("training", always=True):
         if job_restarts() and run.checkpoints is not None:
-            raise CheckpointError(
-                f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
-                f"{run.checkpoints.folder}: the start before ended before it wrote one, or training.folder is another. "
-                "Submit a new job to begin from the start; for checkpoints more often, lower "
-                "training.checkpoint_every"
-            )
+            raise CheckpointError(f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
+                                  f"{run.checkpoints.folder}: the start before ended before it wrote one, or "
+                                  "training.folder is another. Submit a new job to begin from the start; for "
+                                  "checkpoints more often, lower training.checkpoint_every")

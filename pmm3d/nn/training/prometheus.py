@@ -41,10 +41,8 @@ class Textfile:
         try:
             self.write({})
         except OSError as error:
-            raise Pmm3dError(
-                f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in a folder "
-                "that is there and that this user may write to"
-            ) from None
+            raise Pmm3dError(f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in "
+                             "a folder that is there and that this user may write to") from None
 
     def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         """Set the gauges that are named, and write all that were ever set."""
