@@ -174,7 +174,6 @@ class Engine:
 
 
 def _mpi_error(record: Record, error: MPI.Exception) -> Pmm3dError:
-    return Pmm3dError(
-        f"{record}: MPI says {error.Get_error_string()}. If its members call different operations or pass other sizes "
-        "on this axis, PMM3D_DEBUG=1 names the first call that differs; otherwise a member may have died"
-    )
+    return Pmm3dError(f"{record}: MPI says {error.Get_error_string()}. If its members call different operations or "
+                      "pass other sizes on this axis, PMM3D_DEBUG=1 names the first call that differs; otherwise a "
+                      "member may have died")

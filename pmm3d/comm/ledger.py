@@ -169,7 +169,5 @@ class Ledger:
         return self.entries.setdefault(key, Entry())
 
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict[str, Any]) -> None:
-        self._events.append(
-            {"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
-             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6}
-        )
+        self._events.append({"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
+                             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})

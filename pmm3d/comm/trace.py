@@ -9,9 +9,7 @@ from typing import Any
 
 def write_chrome_trace(path: str | os.PathLike[str], ranks_events: list[list[dict[str, Any]]]) -> None:
     """One file from the events of all ranks: a process per rank, a track per axis, one for computing, one for waits."""
-    names = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in range(len(ranks_events))
-    ]
+    names = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+             for rank in range(len(ranks_events))]
     with open(path, "w") as file:
         json.dump({"traceEvents": names + [event for events in ranks_events for event in events]}, file)

@@ -119,7 +119,5 @@ class Link:
         return host.__array_interface__["data"][0], nbytes
 
     def _post(self, call: Callable[..., MPI.Request], peer: int, address: int, nbytes: int) -> list[MPI.Request]:
-        return [
-            call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
-            for offset, length in chunks(nbytes)
-        ]
+        return [call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
+                for offset, length in chunks(nbytes)]

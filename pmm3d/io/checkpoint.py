@@ -31,7 +31,7 @@ class Checkpoints:
     says which. Its checkpoint.h5 shows each matrix whole to any HDF5 reader; the folder can be moved.
 
     It is written under another name, brought to the disk, and renamed once all ranks have written theirs: a crash at
-    any moment leaves the checkpoints before it, and the next save removes the rest. One job at a time saves into a folder.
+    any moment leaves those before it, and the next save removes the rest. One job at a time saves into a folder.
 
     grid      the matrices may live on it or on other grids over the same processes, in any layout, in any library
     keep      at least 1

@@ -128,10 +128,7 @@ def batch_layout(cols: str | None = "y") -> Layout:
 
 @lru_cache(maxsize=1024)
 def _reduced(layout: Layout, grid: GridShape) -> Layout:
-    return Layout(
-        tuple(axis for axis in layout.rows if getattr(grid, axis) > 1),
-        tuple(axis for axis in layout.cols if getattr(grid, axis) > 1),
-    )
+    return Layout(*(tuple(axis for axis in axes if getattr(grid, axis) > 1) for axes in (layout.rows, layout.cols)))
 
 
 def _range(size: int, axes: tuple[str, ...], grid: GridShape, coords: Coords) -> tuple[int, int]:

@@ -95,12 +95,8 @@ def cuts(size: int, axes: tuple[str, ...], grid: GridShape) -> list[tuple[int, d
     parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {})]
     for axis in axes:
         count = getattr(grid, axis)
-        parts = [
-            (start + low, start + high, {**owner, axis: index})
-            for start, stop, owner in parts
-            for index in range(count)
-            for low, high in [part_range(stop - start, count, index)]
-        ]
+        parts = [(start + low, start + high, {**owner, axis: index}) for start, stop, owner in parts
+                 for index in range(count) for low, high in [part_range(stop - start, count, index)]]
     return [(start, owner) for start, _, owner in parts]
 
 
@@ -127,9 +123,5 @@ def outgoing(source: Placement | Whole, target: Placement | Whole, rank: int) ->
     held = source.box(rank)
     if not held.size:
         return []
-    return [
-        (reader, piece)
-        for owner, piece in target.parts(held)
-        for reader in target.replicas(owner)
-        if source.holder(rank, reader) == rank
-    ]
+    return [(reader, piece) for owner, piece in target.parts(held) for reader in target.replicas(owner)
+            if source.holder(rank, reader) == rank]

@@ -98,15 +98,12 @@ def _seconds(text: str) -> float:
 class Settings:
     """What the environment asks for; read once, when a Grid is made."""
 
-    timeout: float = _variable(
-        "PMM3D_TIMEOUT", 600.0, _seconds, "a number: seconds after which a collective that hangs ends the job; 0: never"
-    )
-    debug: bool = _variable(
-        "PMM3D_DEBUG", False, _switch, "0 or 1: compare the ranks' calls before each collective; look for deadlocks"
-    )
+    timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
+                               "a number: seconds after which a collective that hangs ends the job; 0: never")
+    debug: bool = _variable("PMM3D_DEBUG", False, _switch,
+                            "0 or 1: compare the ranks' calls before each collective; look for deadlocks")
     log: bool = _variable("PMM3D_LOG", False, _switch, "0 or 1: log each collective of each rank to stderr")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
-    device_transport: str = _variable(
-        "PMM3D_DEVICE_TRANSPORT", "auto", str, "auto, direct or staged: how device memory reaches MPI"
-    )
+    device_transport: str = _variable("PMM3D_DEVICE_TRANSPORT", "auto", str,
+                                      "auto, direct or staged: how device memory reaches MPI")

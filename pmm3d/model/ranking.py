@@ -30,11 +30,7 @@ def volumes(product: Product, grid: GridShape, dtype: str) -> dict[str, float]:
         {'x': 4096.0, 'y': 4096.0, 'z': 4096.0}
     """
     m, n, k = product
-    blocks = {
-        "x": m * k / (grid.z * grid.y),
-        "y": m * n / (grid.z * grid.x),
-        "z": k * n / (grid.y * grid.x),
-    }
+    blocks = {"x": m * k / (grid.z * grid.y), "y": m * n / (grid.z * grid.x), "z": k * n / (grid.y * grid.x)}
     size = itemsize(dtype)
     return {axis: size * block * (getattr(grid, axis) - 1) / getattr(grid, axis) for axis, block in blocks.items()}
 

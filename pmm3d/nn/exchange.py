@@ -69,10 +69,8 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> No
         run = next((folder for folder in (checkpoint / "checkpoints", checkpoint) if folder.is_dir()), checkpoint)
         keeper = Checkpoints(grid, run)
         path = keeper.latest() or checkpoint
-        matrices = {
-            name: DistMatrix.empty(grid, shape, dtype=dtype, layout=Layout("z"))
-            for name, (shape, dtype) in keeper.contents(path).items()
-        }
+        matrices = {name: DistMatrix.empty(grid, shape, dtype=dtype, layout=Layout("z"))
+                    for name, (shape, dtype) in keeper.contents(path).items()}
         keeper.load(path, matrices)
         weights = {torch_name(name): matrix for name, matrix in matrices.items() if not name.startswith("optimizer/")}
         vectors = {name for name, matrix in weights.items() if not name.endswith("weight") or matrix.shape[0] == 1}
