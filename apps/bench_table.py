@@ -1,40 +1,46 @@
 """The table of docs/benchmarks.md: four shapes, 2 and 8 ranks, float64 and float32, each beside the best peer.
 
-    make bench                      (or: python apps/bench_table.py --passes 2)
+    make bench                                                    (or: python apps/bench_table.py --passes 2)
+    python apps/bench_table.py --beside ../before/.venv/bin/python    this version and another one, in turns
 
 Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products; with several passes the
 better one counts, as for the peers, of those whose single-core GEMM came within 5% of the best of its kind: in the
 others something else was running. ratio = achieved / (cores x the GEMM of the same proportions on one core, of the
-same BLAS, in the same run).
+same BLAS, in the same run). With --beside a second table follows: time of one product here / its time with the pmm3d
+of that Python, the median over the passes.
 """
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from itertools import product
 from pathlib import Path
+from statistics import median
 
-from measuring import markdown, on_ranks
+from measuring import markdown, output_of
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))
+HEADING = ["m, n, k", *(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS)]
 GOALS = ((0.95, 0.93, 0.90, 0.88), (0.88, 0.82, 0.82, 0.80), (0.96, 0.95, 0.93, 0.93), (0.98, 0.93, 0.96, 0.92))
 PEERS = ((0.90, 0.86, 0.87, 0.84), (0.82, 0.74, 0.79, 0.77), (0.94, 0.93, 0.92, 0.92), (0.97, 0.90, 0.95, 0.90))
 
 
-def measure(shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
-    """The JSON of one run of `pmm3d bench`."""
+def measure(python: str, shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
+    """The JSON of one run of `pmm3d bench` with the pmm3d of that Python."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         sizes = [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
-        on_ranks(ranks, ["-m", "pmm3d", "bench", *sizes, "--dtype", dtype, "--repeat", "9", "--json", str(path)])
+        output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *sizes, "--dtype", dtype,
+                   "--repeat", "9", "--json", str(path)], os.environ)
         return json.loads(path.read_text())
 
 
 def table(results: dict) -> str:
     """Ratio, grid, goal and best peer of each cell."""
-    rows = [["m, n, k", *(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS)]]
+    rows = [HEADING]
     for shape, goals, peers in zip(SHAPES, GOALS, PEERS):
         cells = [", ".join(map(str, shape))]
         for key, goal, peer in zip(COLUMNS, goals, peers):
@@ -48,19 +54,35 @@ def table(results: dict) -> str:
     return markdown(rows)
 
 
+def ratios(results: dict, beside: dict) -> str:
+    """Time here / time there of each cell."""
+    rows = [HEADING]
+    for shape in SHAPES:
+        pairs = [zip(results[shape, key], beside[shape, key]) for key in COLUMNS]
+        found = [median(median(here["seconds"]) / median(there["seconds"]) for here, there in cell) for cell in pairs]
+        rows.append([", ".join(map(str, shape)), *(f"{ratio:.3f}" for ratio in found)])
+    return markdown(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=2, help="runs of each cell; the better one counts (2)")
+    parser.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
     options = parser.parse_args()
-    results: dict = {cell: [] for cell in product(SHAPES, COLUMNS)}
-    for turn, (shape, (ranks, dtype)) in product(range(options.passes), results):
-        result = measure(shape, ranks, dtype)
-        results[shape, (ranks, dtype)].append(result)
-        print(f"pass {turn + 1}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, "
-              f"verified {result['verified']}, computing {1e3 * result['computed_seconds']:.1f} ms, "
-              f"waiting {1e3 * result['waited_seconds']:.1f} ms, core {result['core_gflops']:.1f} "
-              f"(2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s", file=sys.stderr, flush=True)
-    print(table(results))
+    pythons = [sys.executable, *([options.beside] if options.beside else [])]
+    results: dict = {python: {cell: [] for cell in product(SHAPES, COLUMNS)} for python in pythons}
+    for turn, (shape, (ranks, dtype)), python in product(range(options.passes), product(SHAPES, COLUMNS), pythons):
+        result = measure(python, shape, ranks, dtype)
+        results[python][shape, (ranks, dtype)].append(result)
+        where = f"pass {turn + 1}" + ("" if python == sys.executable else ", beside")
+        print(f"{where}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, verified "
+              f"{result['verified']}, median {1e3 * median(result['seconds']):.2f} ms, computing "
+              f"{1e3 * result['computed_seconds']:.1f} ms, waiting {1e3 * result['waited_seconds']:.1f} ms, core "
+              f"{result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
+              file=sys.stderr, flush=True)
+    print(table(results[sys.executable]))
+    if options.beside:
+        print("\n" + ratios(results[sys.executable], results[options.beside]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ CPU time of the whole product is taken without a profiler. The waits, in which M
 ranks have the core, and the GEMM are timed in further runs; what remains, posting of messages included, is pmm3d's.
 """
 
+import gc
 import time
 import timeit
 from statistics import median
@@ -21,8 +22,9 @@ SIZE, REPEAT = 64, 200
 
 
 def cpu_of_product(comm, a, b, c) -> list[float]:
-    """Seconds of each of the products, before which all ranks meet."""
-    return timeit.repeat(lambda: matmul(a, b, out=c), comm.Barrier, time.thread_time, REPEAT, number=1)
+    """Seconds of each of the products, before which all ranks meet; garbage is collected as in a program."""
+    setup = lambda: (gc.enable(), comm.Barrier())
+    return timeit.repeat(lambda: matmul(a, b, out=c), setup, time.thread_time, REPEAT, number=1)
 
 
 def cpu_inside(owner, name: str, comm, a, b, c) -> float:
