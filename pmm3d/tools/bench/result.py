@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 PRODUCT = ("m", "n", "k", "dtype", "array", "transpose")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What to measure. transpose: which operands are stored transposed, "nn", "tn", "nt" or "tt" as in BLAS."""
 
     m: int
@@ -35,8 +33,7 @@ class Case:
         return flop(*self.product, self.dtype)
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """How the product lies on the ranks. blocks: of the first one; steps: panels along k; panels: strips of C."""
 
     ranks: int
@@ -47,8 +44,7 @@ class Partition:
     panels: int
 
 
-@dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
     of the medians before and after; ratio: of gflops to the cores' rate. Phases: seconds of one product as the mean
     over the ranks, "waited_max" of the worst one."""
@@ -69,8 +65,7 @@ class Speed:
         return median(self.seconds)
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one product by axis, of the rank that has most; the model's of what is sent; the least that any
     algorithm receives."""
 
@@ -84,8 +79,7 @@ class Traffic:
         return sum(self.bytes_received.values())
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes of the fullest rank: of the plan (matrices and work arrays; the latter alone), resident at the peak, and by
     how much the resident memory grew while measuring."""
 
@@ -95,16 +89,14 @@ class Memory:
     resident_growth: int
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """Whether the product was right, and how that was found out."""
 
     verified: bool
     verification: str
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """Where it ran. advice: what to do about a BLAS kernel below the CPU's best, if anything."""
 
     mpi: str
@@ -118,8 +110,7 @@ class Environment:
     advice: str | None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """One case on one grid."""
 
     case: Case
@@ -136,11 +127,9 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """The fields of all records side by side, those of the environment under that name."""
-        records = (self.partition, self.speed, self.traffic, self.memory, self.check)
-        flat = {name: getattr(self.case, name) for name in PRODUCT}
-        for record in records:
-            flat |= asdict(record)
-        return flat | {"environment": asdict(self.environment)}
+        return ({name: getattr(self.case, name) for name in PRODUCT} | self.partition._asdict() | self.speed._asdict()
+                | self.traffic._asdict() | self.memory._asdict() | self.check._asdict()
+                | {"environment": self.environment._asdict()})
 
 
 def flop(m: int, n: int, k: int, dtype: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
 from .result import Result
@@ -45,11 +45,8 @@ def _environment(result: Result) -> Table:
     hosts = [f"{host} ({ranks} ranks on {cores} cores)"
              for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)]
     return _rows("[bold]Environment[/]", {
-        "hosts": names_in_words(hosts, MOST_HOSTS),
-        "CPU": found.cpu,
-        "BLAS": f"{found.blas}, kernel {found.kernel}, {found.threads} thread(s) a rank",
-        "MPI": found.mpi,
-    })
+        "hosts": names_in_words(hosts, MOST_HOSTS), "CPU": found.cpu,
+        "BLAS": f"{found.blas}, kernel {found.kernel}, {found.threads} thread(s) a rank", "MPI": found.mpi})
 
 
 def _product(result: Result) -> Table:
@@ -79,8 +76,7 @@ def _phases(result: Result) -> Table:
                      "waiting, worst rank")
     for name, phase in result.speed.phases.items():
         table.add_row(name, *_milliseconds(phase["computed"], phase["waited"], phase["waited_max"]))
-    whole = result.speed.computed_seconds, result.speed.waited_seconds
-    table.add_row("all", *_milliseconds(*whole), "", style="bold")
+    table.add_row("all", *_milliseconds(result.speed.computed_seconds, result.speed.waited_seconds), style="bold")
     return table
 
 
@@ -101,20 +97,15 @@ def _bound(result: Result) -> str:
 
 
 def _rows(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    table = Table(Column(style="dim"), Column(overflow="fold"), title=title, title_justify="left", show_header=False,
+                  box=None, pad_edge=False)
     for name, text in rows.items():
         table.add_row(name, text)
     return table
 
 
 def _columns(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for column in others:
-        table.add_column(column, justify="right")
-    return table
+    return Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
 
 
 def _milliseconds(*seconds: float) -> Iterable[str]:

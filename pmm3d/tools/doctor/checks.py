@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm.words import ranks_in_words
 from . import devices, files, network, nodes, software
@@ -23,13 +22,11 @@ END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a dr
                   "have died: look at these nodes with the site's help, or leave them out (srun --exclude=NODE)")
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One examination.
 
     gather(session)                this rank's facts; may talk to other ranks, each time with a limit
-    judge(finding, facts, hosts)   fills in the finding from the facts of all ranks, in rank order; on rank 0, without
-                                   MPI
+    judge(finding, facts, hosts)   fills in the finding from all ranks' facts, in rank order; on rank 0, without MPI
     seconds                        that rank 0 gives the others after it is done itself
     remedy                         if it cannot be made
     alone                          what is found where there is one rank, if the check is of what is between ranks

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from ...model.environment import task_rank, tasks_in_environment
 from . import guard
 from .finding import Diagnosis, Finding
 
@@ -54,19 +55,12 @@ def doctor_command(
     from mpi4py import MPI
 
     guard.mpi_started(lifeline)
-    if MPI.COMM_WORLD.size == 1 and _is_another_task():
-        return
+    tasks, _ = tasks_in_environment(os.environ) or (1, "")
+    if MPI.COMM_WORLD.size == 1 and tasks > 1 and task_rank(os.environ) > 0:
+        return  # where each task is a world of its own, the first one speaks
     diagnosis = _examine(grid, folder, json, timeout)
     faulthandler.cancel_dump_traceback_later()
     raise typer.Exit(diagnosis.verdict.exit_code)
-
-
-def _is_another_task() -> bool:
-    """Whether this is not the first task of its launcher. Where each task is a world of its own, that one speaks."""
-    from ...model.environment import task_rank, tasks_in_environment
-
-    tasks, _ = tasks_in_environment(os.environ) or (1, "")
-    return tasks > 1 and task_rank(os.environ) > 0
 
 
 def _examine(grid: str, folder: Path, json: Path | None, timeout: float) -> Diagnosis:

@@ -51,10 +51,9 @@ class Devices(NamedTuple):
 def gather(session: Session) -> Devices:
     visible = visible_devices()
     installed = tuple(name for name in LIBRARIES if find_spec(name))
-    tried = {}
-    if visible and installed and session.is_first_here:
-        with ThreadPoolExecutor() as pool:
-            tried = dict(zip(installed, pool.map(try_library, installed)))
+    wanted = installed if visible and session.is_first_here else ()
+    with ThreadPoolExecutor() as pool:
+        tried = dict(zip(wanted, pool.map(try_library, wanted)))
     bound = next((f"{name}={os.environ[name]}" for name in BINDING if name in os.environ), "")
     return Devices(visible, len(glob.glob("/dev/nvidia[0-9]*")), bound, os.path.exists("/dev/kfd"), installed, tried)
 
@@ -84,7 +83,6 @@ def try_library(name: str) -> Trial:
 
 def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
     first = facts[0]
-    tried = next((fact.tried for fact in facts if fact.tried), {})
     finding.figures = {"devices_per_rank": [len(fact.visible) for fact in facts], "installed": first.installed}
     blind = [rank for rank, fact in enumerate(facts) if not fact.visible]
     if len(blind) == len(facts):
@@ -97,10 +95,10 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
     for host, ranks in ranks_by(hosts).items():
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     _judge_libraries(finding, facts, hosts)
-    usable = {name: trial.text for name, trial in tried.items()}
+    tried = next((fact.tried for fact in facts if fact.tried), {})
     direct = {name: trial.direct for name, trial in tried.items() if trial.direct is not None}
-    finding.figures |= {"usable": usable, "direct": direct}
-    loaded = ", ".join(f"{name} {usable[name]}" for name in direct)
+    finding.figures |= {"usable": {name: trial.text for name, trial in tried.items()}, "direct": direct}
+    loaded = ", ".join(f"{name} {tried[name].text}" for name in direct)
     pointers = ", ".join(f"MPI {'takes' if yes else 'does not take'} {name}'s pointers" for name, yes in direct.items())
     parts = [f"{len(first.visible)} on rank 0 of {first.of_host or len(first.visible)} on its host", loaded, pointers]
     finding.found = "; ".join(filter(None, parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -83,12 +84,9 @@ class Diagnosis:
         return max((finding.verdict for finding in self.findings), default=Verdict.OK)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict.word, "exit_code": self.verdict.exit_code, "seconds": self.seconds,
-            "ranks": len(self.hosts),
-            "ranks_per_host": {host: len(ranks) for host, ranks in ranks_by(self.hosts).items()},
-            "checks": [finding.as_json() for finding in self.findings],
-        }
+        return {"verdict": self.verdict.word, "exit_code": self.verdict.exit_code, "seconds": self.seconds,
+                "ranks": len(self.hosts), "ranks_per_host": dict(Counter(self.hosts)),
+                "checks": [finding.as_json() for finding in self.findings]}
 
 
 def counted(number: int, noun: str) -> str:

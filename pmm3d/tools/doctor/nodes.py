@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +32,7 @@ LEAST_MEMORY = 2**30
 
 
 def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
-    placed = ranks_by(hosts)
-    counts = {host: len(ranks) for host, ranks in placed.items()}
+    placed, counts = ranks_by(hosts), Counter(hosts)
     low, high = min(counts.values()), max(counts.values())
     if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in placed.values()):
         finding.warn("neighbouring ranks are on different hosts, so the x axis, which talks most, crosses the network",
@@ -43,7 +43,7 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
                      "srun --ntasks-per-node=N; mpiexec -ppn N or --map-by ppr:N:node")
     each = names_in_words((f"{host} ({count})" for host, count in counts.items()), MOST_HOSTS)
     finding.found = f"{counted(len(hosts), 'rank')} on {counted(len(placed), 'host')}: {each}"
-    finding.figures = {"ranks_per_host": counts}
+    finding.figures = {"ranks_per_host": dict(counts)}
 
 
 class Node(NamedTuple):

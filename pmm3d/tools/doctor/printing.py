@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .finding import Diagnosis, Verdict
 
@@ -18,10 +18,8 @@ COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow",
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """A row for each check; below it, what is wrong and what to do."""
     console = Console(file=sys.stdout, highlight=False, height=LINES)
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    table = Table(Column(no_wrap=True), Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False,
+                  box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in diagnosis.findings:
         table.add_row(_coloured(finding.verdict, finding.verdict.word), finding.check, escape(finding.found))
         several = len({problem.verdict for problem in finding.problems}) > 1

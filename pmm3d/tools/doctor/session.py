@@ -80,8 +80,8 @@ class Session:
             elapsed = time.perf_counter() - begun
             if elapsed > seconds:
                 self._stranded.append(request)
-                raise NoAnswer(f"rank {self.rank} on {self.hosts[self.rank]} waited {seconds:g} s for another "
-                                    "rank in vain")
+                here = f"rank {self.rank} on {self.hosts[self.rank]}"
+                raise NoAnswer(f"{here} waited {seconds:g} s for another rank in vain")
             if doze:
                 time.sleep(DOZE_SECONDS)
             elif elapsed > SPIN_SECONDS:
