@@ -94,7 +94,7 @@ def trace(training: Training, path: str) -> None:
     for _ in range(2):
         grid.ledger.reset()
         training.step("+ buckets")
-    events = grid.ledger.chrome_events()
+    events = grid.ledger.events
     spans = lambda chosen: [(event["ts"], event["ts"] + event["dur"]) for event in events if chosen(event)]
     flights, gemms = spans(lambda event: event["tid"].startswith("axis")), spans(lambda event: event["name"] == "gemm")
     under = sum(max(0.0, min(end, stop) - max(start, begun)) for start, end in flights for begun, stop in gemms)

@@ -98,10 +98,8 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
     if max(m, n, k, lda, ldb, ldc) > LARGEST:
         raise ValueError(f"local GEMM {m} x {n} x {k} (leading dimensions {lda}, {ldb}, {ldc}) exceeds 2^31 - 1")
     name, real, parts = _ROUTINES[dtype]
-    _routine(name)(
-        a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha), a_address, _integer(lda),
-        b_address, _integer(ldb), _scalar(real, parts, beta), c_address, _integer(ldc),
-    )
+    _routine(name)(a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha), a_address,
+                   _integer(lda), b_address, _integer(ldb), _scalar(real, parts, beta), c_address, _integer(ldc))
 
 
 def _transposed(matrix: Matrix) -> Matrix:

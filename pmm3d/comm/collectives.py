@@ -203,10 +203,9 @@ def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: 
 def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> None:
     """The counts must be those of the rows here: all of them, or, with own, those of this rank's part."""
     if len(counts) != link.size or (counts[link.rank] if own else sum(counts)) != rows or min(counts) < 0:
-        raise LayoutError(
-            f"{link.record}: counts {list(counts)} for {link.size} ranks do not fit the array, which has {rows} rows"
-            + (f" on rank {link.rank} of the axis" if own else " in all")
-        )
+        where = f"on rank {link.rank} of the axis" if own else "in all"
+        raise LayoutError(f"{link.record}: counts {list(counts)} for {link.size} ranks do not fit the array, which has "
+                          f"{rows} rows {where}")
 
 
 def _landing(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,

@@ -187,7 +187,7 @@ class Grid:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset; collective, rank 0 writes."""
         from .trace import write_chrome_trace
 
-        events = self.comm.gather(self.ledger.chrome_events())
+        events = self.comm.gather(self.ledger.events)
         with self.together("write_trace", str(path)):
             if events is not None:
                 write_chrome_trace(path, events)

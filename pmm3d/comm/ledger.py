@@ -71,9 +71,10 @@ class Ledger:
 
     rank      of this process in the grid's communicator
     log       whether each collective is logged when it ends (logger pmm3d.comm)
-    trace     whether each collective and each GEMM is kept for `chrome_events`
+    trace     whether each collective and each GEMM is kept in `events`
     memory    name -> bytes on this rank, of what is worth knowing (arrays of networks, what recomputing saves)
     predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
+    events    what was kept, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
     """
 
     rank: int = 0
@@ -82,8 +83,8 @@ class Ledger:
     entries: dict[Key, Entry] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, int] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
     _phase: str = ""
-    _events: list[dict[str, Any]] = field(default_factory=list)
     _origin: float = field(default_factory=time.perf_counter)
 
     def predict(self, what: str, nbytes: int) -> None:
@@ -159,15 +160,11 @@ class Ledger:
 
     def reset(self) -> None:
         self.entries.clear()
-        self._events.clear()
-
-    def chrome_events(self) -> list[dict[str, Any]]:
-        """The kept events of this rank in Chrome's trace format (chrome://tracing, ui.perfetto.dev)."""
-        return self._events
+        self.events.clear()
 
     def _entry(self, key: Key) -> Entry:
         return self.entries.setdefault(key, Entry())
 
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict[str, Any]) -> None:
-        self._events.append({"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
+        self.events.append({"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
                              "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})

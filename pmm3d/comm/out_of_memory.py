@@ -18,12 +18,11 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     held = f"This process holds {in_bytes(resident_memory())}, {in_bytes(workspace.allocated)} of it in work arrays"
     free = f"the node has {in_bytes(available_memory())} left"
     predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
-    found = OutOfMemoryError(
-        f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; {free}. "
-        f"Predicted for a rank: {predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
-        "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit and the batch system "
-        "(--mem) may set limits too"
-    )
+    found = OutOfMemoryError(f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
+                             f"{free}. Predicted for a rank: "
+                             f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
+                             "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
+                             "and the batch system (--mem) may set limits too")
     found.__cause__ = error
     return found
 

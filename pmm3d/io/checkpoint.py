@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..comm import Grid
+from ..comm.words import names_in_words
 from ..errors import CheckpointError
 from . import shards as on_disk
 from .disk import checksums, file_errors, sync, verify
-from .matrices import Matrices, check_matrices, differences, first_few
+from .matrices import Matrices, check_matrices, differences
 
 logger = logging.getLogger("pmm3d.io")
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -181,7 +182,7 @@ class Checkpoints:
             return path, meta
         with self.grid.together("load_latest", always=True):
             if failed:
-                raise CheckpointError(f"no checkpoint in {self.folder} can be read. " + first_few(failed))
+                raise CheckpointError(f"no checkpoint in {self.folder} can be read. " + names_in_words(failed))
         return None
 
     def _read(self, path: Path) -> tuple[on_disk.Manifest, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
 from ..comm import Grid
+from ..comm.words import names_in_words
 from ..errors import CheckpointError
 from ..product import DistMatrix
 
@@ -70,11 +71,4 @@ def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:
         "It differs in": [f"{name!r} ({there[name]} there, {here[name]} here)"
                           for name in sorted(here.keys() & there.keys()) if here[name] != there[name]],
     }
-    return ". ".join(f"{what} {first_few(names)}" for what, names in lists.items() if names)
-
-
-def first_few(texts: Iterable[str], limit: int = 4) -> str:
-    """The first few, and how many more."""
-    texts = list(texts)
-    more = f" (and {len(texts) - limit} more)" if len(texts) > limit else ""
-    return ", ".join(texts[:limit]) + more
+    return ". ".join(f"{what} {names_in_words(names)}" for what, names in lists.items() if names)

@@ -11,11 +11,12 @@ from typing import Any
 
 from ..arrays import Array, library_of
 from ..comm import Grid
+from ..comm.words import names_in_words
 from ..errors import CheckpointError, needs
 from ..layout import AXES, Layout, itemsize
 from ..product import DistMatrix
 from .disk import file_errors, sync
-from .matrices import Matrices, check_matrices, differences, first_few, row_slices, stored_rows
+from .matrices import Matrices, check_matrices, differences, row_slices, stored_rows
 
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
 
@@ -68,7 +69,7 @@ def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[M
     """The matrices, or their transposes, and the shapes of the tensors."""
     if unknown := sorted({*transpose, *vectors} - matrices.keys()):
         raise CheckpointError("transpose and vectors name what is not among the matrices: "
-                              f"{first_few(map(repr, unknown))}")
+                              f"{names_in_words(map(repr, unknown))}")
     for name in vectors:
         if 1 not in matrices[name].shape:
             raise CheckpointError(f"{name!r} is {matrices[name].shape}; a vector has one row or one column")

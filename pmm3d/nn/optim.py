@@ -82,11 +82,9 @@ class Optimizer:
 
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"."""
-        return {
-            f"optimizer/{parameter.name}/{name}": DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
-            for parameter in self.parameters
-            for name, array in zip(self.state_names, self._states(parameter))
-        }
+        return {f"optimizer/{parameter.name}/{name}":
+                DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
+                for parameter in self.parameters for name, array in zip(self.state_names, self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""

@@ -76,8 +76,8 @@ def test_only_a_traced_ledger_keeps_events(tmp_path):
         ledger.waited(run(ledger, "x", "shift", 7, 8, "phase"), 0)
         with ledger.computing("gemm"):
             pass
-    assert silent.chrome_events() == []
-    write_chrome_trace(tmp_path / "trace.json", [silent.chrome_events(), traced.chrome_events()])
+    assert silent.events == []
+    write_chrome_trace(tmp_path / "trace.json", [silent.events, traced.events])
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
     timed = {event["name"]: event for event in events if event["ph"] == "X"}

@@ -126,11 +126,9 @@ class RunRecord:
                 entries[tuple(key)] = figures
         model = self._model()
         moved = {} if model is None else model.training(self._run.passes)
-        return {
-            "seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-            "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run), "entries": entries,
-            "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()},
-        }
+        return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
+                "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run), "entries": entries,
+                "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()}}
 
     def _model(self) -> MLPVolume | None:
         run = self._run
@@ -148,12 +146,10 @@ class RunRecord:
         document.update({
             "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.epochs,
             "figures": run.figures, "passes": passes, "modelled": self._model() is not None,
-            "ranks": {
-                **columns,
-                "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
-                             for name in operations},
-                "waited": [_rounded(sum(entry[3] for entry in rank["entries"].values())) for rank in ranks],
-            },
+            "ranks": {**columns,
+                      "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
+                                   for name in operations},
+                      "waited": [_rounded(sum(entry[3] for entry in rank["entries"].values())) for rank in ranks]},
             "moved": [_moved(key, ranks) for key in keys],
             "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]},
                        "predicted": _predicted_memory(run)},
@@ -230,12 +226,9 @@ def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights = run.network.parameters()
     states = run.optimizer.matrices().values() if run.passes.steps else ()
-    return {
-        "weights": _nbytes(weights),
-        "gradients": _nbytes(weight for weight in weights if weight.gradient is not None),
-        "state": _nbytes(states),
-        "work": run.grid.workspace.allocated,
-    }
+    gradients = _nbytes(weight for weight in weights if weight.gradient is not None)
+    return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
+            "work": run.grid.workspace.allocated}
 
 
 def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:

@@ -278,11 +278,9 @@ class Trainer(Run):
         """Raise NonFiniteLossError that names what in the network went wrong first."""
         where = first_non_finite(self.network, x)
         with self.grid.together("training"):
-            raise NonFiniteLossError(
-                f"step {self.step + 1}: {what}. {where} The weights are those of step {self.step}"
-                + (f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else "")
-                + ". Try a smaller learning rate, a warm-up, or clipping"
-            )
+            kept = f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else ""
+            raise NonFiniteLossError(f"step {self.step + 1}: {what}. {where} The weights are those of step {self.step}"
+                                     f"{kept}. Try a smaller learning rate, a warm-up, or clipping")
 
 
 def first_non_finite(network: Module, x: DistMatrix) -> str:
