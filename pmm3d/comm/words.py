@@ -24,11 +24,7 @@ def in_bytes(nbytes: float) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:
-    """Consecutive numbers as [first, last].
-
-        >>> spans([0, 1, 2, 7])
-        [[0, 2], [7, 7]]
-    """
+    """Consecutive numbers as [first, last]: [[0, 2], [7, 7]] of 0, 1, 2, 7."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
@@ -52,10 +48,6 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def names_in_words(names: Iterable[str], most: int = 4) -> str:
-    """The first names, each once, and how many more there are.
-
-        >>> names_in_words(["n1", "n2", "n2", "n3"], 2)
-        'n1, n2 and 1 more'
-    """
+    """The first names, each once, and how many more there are: n1, n2 and 1 more."""
     listed = list(dict.fromkeys(names))
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

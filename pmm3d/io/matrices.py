@@ -69,6 +69,5 @@ def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:
         "It lacks": sorted(map(repr, here.keys() - there.keys())),
         "It also has": sorted(map(repr, there.keys() - here.keys())),
         "It differs in": [f"{name!r} ({there[name]} there, {here[name]} here)"
-                          for name in sorted(here.keys() & there.keys()) if here[name] != there[name]],
-    }
+                          for name in sorted(here.keys() & there.keys()) if here[name] != there[name]]}
     return ". ".join(f"{what} {names_in_words(names)}" for what, names in lists.items() if names)

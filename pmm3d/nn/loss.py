@@ -121,8 +121,7 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
             raise Pmm3dError(f"cross_entropy: row {box.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the "
                              f"network has {classes} outputs, so labels are 0 to {classes - 1}")
     own = np.flatnonzero((host >= box.c0) & (host < box.c1))
-    indices = host[own] - box.c0, own
-    columns, lines = (logits.library.from_numpy(index, "int64") for index in indices)
+    columns, lines = (logits.library.from_numpy(index, "int64") for index in (host[own] - box.c0, own))
     return columns, lines
 
 

@@ -48,8 +48,7 @@ class MLPMemory:
         gathers = self.grid.z > 1
         hidden = sum(activations[1:-1]) * KEPT[self.activation]
         return {
-            "weights": sum(weights),
-            "gradients": sum(weights),
+            "weights": sum(weights), "gradients": sum(weights),
             "state": self.states * sum(weights) // (self.grid.data if self.split_over_data else 1),
             "activations": self.input_sets * (activations[0] + activations[-1]) + hidden,
             "passing": 3 * max(activations),

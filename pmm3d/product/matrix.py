@@ -179,10 +179,9 @@ class DistMatrix(StoredMatrix):
                 raise GridError(f"gather: root {root} is not a rank of {self.grid.size}")
             whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))
             out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
+        gathering = lambda link: move(link, self.library, self.local, self.placement(), whole, out)
         with self.grid.ledger.phase("gather"):
-            self.grid.everyone.begin(
-                "gather", lambda link: move(link, self.library, self.local, self.placement(), whole, out)
-            ).wait()
+            self.grid.everyone.begin("gather", gathering).wait()
         return out if self.grid.rank in whole.ranks else None
 
 

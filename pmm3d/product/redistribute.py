@@ -49,7 +49,6 @@ def move_into(matrix: StoredMatrix, out: StoredMatrix) -> None:
     """Fill a matrix of the same shape, type and order, in whatever layout, on this grid or another. Collective."""
     source, target = matrix.placement(), out.placement()
     library, local, order = matrix.library, matrix.local, matrix.order
+    moving = lambda link: move(link, library, local, source, target, out.local, order)
     with matrix.grid.ledger.phase("redistribute"):
-        matrix.grid.everyone.begin(
-            "redistribute", lambda link: move(link, library, local, source, target, out.local, order)
-        ).wait()
+        matrix.grid.everyone.begin("redistribute", moving).wait()

@@ -121,8 +121,7 @@ def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | 
         checkpoints=Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         checkpoint_every=section.checkpoint_every, accumulate=section.accumulate, clip=config.optimizer.clip,
         log=RunLog(section.folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
-        settings=config.model_dump(mode="json"), signals=signals,
-    )
+        settings=config.model_dump(mode="json"), signals=signals)
 
 
 def _schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
