@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .layers import Module
 
-__all__ = ["export_checkpoint", "export_torch", "import_torch"]
+__all__ = ["export_torch", "import_torch"]
 
 StrPath = str | os.PathLike[str]
 
@@ -26,6 +26,10 @@ def export_torch(network: Module, path: StrPath) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
     Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
+
+        >>> import tempfile; from pmm3d import nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
+        ...     export_torch(nn.Linear(grid, 3, 2), file.name)
     """
     matrices, vectors = _torch_tensors(network)
     export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)

@@ -1,20 +1,10 @@
-"""What the room shows and what it loads: examples that run, and packages of extras that are missing."""
+"""What the room loads, and packages of extras that are missing."""
 
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
-MODULES = ["compute", "tensor", "parameter", "functional", "layers", "loss", "overlap", "optim", "exchange",
-           "training.config", "training.run_log", "training.trainer"]  # fmt: skip
-EXAMPLES = f"""
-import doctest, importlib
-for name in {MODULES}:
-    done = doctest.testmod(importlib.import_module("pmm3d.nn." + name))
-    assert done.attempted and not done.failed, name
-print("all right")
-"""
 USES = [
     ("pydantic", "import pmm3d.nn.training.config", "a configuration", "train"),
     ("rich", "RunLog(folder, 0).open(0, 1)", "the progress bar", "train"),
@@ -31,18 +21,6 @@ with tempfile.TemporaryDirectory() as folder:
     except MissingPackageError as error:
         print(error)
 """
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_examples_run(job, ranks):
-    done = job(ranks, EXAMPLES)
-    assert done.returncode == 0 and done.stdout.count("all right") == ranks, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("room", ["pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.exchange", "pmm3d.nn.training"])
-def test_every_name_of_the_room_has_an_example(room):
-    module = import_module(room)
-    assert not [name for name in module.__all__ if ">>>" not in getattr(module, name).__doc__]
 
 
 @pytest.mark.parametrize("package, use, what, extra", USES)

@@ -14,7 +14,8 @@ import pmm3d
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "tools")
-PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.training")
+PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.exchange",
+          "pmm3d.nn.training")
 
 
 def checker(*command):
