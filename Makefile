@@ -77,7 +77,7 @@ docs: setup ## the site with the reference, in site/; a broken link is an error
 	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html -d $(VENV)/doctrees docs site
 
 clean: ## remove what builds and tests leave; keeps the environments and runs/
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too

@@ -5,7 +5,7 @@
 Rows are shuffled, so that the held-out ones at the end are a fair sample; pixels are scaled to 0 to 1.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import h5py
@@ -25,4 +25,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/digits.h5")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", default="runs/digits.h5", help="to write (runs/digits.h5)")
+    main(parser.parse_args().file)

@@ -74,7 +74,7 @@ def table(sweeps: dict[str, list[Point]]) -> Table:
 
 
 def plot(sweeps: dict[str, list[Point]], path: Path) -> None:
-    """A panel for each sweep; 1 is the limit: the GEMM alone, on all cores."""
+    """A plot for each sweep; 1 is the limit: the GEMM alone, on all cores."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.8), layout="constrained")

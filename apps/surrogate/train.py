@@ -67,8 +67,8 @@ def attributes(path: Path) -> dict:
         return dict(file.attrs)
 
 
-def report(grid: Grid, options: argparse.Namespace, noted: dict, losses: list[tuple[float, float]],
-           predicted: np.ndarray, seconds_of_net: float) -> None:
+def show_results(grid: Grid, options: argparse.Namespace, noted: dict, losses: list[tuple[float, float]],
+                 predicted: np.ndarray, seconds_of_net: float) -> None:
     """What was learnt, beside what is known without a network, and the figure."""
     with h5py.File(options.data) as file:
         x, y = (file[name][-options.held_out :] for name in ("x", "y"))
@@ -88,7 +88,7 @@ def report(grid: Grid, options: argparse.Namespace, noted: dict, losses: list[tu
 
 
 def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
-    """All of it: checks, training, report."""
+    """All of it: checks, training, results."""
     known = data.samples - options.held_out
     with grid.together("train", vars(options)):
         noted = attributes(options.data)
@@ -104,9 +104,9 @@ def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
     begun = perf_counter()
     predicted = predict(net, held_out)
     seconds = (perf_counter() - begun) / options.held_out
-    with grid.together("report"):
+    with grid.together("results"):
         if grid.rank == 0:
-            report(grid, options, noted, losses, predicted, seconds)
+            show_results(grid, options, noted, losses, predicted, seconds)
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--grid", default="1x1x1", help="GxxGyxGz of one copy of the network (1x1x1)")
     parser.add_argument("--hidden", type=at_least(1), nargs="+", default=[256] * 4, help="hidden layers (4 of 256)")
     parser.add_argument("--epochs", type=at_least(1), default=100, help="passes over the samples (100)")
-    parser.add_argument("--batch", type=at_least(1), default=250, help="samples per step, over all ranks (250)")
+    parser.add_argument("--batch", type=at_least(1), default=250, help="rows of a batch, over all ranks (250)")
     parser.add_argument("--rate", type=float, default=4e-3, help="learning rate, after the warm-up (4e-3)")
     parser.add_argument("--held-out", type=at_least(1), default=2000, help="samples at the end, not learnt from (2000)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of initial weights and order of samples (0)")

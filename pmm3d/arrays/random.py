@@ -24,11 +24,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 def bits(index: np.ndarray, seed: int, stream: int = 0) -> np.ndarray:
-    """64 random bits for each index (uint64). Streams of one seed are independent.
-
-        >>> bits(np.arange(2, dtype=np.uint64), seed=1)
-        array([9639420846141804449, 5283499334869912440], dtype=uint64)
-    """
+    """64 random bits for each index (uint64). Streams of one seed are independent."""
     start = _mix(np.array([int(seed) % 2**64], np.uint64) ^ _mix(np.array([stream + 1], np.uint64) * GOLDEN))
     return _mix(start + (index + np.uint64(1)) * GOLDEN)
 

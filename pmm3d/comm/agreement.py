@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..errors import DisagreementError, Pmm3dError
-from .transport import Link, Steps
+from .transport import Collective, Link
 from .words import ranks_in_words
 
 
@@ -29,7 +29,7 @@ class Terms(NamedTuple):
 
 
 def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | None = None,
-          kind: type[Pmm3dError] = DisagreementError) -> Steps[np.ndarray | None]:
+          kind: type[Pmm3dError] = DisagreementError) -> Collective[np.ndarray | None]:
     """Generator: every rank raises the same error if their terms differ or one of them failed.
 
     what       the operation;   headline: how the message begins where terms differ, as an error of that kind
@@ -57,7 +57,7 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     raise _common_error(what, headline, everyones, link.record.members, kind)
 
 
-def exchanged(link: Link, mine: np.ndarray, length: int) -> Steps[np.ndarray]:
+def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarray]:
     """Generator: every rank's row of so many numbers. Not payload: its bytes are not in the ledger."""
     rows = np.empty((link.size, length), mine.dtype)
     rows[link.rank] = mine

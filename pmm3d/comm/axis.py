@@ -15,7 +15,7 @@ from .collectives import Counts
 from .engine import Engine, Pending
 from .hang import source_line
 from .ledger import Record
-from .transport import Link, Steps
+from .transport import Collective, Link
 
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
@@ -66,7 +66,7 @@ class Axis:
         """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
-    def _start(self, operation: Callable[..., Steps[Array]], array: Array, **options: Any) -> Pending:
+    def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         library = library_of(array)
         if array.ndim == 0:
             raise LayoutError(f"{operation.__name__}: an array without dims has no rows; use array.reshape(1)")
@@ -74,7 +74,7 @@ class Axis:
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call)
 
-    def begin(self, name: str, make_collective: Callable[[Link], Steps[Any]], call: str = "") -> Pending:
+    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
 
         call   what the members' calls must have in common, in words; the name if left out (compared with debug)

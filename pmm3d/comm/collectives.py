@@ -27,13 +27,13 @@ from ..errors import LayoutError
 from ..layout import offsets, part_sizes
 from ..model.volumes import all_reduce_counts
 from .agreement import Terms, agree, exchanged
-from .transport import Link, Steps
+from .transport import Collective, Link
 
 Counts = Sequence[int]
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
-               counts: Counts | None = None) -> Steps[Array]:
+               counts: Counts | None = None) -> Collective[Array]:
     """Every rank's part, one after the other, on every rank. Each rank receives |whole| - |part| bytes.
 
     `part` may be the place in `out` where it belongs. Returns `out`, or a new array.
@@ -46,7 +46,7 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     return out
 
 
-def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Steps[Array]:
+def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Collective[Array]:
     """`all_gather`, with nothing left to look at. The own part is copied while the others travel."""
     parts = _parts(out, counts)
     exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
@@ -61,7 +61,7 @@ def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, cou
 
 
 def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array | None = None,
-                   counts: Counts | None = None, beta: complex = 0) -> Steps[Array]:
+                   counts: Counts | None = None, beta: complex = 0) -> Collective[Array]:
     """out = beta out + the sum over the ranks of this rank's part of their arrays, in rank order.
 
     Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows.
@@ -79,7 +79,7 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
 
 
 def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts,
-                 beta: complex = 0) -> Steps[Array]:
+                 beta: complex = 0) -> Collective[Array]:
     """`reduce_scatter` of 2D arrays, with nothing left to look at."""
     parts = _parts(whole, counts)
     own, dtype = parts[link.rank], library.dtype(whole)
@@ -93,11 +93,11 @@ def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, co
 
 
 def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None,
-               agreed: bool = False) -> Steps[Array]:
+               agreed: bool = False) -> Collective[Array]:
     """The sum over the ranks of their arrays, in rank order, on every rank. `out` may be `array`.
 
     Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather); up to 64 KiB in all, every rank
-    receives the others' arrays and adds them itself: (G-1) |array| bytes in one step. Returns `out`, or a new array.
+    receives the others' arrays and adds them itself: (G-1) |array| bytes in one round. Returns `out`, or a new array.
     """
     if not agreed:
         yield from _agreed_rows(link, library, array, same_rows=True)
@@ -106,7 +106,7 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     return out
 
 
-def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array) -> Steps[Array]:
+def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array) -> Collective[Array]:
     """`all_reduce`, with nothing left to look at."""
     flat, flat_out = array.reshape(-1), out.reshape(-1)
     size, dtype = flat.shape[0], library.dtype(array)
@@ -123,7 +123,7 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array) -> S
 
 
 def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, counts: Counts | None = None,
-               received: Counts | None = None) -> Steps[Array]:
+               received: Counts | None = None) -> Collective[Array]:
     """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
 
     counts     rows for each rank; ceil or floor of rows / G if left out
@@ -149,7 +149,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
 
 
 def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Array | None = None,
-          agreed: bool = False) -> Steps[Array]:
+          agreed: bool = False) -> Collective[Array]:
     """Ring shift: rank r's array goes to rank r + by, each rank returns that of rank r - by; rows may differ.
 
     agreed   the caller knows that `out` has the shape of what arrives
@@ -180,7 +180,7 @@ def call_in_words(operation: Callable[..., Any], library: NumpyLibrary, array: A
     return f"{operation.__name__}({' x '.join(map(str, shape))} {library.dtype(array)}{words})"
 
 
-def compared(link: Link, collective: Steps[Any], call: str, line: str) -> Steps[Any]:
+def compared(link: Link, collective: Collective[Any], call: str, line: str) -> Collective[Any]:
     """The collective, once all members are known to make the same call; else DisagreementError on each."""
     record = link.record
     headline = f"call #{record.number} on axis {record.key.axis} is not the same on its ranks."
@@ -189,7 +189,7 @@ def compared(link: Link, collective: Steps[Any], call: str, line: str) -> Steps[
 
 
 def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: bool = False,
-                 said: str = "") -> Steps[list[int]]:
+                 said: str = "") -> Collective[list[int]]:
     """Generator: compare operation, trailing dims, dtype and what is `said`; returns every rank's rows."""
     kind = f"rows of {tuple(array.shape[1:])} {library.dtype(array)}"
     called = f"{link.record.key.operation}{said} of {f'{array.shape[0]} ' if same_rows else ''}{kind}"

@@ -30,7 +30,7 @@ def all_come(comm: MPI.Intracomm) -> bool:
 
 
 def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
-    """The block of a grid ends with an error: unless all ranks end theirs so, the job ends, with this traceback."""
+    """The `with` of a grid ends with an error: unless all ranks end theirs so, the job ends, with this traceback."""
     watch.ending = f"{type(error).__name__}: {error}"
     if comm.size > 1 and not (isinstance(error, (Exception, SystemExit)) and all_come(comm)):
         text = "".join(traceback.format_exception(error))

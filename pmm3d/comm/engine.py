@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from ..errors import Pmm3dError
 from .ledger import Ledger, Record
-from .transport import Steps, Transport
+from .transport import Collective, Transport
 from .watch import Watch
 
 YIELD_SECONDS = 5e-3
@@ -40,7 +40,7 @@ class Pending:
         (True, True)
     """
 
-    def __init__(self, engine: Engine, generator: Steps[Any], record: Record):
+    def __init__(self, engine: Engine, generator: Collective[Any], record: Record):
         self.record = record
         self.done = False
         self._engine = engine
@@ -99,7 +99,7 @@ class Engine:
         self._helper: threading.Thread | None = None
         self._closed = False
 
-    def start(self, generator: Steps[Any], record: Record) -> Pending:
+    def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
         pending = Pending(self, generator, record)
         self._watch.begun[record.key.axis] = record.number, record.name

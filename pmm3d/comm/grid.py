@@ -41,7 +41,7 @@ class Grid:
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
-    timeout    seconds after which a collective that does not end is reported and ends the job (PMM3D_TIMEOUT, 600;
+    timeout    seconds after which a collective that does not end is explained and ends the job (PMM3D_TIMEOUT, 600;
                0: never)
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;

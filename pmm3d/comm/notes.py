@@ -1,4 +1,4 @@
-"""Where warnings and notes of the library go: to the loggers pmm3d.comm, pmm3d.io, pmm3d.nn, ..., one for each room."""
+"""Where warnings and notes go: to the loggers pmm3d.comm, pmm3d.io and pmm3d.nn, named after the rooms."""
 
 from __future__ import annotations
 

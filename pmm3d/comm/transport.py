@@ -18,7 +18,7 @@ from ..layout import itemsize
 from .ledger import Record
 
 Result = TypeVar("Result")
-Steps = Generator[list[Any], None, Result]
+Collective = Generator[list[Any], None, Result]
 """A collective: yields lists of MPI requests, or of others under way (Pending); is resumed once they are complete."""
 LARGEST_MESSAGE = 2**30
 """Bytes: MPI counts in 32 bits, and half of that is a round number."""
@@ -81,7 +81,7 @@ class Link:
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> Steps[None]:
+                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         """Generator: post all messages, yield their requests; afterwards the received arrays are filled.
 
         sends, receives   (peer, array of `library`); both sides know the sizes, empty arrays send nothing

@@ -1,4 +1,4 @@
-"""The axes of a process grid: their names, sizes, and the place of each rank along them."""
+"""The axes of a process grid: their names, sizes, and the index of each rank along them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..layout import itemsize, part_sizes
 
 SMALL_BYTES = 2**16
-"""Up to so many bytes in all, every rank receives all arrays and adds them itself: one step in place of two, since
+"""Up to so many bytes in all, every rank receives all arrays and adds them itself: one round in place of two, since
 latency counts there."""
 
 

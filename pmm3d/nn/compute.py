@@ -10,7 +10,7 @@ from typing import Any
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, Pending
 from ..comm.collectives import gather_parts, sum_arrays
-from ..comm.transport import Link, Steps
+from ..comm.transport import Collective, Link
 from ..errors import needs
 from ..layout import Layout
 from ..product import DistMatrix
@@ -104,10 +104,11 @@ def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
         out[start : start + rows] = function(*(array[start : start + rows] for array in arrays))
 
 
-def begin_after(before: Sequence[Pending], axis: Axis, name: str, collective: Callable[[Link], Steps[Any]]) -> Pending:
+def begin_after(before: Sequence[Pending], axis: Axis, name: str,
+                collective: Callable[[Link], Collective[Any]]) -> Pending:
     """Start a collective along an axis, which begins once others are done."""
 
-    def steps(link: Link) -> Steps[Any]:
+    def steps(link: Link) -> Collective[Any]:
         if before:
             yield list(before)
         for pending in before:

@@ -12,7 +12,7 @@ from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..comm.collectives import reduce_parts, sum_arrays
-from ..comm.transport import Link, Steps
+from ..comm.transport import Collective, Link
 from ..errors import Pmm3dError
 from ..layout import itemsize, offsets
 from ..model.volumes import all_reduce_work
@@ -184,7 +184,7 @@ class Partials:
         self._sums[self._turn] = pending
 
 
-def reduced(link: Link, members: list[ParameterShard], split: bool) -> Steps[None]:
+def reduced(link: Link, members: list[ParameterShard], split: bool) -> Collective[None]:
     """Generator: the members' gradients summed in place, in one message a peer. split: along data, of each gradient
     only the part that this rank is to have."""
     flats, library = [member.gradient.reshape(-1) for member in members], members[0].library

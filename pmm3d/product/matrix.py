@@ -126,7 +126,7 @@ class DistMatrix(StoredMatrix):
     @classmethod
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
                library: Library = "numpy", distribution: str = "uniform") -> DistMatrix:
-        """The same matrix for the same seed on every grid; `pmm3d.random.fill` says which distributions there are."""
+        """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
         with grid.together("DistMatrix.random", shape, seed, str(dtype), layout, library, distribution):
             library = library_named(library)
             dtype = check_matrix_dtype(_name(dtype), library)

@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, sum_in_order
 from ..comm import Axis, Pending
 from ..comm.collectives import gather_parts, reduce_parts, sum_arrays
-from ..comm.transport import Link, Steps
+from ..comm.transport import Collective, Link
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
 from .stored import StoredMatrix
@@ -157,7 +157,7 @@ class ResultStrips:
                 return axis.begin("reduce_scatter",
                                   lambda link: reduce_parts(link, library, partial, out, counts, beta))
 
-            def all_reduce(link: Link) -> Steps[Any]:
+            def all_reduce(link: Link) -> Collective[Any]:
                 yield from sum_arrays(link, library, partial, partial)
                 sum_in_order(library, [partial], out, beta)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ..arrays import Array, NumpyLibrary
-from ..comm.transport import Link, Steps
+from ..comm.transport import Collective, Link
 from ..layout import Box, Placement, Whole, incoming, outgoing
 from .stored import StoredMatrix
 
 
 def move(link: Link, library: NumpyLibrary, local: Array, source: Placement | Whole, target: Placement | Whole,
-         out: Array, order: str = "C") -> Steps[Array]:
+         out: Array, order: str = "C") -> Collective[Array]:
     """Generator: fill `out` (this rank's shard in the target) from the ranks' shards in the source.
 
     order   "C" or "F": how all ranks hold both shards, so that pieces travel in that order

@@ -65,7 +65,7 @@ def exact_fits(m: int, n: int, k: int, dtype: str) -> bool:
 
 
 def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
-    """Multiply integer matrices in the places of A and B, and compare every element with numpy's product on one rank.
+    """Multiply integer matrices that lie as A and B do, and compare every element with numpy's product on one rank.
 
     Collective; same layouts, type and options as the product to be checked.
     """

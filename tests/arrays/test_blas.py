@@ -1,4 +1,4 @@
-"""pmm3d.blas: GEMM into parts of larger arrays, against numpy."""
+"""pmm3d.arrays.blas: GEMM into parts of larger arrays, against numpy."""
 
 from itertools import product
 

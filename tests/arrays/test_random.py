@@ -1,4 +1,4 @@
-"""pmm3d.random: elements depend on the seed and their global place only."""
+"""pmm3d.arrays.random: elements depend on the seed and their global place only."""
 
 import numpy as np
 import pytest

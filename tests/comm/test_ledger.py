@@ -1,4 +1,4 @@
-"""pmm3d.ledger and pmm3d.settings: what is counted, logged and read from the environment."""
+"""pmm3d.comm.ledger and pmm3d.model.environment: what is counted, logged and read from the environment."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""pmm3d.transport: messages below the limit of MPI, and the trial that finds out whether MPI takes device pointers."""
+"""pmm3d.comm.transport: messages below MPI's limit, and the trial whether MPI takes device pointers."""
 
 import os
 import sys

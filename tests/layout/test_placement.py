@@ -1,4 +1,4 @@
-"""pmm3d.redistribute: senders and readers agree on every piece, an element comes from one rank that has it."""
+"""pmm3d.layout.placement: senders and readers agree on every piece, an element comes from one rank that has it."""
 
 from collections import defaultdict
 

@@ -1,4 +1,4 @@
-"""pmm3d.machine: which kernel OpenBLAS should use, from made-up descriptions of processors."""
+"""pmm3d.model.machine: which kernel OpenBLAS should use, from made-up descriptions of processors."""
 
 import os
 import subprocess

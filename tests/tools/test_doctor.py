@@ -8,7 +8,7 @@ from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNIN
 
 from pmm3d.model.machine import AVX512, Blas, Cpu
 from pmm3d.tools.doctor import checks, nodes, software
-from pmm3d.tools.doctor.finding import Diagnosis, Finding, Problem, ranks_by, spread, unlike_first
+from pmm3d.tools.doctor.finding import Examination, Finding, Problem, ranks_by, spread, unlike_first
 from pmm3d.tools.doctor.session import Answer
 
 # What a check says
@@ -16,9 +16,9 @@ from pmm3d.tools.doctor.session import Answer
 
 def test_the_worst_problem_is_the_verdict_and_gives_the_exit_code():
     problems = [Problem(NOTE, "a", "b"), Problem(FAILURE, "c", "d"), Problem(WARNING, "e", "f")]
-    codes = [Diagnosis([], [Finding("x", "y", problems[:count])]).verdict.exit_code for count in range(4)]
+    codes = [Examination([], [Finding("x", "y", problems[:count])]).verdict.exit_code for count in range(4)]
     assert codes == [0, 0, 2, 2]
-    assert Diagnosis([], [Finding("x", "y", [problems[2]]), Finding("z", "y")]).verdict.exit_code == 1
+    assert Examination([], [Finding("x", "y", [problems[2]]), Finding("z", "y")]).verdict.exit_code == 1
     assert Finding("x", "y", [problems[2]]).as_json() == {
         "check": "x", "verdict": "warning", "found": "y", "figures": {},
         "problems": [{"verdict": "warning", "text": "e", "remedy": "f"}]}

@@ -8,7 +8,7 @@ import pytest
 from doctor_verdicts import judged
 
 from pmm3d.tools.doctor import checks, files, locks, network
-from pmm3d.tools.doctor.finding import Diagnosis, Verdict
+from pmm3d.tools.doctor.finding import Examination, Verdict
 from pmm3d.tools.doctor.session import NoAnswer, Session
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
@@ -18,11 +18,11 @@ several = pytest.mark.parallel([2, 4])
 def run(comm, *some, **options):
     """What rank 0 found by these checks, on every rank."""
     session = Session(comm, len(some), **options)
-    diagnosis = Diagnosis(session.hosts)
-    checks.examine(session, diagnosis, some)
-    assert not diagnosis.findings or comm.rank == 0
+    examination = Examination(session.hosts)
+    checks.examine(session, examination, some)
+    assert not examination.findings or comm.rank == 0
     session.close()
-    return comm.bcast(diagnosis)
+    return comm.bcast(examination)
 
 
 def quote(finding, facts, hosts):
@@ -43,9 +43,9 @@ def raises_on(rank):
 
 
 def test_all_ranks_facts_reach_the_judge(comm):
-    diagnosis = run(comm, checks.Check("ranks", all_ranks, quote))
-    assert [finding.found for finding in diagnosis.findings] == [repr(list(range(comm.size)))]
-    assert diagnosis.verdict.exit_code == 0 and not diagnosis.stuck
+    examination = run(comm, checks.Check("ranks", all_ranks, quote))
+    assert [finding.found for finding in examination.findings] == [repr(list(range(comm.size)))]
+    assert examination.verdict.exit_code == 0 and not examination.stuck
 
 
 def test_a_check_that_raises_on_one_rank_fails_alone(comm):

@@ -51,7 +51,7 @@ def bench_command(
     json: Annotated[Path | None, typer.Option(help="Write the figures here; a list for --grid all.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is reported "
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is explained "
                                                           "(600).")] = None,
 ) -> None:
     """Time C = A B on all ranks, verify it, and say how far from the limit it is.

@@ -34,14 +34,14 @@ class Case(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How the product lies on the ranks. blocks: of the first one; steps: panels along k; panels: strips of C."""
+    """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C."""
 
     ranks: int
     grid: list[int]
     idle_ranks: int
     blocks: dict[str, list[int]]
-    steps: int
     panels: int
+    strips: int
 
 
 class Speed(NamedTuple):

@@ -56,8 +56,8 @@ def _product(result: Result) -> Table:
     core = "x".join(map(str, speed.core_shape))
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
     return _rows("[bold]Product[/]", {
-        "grid": f"{result.shape} of {partition.ranks} ranks{idle}; {partition.steps} panel(s) along k, "
-                f"{partition.panels} strip(s) of C",
+        "grid": f"{result.shape} of {partition.ranks} ranks{idle}; {partition.panels} panel(s) along k, "
+                f"{partition.strips} strip(s) of C",
         "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in partition.blocks.items()),
         "memory a rank": f"{in_bytes(memory.model_memory)} of matrices and work arrays "
                          f"({in_bytes(memory.workspace_bytes)} work); resident {in_bytes(memory.peak_memory)}, grew "

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from ...comm.words import ranks_in_words
 from . import devices, files, network, nodes, software
-from .finding import Diagnosis, Finding, ranks_by
+from .finding import Examination, Finding, ranks_by
 from .session import Answer, NoAnswer, Session
 
-REPORT_THIS = ("pmm3d could not look at this; the text says why. If nothing in it can be mended here, report it with "
+REPORT_THIS = ("pmm3d could not look at this; the text says why. If nothing in it can be mended here, send it with "
                "the whole output")
 ANOTHER_GRID = "if it is the grid: --grid with one that fits, or --grid auto. Else: " + REPORT_THIS
 MOST_PROBLEMS = 8
@@ -58,19 +58,19 @@ CHECKS = (
 )
 
 
-def examine(session: Session, diagnosis: Diagnosis, checks: Sequence[Check]) -> None:
-    """Run the checks; collective. Rank 0 adds what they found to the diagnosis, and stops where ranks are missing."""
+def examine(session: Session, examination: Examination, checks: Sequence[Check]) -> None:
+    """Run the checks; collective. Rank 0 adds what they found to the examination, and stops where ranks are missing."""
     begun = time.perf_counter()
     for number, check in enumerate(checks):
         session.begin(number)
-        diagnosis.doing = check.name
+        examination.doing = check.name
         session.send(_answer(check, session))
         if session.rank == 0:
             answers = session.receive(check.seconds)
-            diagnosis.findings.append(conclude(check, answers, session.hosts))
-            diagnosis.seconds = time.perf_counter() - begun
+            examination.findings.append(conclude(check, answers, session.hosts))
+            examination.seconds = time.perf_counter() - begun
             if len(answers) < session.size:
-                diagnosis.stuck = True
+                examination.stuck = True
                 return
 
 

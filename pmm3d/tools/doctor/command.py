@@ -15,7 +15,7 @@ import typer
 
 from ...model.environment import task_rank, tasks_in_environment
 from . import guard
-from .finding import Diagnosis, Finding
+from .finding import Examination, Finding
 
 LAST_RESORT_SECONDS = 15
 """After the time limit: when a driver or MPI itself does not let Python go on, the stacks are printed instead."""
@@ -58,12 +58,12 @@ def doctor_command(
     tasks, _ = tasks_in_environment(os.environ) or (1, "")
     if MPI.COMM_WORLD.size == 1 and tasks > 1 and task_rank(os.environ) > 0:
         return  # where each task is a world of its own, the first one speaks
-    diagnosis = _examine(grid, folder, json, timeout)
+    examination = _examine(grid, folder, json, timeout)
     faulthandler.cancel_dump_traceback_later()
-    raise typer.Exit(diagnosis.verdict.exit_code)
+    raise typer.Exit(examination.verdict.exit_code)
 
 
-def _examine(grid: str, folder: Path, json: Path | None, timeout: float) -> Diagnosis:
+def _examine(grid: str, folder: Path, json: Path | None, timeout: float) -> Examination:
     """Run all checks; rank 0 shows what they found, and its exit code is that of the job: others know of nothing."""
     from mpi4py import MPI
 
@@ -72,44 +72,44 @@ def _examine(grid: str, folder: Path, json: Path | None, timeout: float) -> Diag
     from .software import seconds_since_start
 
     started = seconds_since_start(f"/proc/{os.getppid()}/stat")
-    diagnosis = Diagnosis([socket.gethostname()])
-    limit = threading.Timer(timeout, _give_up, (diagnosis, json, timeout))
+    examination = Examination([socket.gethostname()])
+    limit = threading.Timer(timeout, _give_up, (examination, json, timeout))
     limit.daemon = True
     if MPI.COMM_WORLD.rank == 0:
         limit.start()
     session = Session(MPI.COMM_WORLD, len(CHECKS), folder, grid, started)
-    diagnosis.hosts = session.hosts
-    examine(session, diagnosis, CHECKS)
+    examination.hosts = session.hosts
+    examine(session, examination, CHECKS)
     limit.cancel()
     if session.rank == 0:
-        _show(diagnosis, json)
-        if diagnosis.stuck:
-            os._exit(diagnosis.verdict.exit_code)  # Open MPI's MPI_Abort did not return in a child of what it started
+        _show(examination, json)
+        if examination.stuck:
+            os._exit(examination.verdict.exit_code)  # Open MPI's MPI_Abort did not return in a child of what it started
     session.close()
-    return diagnosis
+    return examination
 
 
-def _give_up(diagnosis: Diagnosis, json: Path | None, timeout: float) -> None:
+def _give_up(examination: Examination, json: Path | None, timeout: float) -> None:
     """Show what is known, and end the job: the thread that examines is stuck."""
     from .checks import END_OF_THE_JOB
 
-    finding = Finding(diagnosis.doing or "making communicators", "did not end")
+    finding = Finding(examination.doing or "making communicators", "did not end")
     finding.fail(f"rank 0 is stuck here; given up after {timeout:g} s (--timeout)", END_OF_THE_JOB)
-    diagnosis.findings.append(finding)
-    diagnosis.seconds = timeout
-    _show(diagnosis, json)
-    os._exit(diagnosis.verdict.exit_code)
+    examination.findings.append(finding)
+    examination.seconds = timeout
+    _show(examination, json)
+    os._exit(examination.verdict.exit_code)
 
 
-def _show(diagnosis: Diagnosis, json: Path | None) -> None:
-    from .printing import print_diagnosis
+def _show(examination: Examination, json: Path | None) -> None:
+    from .printing import print_examination
 
     try:
         if json:
-            json.write_text(dumps(diagnosis.as_json(), indent=1) + "\n")
+            json.write_text(dumps(examination.as_json(), indent=1) + "\n")
     except OSError as error:
         finding = Finding("--json", "could not be written")
         finding.fail(f"{json}: {error.strerror}", "another path for --json")
-        diagnosis.findings.append(finding)
-    print_diagnosis(diagnosis)
+        examination.findings.append(finding)
+    print_examination(examination)
     sys.stdout.flush()

@@ -70,7 +70,7 @@ class Finding:
 
 
 @dataclass
-class Diagnosis:
+class Examination:
     """What rank 0 knows. doing: the check under way; stuck: some ranks gave no answer, so nothing more can be asked."""
 
     hosts: list[str]

@@ -114,5 +114,7 @@ def _grid(best: Json) -> Section:
     shape, names = GridShape(*best["grid"]), best["environment"]["hosts"]
     hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
     blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
-    lead = f"Blocks of rank 0: {blocks}; {number(best['steps'])} panel(s) along k, {best['panels']} strip(s) of C."
+    older = "strips" not in best  # version 0.1.0: steps along k, and the strips of C were called panels
+    panels, strips = (best["steps"], best["panels"]) if older else (best["panels"], best["strips"])
+    lead = f"Blocks of rank 0: {blocks}; {number(panels)} panel(s) along k, {strips} strip(s) of C."
     return Section("Grid", f"{lead}{left_out(shape)}", [Figure(grid_drawing(shape, hosts))])
