@@ -15,9 +15,6 @@ from pmm3d.tools import launcher
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PATIENCE = 600
-"""Seconds after which a program counts as hanging."""
-
 Kind = TypeVar("Kind")
 Figures = dict[str, float]
 
@@ -26,14 +23,14 @@ class ProgramError(Exception):
     """A program could not run; the text says why."""
 
 
-def output_of(command: Sequence[str], environ: Mapping[str, str]) -> str:
+def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float | None = None) -> str:
     """What a program prints. Raises ProgramError with its last exception, or else its last lines, if it fails."""
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        output, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise ProgramError(f"not done after {PATIENCE} s") from None
+        raise ProgramError(f"not done after {timeout} s") from None
     finally:
         launcher.end_job(process)
     if process.returncode:

@@ -25,6 +25,8 @@ from measuring import ProgramError, output_of
 
 RIVALS = ("ddp", "fsdp2", "tp", "threads")
 GEMM = 2048
+PATIENCE = 600
+"""Seconds after which processes that train count as hanging."""
 
 
 def weights(layer: int, width: int) -> np.ndarray:
@@ -57,7 +59,7 @@ def _in_processes(task: dict[str, Any], processes: int) -> dict[str, Any]:
     threads = str(task["threads"])
     environ = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return json.loads(output_of([*torchrun, __file__, json.dumps(task)], environ).splitlines()[-1])
+    return json.loads(output_of([*torchrun, __file__, json.dumps(task)], environ, PATIENCE).splitlines()[-1])
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,11 @@ _ROOMS = {
     "layout": ("Box", "GridShape", "Layout"),
     "product": ("DistMatrix", "matmul"),
 }  # fmt: skip
-__all__ = ["__version__", *(name for names in _ROOMS.values() for name in names)]
+__all__ = [
+    "Axis", "Box", "CheckpointError", "DTypeError", "DataError", "DisagreementError", "DistMatrix", "Grid", "GridError",
+    "GridShape", "LauncherError", "Layout", "LayoutError", "MemoryLimitError", "MissingPackageError",
+    "OutOfMemoryError", "Pending", "Pmm3dError", "__version__", "matmul",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from ..arrays import Workspace
 from ..errors import GridError, LauncherError, Pmm3dError
 from ..layout import AXES
 from ..model.environment import Settings, tasks_in_environment
+from ..model.notes import show_notes
 from ..model.ranking import Product
 from . import ending
 from .agreement import Terms, agree
@@ -24,7 +25,6 @@ from .axis import Axis
 from .communicator import duplicates
 from .engine import Engine
 from .ledger import Ledger
-from .notes import show_notes
 from .shapes import chosen_shape
 from .transport import Transport
 from .watch import Watch

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
 
 _MODULES = {"convert": "conversion", "DataSet": "dataset", "Loader": "loader", "Checkpoints": "checkpoint",
             "export_safetensors": "safetensors", "import_safetensors": "safetensors"}
-__all__ = [*_MODULES]
+__all__ = ["Checkpoints", "DataSet", "Loader", "convert", "export_safetensors", "import_safetensors"]
 
 
 def __getattr__(name: str) -> Any:

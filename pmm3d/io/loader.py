@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from math import prod
+from queue import SimpleQueue
+from threading import Thread, current_thread
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,7 +95,14 @@ class Loader(AbstractContextManager["Loader"]):
     def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
         self.data, self.epoch, self.batch = data, 0, 0
         self._plan, self._layouts, self._sets = plan, layouts, prefetch + 2
+        numbers = "float32" if data.dtype == "bfloat16" else data.dtype
+        self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
+        self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
         self._reader: _Reader | None = None
+
+    def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
+        box = layout.box((self._plan.size(0), width), self.data.grid.shape, self.data.grid.coords)
+        return Columns(dataset, self._plan.rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
 
     def __len__(self) -> int:
         whole, rest = divmod(self._plan.rows[1] - self._plan.rows[0], self._plan.batch_size)
@@ -110,13 +119,15 @@ class Loader(AbstractContextManager["Loader"]):
             with data.grid.together("Loader", data.path, self.epoch, self.batch):
                 if self._reader is None:
                     batches = (divmod(number, length) for number in count(self.epoch * length + self.batch))
-                    self._reader = _Reader(data, self._plan, self._layouts, batches, self._sets)
+                    self._reader = _Reader(data, self._plan, self._layouts[0], self._inputs, self._targets, batches,
+                                           self._sets)
+                    self._end = weakref.finalize(self, self._reader.stop)
                 with data.grid.ledger.waiting("loader"):
                     local = self._reader.take()
                 x = data.library.from_numpy(local[0], data.dtype)
                 y = data.library.from_numpy(local[1], "int64" if data.labelled else data.dtype)
         except Exception:
-            self.close()
+            self._stop()
             raise
         self.batch += 1
         return (DistMatrix(data.grid, x, (size, data.features), self._layouts[0]),
@@ -137,13 +148,17 @@ class Loader(AbstractContextManager["Loader"]):
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             if state["batch"] > len(self):
                 raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
-            self.close()
+            self._stop()
             self.epoch, self.batch = state["epoch"], state["batch"]
 
     def close(self) -> None:
         """End the thread and forget what it read. The position stays."""
+        self._stop()
+        self._inputs.cache = self._targets.cache = None
+
+    def _stop(self) -> None:
         if self._reader is not None:
-            self._reader.thread.shutdown(cancel_futures=True)
+            self._end()
         self._reader = None
 
     def __exit__(self, *_: object) -> None:
@@ -152,35 +167,46 @@ class Loader(AbstractContextManager["Loader"]):
 
 class _Reader:
     """Reads this rank's part of batches ahead, in a thread without MPI, and checks it: of `batches`, the (epoch, batch)
-    in the order in which they will be taken, into as many `sets` of arrays, which go round."""
+    in the order in which they will be taken, into as many `sets` of arrays, which go round. The thread is a daemon, and
+    waits for one batch at most when it is to stop: a program that ends does not wait for what nobody will take."""
 
-    def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], batches: Iterator[tuple[int, int]],
-                 sets: int):
-        self._data, self._plan, self._layout, self._batches = data, plan, layouts[0], batches
-        self._order, self._shuffled = np.empty(0, np.int64), -1
-        numbers = "float32" if data.dtype == "bfloat16" else data.dtype
-        self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
-        self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
-        self.thread = ThreadPoolExecutor(1, "pmm3d loader")
-        self._ahead: deque[tuple[Arrays, Future[int]]] = deque()
+    def __init__(self, data: Samples, plan: Plan, layout: Layout, inputs: Columns, targets: Columns,
+                 batches: Iterator[tuple[int, int]], sets: int):
+        self._data, self._plan, self._layout, self._inputs, self._targets = data, plan, layout, inputs, targets
+        self._order, self._shuffled = np.empty((plan.rows[1] - plan.rows[0]) * plan.shuffle, np.int64), -1
+        self._free: SimpleQueue[Arrays] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[Arrays, int] | Exception] = SimpleQueue()
         self._in_use: deque[Arrays] = deque()
+        self._stopped = False
         for _ in range(sets):
-            self._read_ahead([self._inputs.buffer(), self._targets.buffer()])
+            self._free.put([inputs.buffer(), targets.buffer()])
+        self._thread = Thread(target=self._run, args=(batches,), name="pmm3d loader", daemon=True)
+        self._thread.start()
 
-    def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
-        box = layout.box((self._plan.size(0), width), self._data.grid.shape, self._data.grid.coords)
-        return Columns(dataset, self._plan.rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self._data.cache_bytes)
-
-    def _read_ahead(self, arrays: Arrays) -> None:
-        self._ahead.append((arrays, self.thread.submit(self._read, *next(self._batches), arrays)))
+    def _run(self, batches: Iterator[tuple[int, int]]) -> None:
+        try:
+            while (arrays := self._free.get()) and not self._stopped:
+                self._ready.put((arrays, self._read(*next(batches), arrays)))
+        except Exception as error:
+            self._ready.put(error)
 
     def take(self) -> Arrays:
         """The next batch, once it is read; the one before the last is let go. Raises what went wrong."""
         if len(self._in_use) == 2:
-            self._read_ahead(self._in_use.popleft())
-        arrays, rows = self._ahead.popleft()
+            self._free.put(self._in_use.popleft())
+        found = self._ready.get()
+        if isinstance(found, Exception):
+            raise found
+        arrays, rows = found
         self._in_use.append(arrays)
-        return [array[: rows.result()] for array in arrays]
+        return [array[:rows] for array in arrays]
+
+    def stop(self) -> None:
+        """End the thread, once what it reads is read."""
+        self._stopped = True
+        self._free.put([])
+        if self._thread is not current_thread():  # which may collect the loader as garbage
+            self._thread.join()
 
     def _read(self, epoch: int, batch: int, arrays: Arrays) -> int:
         """Fill the first rows of the arrays; returns how many these are."""
@@ -213,7 +239,10 @@ class _Reader:
         if not self._plan.shuffle:
             return slice(start + first + box.r0, start + first + box.r1)
         if self._shuffled != epoch:
-            self._order = np.random.default_rng([self._plan.seed, epoch]).permutation(np.arange(start, stop))
+            self._order.fill(1)
+            self._order[0] = start
+            self._order.cumsum(out=self._order)  # start:stop, in the memory that is there
+            np.random.default_rng([self._plan.seed, epoch]).shuffle(self._order)
             self._shuffled = epoch
         rows = np.sort(self._order[first : first + size])[box.r0 : box.r1]
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
@@ -294,7 +323,7 @@ class Columns:
         self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
         nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
         self._caching = dataset.chunks is not None and nbytes <= cache_bytes
-        self._cache: np.ndarray | None = None
+        self.cache: np.ndarray | None = None
 
     def buffer(self) -> np.ndarray:
         """For as many rows as are read at a time."""
@@ -317,16 +346,16 @@ class Columns:
         self.dataset.read_direct(out.reshape(len(out), *self._dims), (rows, *self._selection))
 
     def _read_cached(self, rows: Rows, out: np.ndarray) -> None:
-        if self._cache is None:
+        if self.cache is None:
             whole = np.empty((self.last - self.first, self._width), self.dataset.dtype)
             self._read_file(slice(self.first, self.last), whole)
-            self._cache = whole[:, self._within]
+            self.cache = whole[:, self._within]
         if isinstance(rows, slice):
-            out[...] = self._cache[rows.start - self.first : rows.stop - self.first]
+            out[...] = self.cache[rows.start - self.first : rows.stop - self.first]
             return
         step = max(1, COPIED_AT_ONCE // out.shape[1])
         for start in range(0, len(out), step):
-            out[start : start + step] = self._cache[rows[start : start + step] - self.first]
+            out[start : start + step] = self.cache[rows[start : start + step] - self.first]
 
 
 def check_at_least(least: int, **numbers: Any) -> None:

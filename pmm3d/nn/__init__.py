@@ -22,7 +22,11 @@ _MODULES = {
     "overlap": ("Overlap",),
     "optim": (), "training": (), "exchange": (), "memory": (), "volume": (),
 }  # fmt: skip
-__all__ = [name for names in _MODULES.values() for name in names]
+__all__ = [
+    "MLP", "Dropout", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Recompute", "Residual", "Sequential",
+    "Tape", "Tensor", "accuracy", "add", "cross_entropy", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "mae",
+    "mse", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "tanh",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

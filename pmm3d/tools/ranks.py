@@ -31,7 +31,7 @@ def all_ranks() -> Iterator[MPI.Intracomm]:
     sys.stderr = sys.__stderr__
     with _no_hang():
         from mpi4py import MPI
-    from ..comm.notes import show_notes
+    from ..model.notes import show_notes
 
     show_notes()
     try:

@@ -36,3 +36,10 @@ def test_the_core_loads_nothing_of_training_runs():
     loaded = subprocess.check_output([sys.executable, "-c", loads], text=True).split()
     assert "pmm3d.nn.volume" in loaded
     assert not [name for name in loaded if name.startswith(("pmm3d.nn.training", "pydantic", "rich", "matplotlib"))]
+
+
+def test_signals_count_before_the_long_imports():
+    loads = "import sys, mpi4py.MPI, pmm3d.tools.ranks, pmm3d.model.notes, pmm3d.nn.training.job; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", loads], text=True).split()
+    assert "pmm3d.nn.training.signals" in loaded
+    assert not {"numpy", "pmm3d.comm", "pmm3d.nn.training.trainer"} & set(loaded)

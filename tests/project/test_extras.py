@@ -53,6 +53,14 @@ def test_a_missing_package_names_its_extra(job, program, package, extra):
     assert f'the package {package} is missing. pip install "pmm3d[{extra}]"' in done.stderr, done.stderr
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
+    bench = "['pmm3d', 'bench', '--m', '64', '--n', '64', '--k', '64', '--plot', 'a.png', '--json', 'a.json']"
+    done = job(2, f"import sys; sys.modules['matplotlib'] = None; sys.argv = {bench}; "
+                  "from pmm3d.tools.cli import main; main()")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count('the package matplotlib is missing. pip install "pmm3d[report]"') == 1, done.stderr
+
+
 def test_what_a_product_needs_is_little():
     if sys.version_info < (3, 11):
         pytest.importorskip("tomli")

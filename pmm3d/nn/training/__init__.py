@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
 
 _HOME = {"Config": "config", "NonFiniteLossError": "trainer", "RunLog": "run_log", "Trainer": "trainer",
          "evaluate": "trainer"}  # fmt: skip
-__all__ = [*_HOME]
+__all__ = ["Config", "NonFiniteLossError", "RunLog", "Trainer", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ...comm import Grid
+if TYPE_CHECKING:
+    from ...comm import Grid
 
 SAVE, END = 1, 2
 """A checkpoint and on; a checkpoint and the end."""
@@ -48,6 +47,8 @@ class Signals:
 
     def agreed(self, grid: Grid) -> int:
         """The most urgent request that any rank has had since the last call; 0 for none. Collective."""
+        import numpy as np  # signals count before the long imports
+
         own, self._request = self._request, 0
         counts = np.array([own == request for request in REQUESTS.values()], np.int64)
         total = grid.everyone.all_reduce(counts, agreed=True).wait()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ...errors import needs
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ..ranks import all_ranks, check_writable, console, on_first
@@ -70,7 +72,7 @@ def bench_command(
     with all_ranks() as comm:
         from .result import Case, write_json
 
-        on_first(comm, lambda: check_writable(json, plot, trace))
+        on_first(comm, lambda: _check_output(json, plot, trace))
         case = Case(m, n, k, dtype, array, transpose, repeat, verify, panels, max_workspace)
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
@@ -85,6 +87,14 @@ def bench_command(
                 print(f"wrote {written}")
     if verify != "none" and not all(result.check.verified for result in results):
         raise typer.Exit(1)
+
+
+def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
+    """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
+    check_writable(json, plot, trace)
+    with needs("report", "--plot"):
+        if plot and find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(name="matplotlib")
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:

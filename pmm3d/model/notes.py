@@ -7,7 +7,7 @@ import sys
 from typing import TextIO
 
 
-class StderrHandler(logging.StreamHandler[TextIO]):
+class StderrHandler(logging.StreamHandler):
     """Prints to what sys.stderr is at that moment; commands silence it on all ranks but the first."""
 
     def __init__(self) -> None:
@@ -15,7 +15,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
+    def stream(self) -> TextIO:
         return sys.stderr
 
 
