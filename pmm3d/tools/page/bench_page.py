@@ -21,12 +21,11 @@ def bench_page(file: BenchFile) -> Page:
     """The fastest grid first."""
     results = sorted(file.results, key=lambda result: median(result["seconds"]))
     best = results[0]
-    sections = [_times(results), *([_grids(results)] if len(results) > 1 else []), _phases(best), _bytes(best),
-                _grid(best)]
-    advice = best["environment"].get("advice")
+    every_grid = [_grids(results)] if len(results) > 1 else []
+    sections = [_times(results), *every_grid, _phases(best), _bytes(best), _grid(best)]
     return Page(f"C = A B, {best['m']} × {best['n']} × {best['k']}", "benchmark of a product",
                 [("file", str(file.path.absolute())), *_facts(best)], _tiles(best, len(results)), sections,
-                [advice] if advice else [])
+                list(filter(None, [best["environment"].get("advice")])))
 
 
 def _shape(result: Json) -> str:
@@ -50,16 +49,15 @@ def _facts(best: Json) -> list[tuple[str, str]]:
 def _tiles(best: Json, grids: int) -> list[Tile]:
     asked = best["verification"] != "not asked for"
     equal = best["bytes_sent"] == best["bytes_model"]
-    return [
-        Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
-        Tile("of the limit", percent(best["ratio"]), f"{best['cores']} cores, GEMM alone"),
-        Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
-        Tile("result", "right" if best["verified"] else "wrong" if asked else "not verified", "",
-             "good" if best["verified"] else "bad" if asked else ""),
-        Tile("bytes", "as modelled" if equal else "off the model", "sent, largest rank", "good" if equal else "bad"),
-        Tile("over the lower bound", _over_bound(best, 3), "bytes received, any algorithm"),
-        Tile("memory", in_bytes(best["peak_memory"]), "resident, most of any rank"),
-    ]
+    bytes_are = "as modelled" if equal else "off the model"
+    result = ("right", "good") if best["verified"] else ("wrong", "bad") if asked else ("not verified", "")
+    return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
+            Tile("of the limit", percent(best["ratio"]), f"{best['cores']} cores, GEMM alone"),
+            Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
+            Tile("result", result[0], state=result[1]),
+            Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),
+            Tile("over the lower bound", _over_bound(best, 3), "bytes received, any algorithm"),
+            Tile("memory", in_bytes(best["peak_memory"]), "resident, most of any rank")]
 
 
 def _over_bound(result: Json, digits: int) -> str:
@@ -67,7 +65,7 @@ def _over_bound(result: Json, digits: int) -> str:
     return f"{received / bound:.{digits}f}" if bound else "–"
 
 
-def _parts(result: Json) -> list[Part]:
+def product_parts(result: Json) -> list[Part]:
     """Where the time of a product goes, in milliseconds."""
     phases = result["phases"]
     spent = [Part("computing: GEMM", "compute0", 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
@@ -78,7 +76,7 @@ def _parts(result: Json) -> list[Part]:
 
 
 def _times(results: list[Json]) -> Section:
-    rows = [(_shape(result), _parts(result)) for result in results]
+    rows = [(_shape(result), product_parts(result)) for result in results]
     limit = 1e3 * median(results[0]["seconds"]) * results[0]["ratio"]
     legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
     drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
@@ -103,12 +101,10 @@ def _phases(best: Json) -> Section:
 
 
 def _bytes(best: Json) -> Section:
-    rows = []
-    for axis, sent in best["bytes_sent"].items():
-        model = best["bytes_model"][axis]
-        rows.append((axis, in_bytes(sent), in_bytes(model), f"{sent / model:.4f}" if model else "–",
-                     Cell("equal", "good") if sent == model else Cell(f"off by {sent - model:,} bytes", "bad"),
-                     in_bytes(best["bytes_received"][axis])))
+    figures = [(axis, sent, best["bytes_model"][axis]) for axis, sent in best["bytes_sent"].items()]
+    rows = [(axis, in_bytes(sent), in_bytes(model), f"{sent / model:.4f}" if model else "–",
+             Cell("equal", "good") if sent == model else Cell(f"off by {sent - model:,} bytes", "bad"),
+             in_bytes(best["bytes_received"][axis])) for axis, sent, model in figures]
     lead = f"Largest rank, one product. Lower bound for any algorithm: {in_bytes(best['lower_bound_bytes'])}."
     return Section("Ledger beside the model", lead,
                    tables=[Table(("axis", ">sent", ">model", ">ratio", "", ">received"), rows)])

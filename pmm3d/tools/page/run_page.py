@@ -47,18 +47,16 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     names = names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} cores)"
                             for host in hosts), MOST_HOSTS)
     kind = "-".join(map(str, network["sizes"])) if "sizes" in network else network["kind"]
-    facts += [
-        ("when", f"{_when(began)} to {_when(record.get('written', began))}"
-                 + (f", start {len(starts)}" if len(starts) > 1 else "")),
-        ("job", record["job"]),
-        ("grid", f"{grid}: {grid.size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"),
-        ("hosts", names),
+    start = f", start {len(starts)}" if len(starts) > 1 else ""
+    return [
+        *facts, ("when", f"{_when(began)} to {_when(record.get('written', began))}{start}"),
+        *([("job", record["job"])] if record["job"] else []),
+        ("grid", f"{grid}: {grid.size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"), ("hosts", names),
         ("network", f"{kind}, {network['parameters']:,} parameters, {network['dtype']}, {network['library']}"),
         ("BLAS", f"{program['blas']}, kernel {program['kernel']}, {program['threads']} thread(s) a rank"),
         ("MPI", program["mpi"]), ("CPU", program["cpu"]),
         ("program", f"pmm3d {program['pmm3d']}, Python {program['python']}: {' '.join(map(str, record['command']))}"),
     ]
-    return [(name, text) for name, text in facts if name != "job" or text]
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
@@ -88,11 +86,11 @@ def _curves(metrics: list[Json]) -> Section | None:
     validated = [{"step": line["step"], **line["validation"]} for line in metrics
                  if isinstance(line.get("validation"), dict)]
     losses = {"training": _points(steps, "loss")} | ({"validation": _points(validated, "loss")} if validated else {})
-    figures = [_figure("Loss", "loss", losses, log=True)]
-    for name in dict.fromkeys(name for line in validated for name in line if name not in ("step", "loss")):
-        figures.append(_figure(f"Validation: {name}", name, {name: _points(validated, name)}))
-    for name, caption, unit, log, zero in CURVES:
-        figures.append(_figure(caption, caption, {caption: _points(steps, name)}, unit, log, zero))
+    measures = dict.fromkeys(name for line in validated for name in line if name not in ("step", "loss"))
+    figures = [_figure("Loss", "loss", losses, log=True),
+               *(_figure(f"Validation: {name}", name, {name: _points(validated, name)}) for name in measures),
+               *(_figure(caption, caption, {caption: _points(steps, name)}, unit, log, zero)
+                 for name, caption, unit, log, zero in CURVES)]
     drawn = [figure for figure in figures if figure.drawing]
     return Section("Curves", figures=drawn) if drawn else None
 
@@ -121,13 +119,11 @@ def _grid(record: Json) -> Section:
 
 
 def _history(record: Json) -> Section:
-    starts = [(
-        _when(start["began"]), Cell(start["state"], STATES.get(start["state"], "")), number(start.get("steps")),
-        number(start["from_step"]), number(start.get("to_step")), number(start["ranks"]),
-        str(GridShape(*start["grid"])), in_seconds(start.get("seconds", 0.0)),
-        percent(start.get("waited", 0.0) / max(1e-9, start.get("seconds", 0.0) * start["ranks"])),
-        in_bytes(start.get("received", 0)), start["job"] or "–",
-    ) for start in record["starts"]]
+    starts = [(_when(start["began"]), Cell(start["state"], STATES.get(start["state"], "")),
+               *(number(start.get(name)) for name in ("steps", "from_step", "to_step", "ranks")),
+               str(GridShape(*start["grid"])), in_seconds(start.get("seconds", 0.0)),
+               percent(start.get("waited", 0.0) / max(1e-9, start.get("seconds", 0.0) * start["ranks"])),
+               in_bytes(start.get("received", 0)), start["job"] or "–") for start in record["starts"]]
     events = [(_when(event["when"]), number(event["step"]), event["what"],
                event["text"] + (f" ({in_seconds(event['seconds'])})" if "seconds" in event else ""))
               for event in record["events"]]
