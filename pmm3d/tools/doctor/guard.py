@@ -13,9 +13,12 @@ import sys
 import time
 from typing import NoReturn
 
+from ...errors import LauncherError
+from ...model.environment import task_rank
+from ..cli import FIRST_RANK_SPEAKS
+from ..launcher import installed_wheel
+
 ALIVE = b"1"
-FIRST_RANK_SPEAKS = 1.0
-"""Seconds that the others leave it."""
 FAILED = 2
 """Exit code of doctor where something failed."""
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -67,10 +70,6 @@ def _guard(child: int, reading: int) -> NoReturn:
 def _explain() -> None:
     """The first task says what is known without MPI to ask; the others end later, since mpiexec ends all when one
     fails."""
-    from ...errors import LauncherError
-    from ...model.environment import task_rank
-    from ..launcher import installed_wheel
-
     if task_rank(os.environ) > 0:
         time.sleep(FIRST_RANK_SPEAKS)
         return

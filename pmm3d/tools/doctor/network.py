@@ -29,7 +29,6 @@ SLOWER_INNER = 2.0
 """How many times slower than z the x axis may be, which carries as much and has the nearer ranks."""
 TCP_SECONDS, SLOW_MEMORY = 12e-6, 1e9
 """Latency that no RDMA network has, and bytes a second that any memory exceeds."""
-
 TRANSFER, TRANSFER_PROBE = 2**23, 2**20
 SLOW_PROBE_SECONDS = 0.02
 """Bytes; on a network that takes longer for the probe the transfer is as small as the probe."""
@@ -39,7 +38,6 @@ TIMES = 3
 """Of which the median counts."""
 MOVES_BY_ITSELF = 0.5
 """Share of a transfer hidden by computing from which on MPI is said to move it alone."""
-
 CLOCK_READINGS, CLOCK_SECONDS = 12, 1.0
 """The shortest of the readings tells the most; clocks further apart mislead people and make(1)."""
 

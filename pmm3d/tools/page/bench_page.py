@@ -7,7 +7,7 @@ from statistics import median
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
-from .grid_drawing import grid_drawing, left_out
+from .grid_drawing import grid_section
 from .inputs import BenchFile, Json
 from .svg import Part, bars
 from .words import in_seconds, number, percent
@@ -115,4 +115,4 @@ def _grid(best: Json) -> Section:
     hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
     blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
     lead = f"Blocks of rank 0: {blocks}; {number(best['steps'])} panel(s) along k, {best['panels']} strip(s) of C."
-    return Section("Grid", f"{lead}{left_out(shape)}", [Figure(grid_drawing(shape, hosts))])
+    return grid_section(shape, hosts, lead)
