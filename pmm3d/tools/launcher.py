@@ -5,9 +5,8 @@
 An mpiexec of another MPI does not fail: it starts N separate worlds of one rank each, silently. So the mpiexec beside
 `sys.executable` is used, never one from PATH, unless PMM3D_MPIEXEC or --mpiexec names it. What a small machine needs in
 the environment (more ranks than cores, root in a container) is set for the MPI wheel installed here; whatever the user
-has set stays. Several nodes, as a batch system announces them, keep the MPI's own defaults.
-
-Standard library only: usable where numpy and mpi4py are not.
+has set stays. Several nodes, as a batch system announces them, keep the MPI's own defaults. Standard library only:
+usable where numpy and mpi4py are not.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Which of WHEELS is installed beside this Python; None if none is.
-
-    Raises LauncherError if there are two: they overwrite each other's mpiexec.
-    """
+    """Which of WHEELS is installed beside this Python, or None. Raises LauncherError if two are: they overwrite each
+    other's mpiexec."""
     import importlib.metadata
 
     found = []

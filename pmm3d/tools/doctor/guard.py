@@ -1,8 +1,6 @@
 """A process that speaks when MPI_Init ends the rank, as it does under some launchers of another MPI: there is no
-exception to catch. The process that the launcher started stays behind as the guard, its child is the rank.
-
-Imports neither numpy nor MPI.
-"""
+exception to catch. The process that the launcher started stays behind as the guard, its child is the rank. Imports
+neither numpy nor MPI."""
 
 from __future__ import annotations
 

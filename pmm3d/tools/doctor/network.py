@@ -198,16 +198,11 @@ def _transfers(session: Session, grid: Grid, nbytes: int) -> dict[str, Transfer]
     def ring() -> list[MPI.Request]:
         return [comm.Irecv([incoming, MPI.BYTE], before, MESSAGE), comm.Isend([outgoing, MPI.BYTE], after, MESSAGE)]
 
-    def finish(requests: list[MPI.Request]) -> None:
-        for request in requests:
-            session.wait(request)
-
-    return {
-        "Isend/Irecv": Transfer(ring, finish),
-        "Iallgather": Transfer(lambda: [comm.Iallgather([mine, MPI.BYTE], [whole, MPI.BYTE])], finish),
-        "pmm3d": Transfer(lambda: grid.everyone.all_gather(mine, out=whole, counts=[part] * size),
-                          lambda pending: pending.wait(), grid.engine.background),
-    }
+    finish = lambda requests: list(map(session.wait, requests))
+    return {"Isend/Irecv": Transfer(ring, finish),
+            "Iallgather": Transfer(lambda: [comm.Iallgather([mine, MPI.BYTE], [whole, MPI.BYTE])], finish),
+            "pmm3d": Transfer(lambda: grid.everyone.all_gather(mine, out=whole, counts=[part] * size),
+                              lambda pending: pending.wait(), grid.engine.background)}
 
 
 def _seconds(session: Session, transfer: Transfer, computing: float = 0.0, times: int = TIMES) -> float:

@@ -88,5 +88,5 @@ def grid_section(shape: GridShape, hosts: Sequence[Host], lead: str) -> Section:
     lead += "" if whole else " Too many ranks to draw each: the edges carry the numbers."
     lead += f" {replicas} of {shape.data} replicas are drawn." * (shape.data > replicas)
     legend = [(f"host{index % HOST_COLOURS}", f"{host['name']}: {ranks_in_words(ranks_of(host))}")
-              for index, host in enumerate(hosts[: MOST_HOSTS * whole])]
+              for index, host in enumerate(hosts[:MOST_HOSTS] if whole else [])]
     return Section("Grid", lead, [Figure(grid_drawing(shape, hosts), legend)])
