@@ -16,12 +16,9 @@ from .convert import convert_command
 from .doctor.command import doctor_command
 from .ranks import all_ranks, on_first
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-    help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under mpiexec or srun: "
-         "python -m pmm3d.launcher -n 8 -m pmm3d bench",
-)
-
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+                  help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
+                       "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench")
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
 

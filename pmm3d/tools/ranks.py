@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -60,10 +60,9 @@ def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
 
 def time_limit() -> float:
     """Seconds of PMM3D_TIMEOUT; 0 if it makes no sense, of which the grid tells."""
-    try:
+    with suppress(Pmm3dError):
         return Settings().timeout
-    except Pmm3dError:
-        return 0.0
+    return 0.0
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -403,33 +403,11 @@ def test_waiting_for_a_slow_file_is_counted(grid, path, monkeypatch):
 def test_the_cache_stays_when_the_position_changes(some_grid, write, monkeypatch):
     reads, read_file = [], Columns._read_file
     monkeypatch.setattr(Columns, "_read_file", lambda *arguments: reads.append(1) or read_file(*arguments))
-    path = write(x=(np.ones((40, 12), "float32"), {"chunks": (4, 12)}), y=(np.zeros(40, int), {"chunks": (4,)}))
-    with DataSet(some_grid, path) as data, data.loader(8) as loader:
+    path = write(x_chunked=np.ones((40, 12), "float32"), y_chunked=np.zeros(40, int))
+    with DataSet(some_grid, path, inputs="x_chunked", targets="y_chunked") as data, data.loader(8) as loader:
         before = len(reads)
         epoch_of(loader)
         once = len(reads) - before
         loader.load_state(loader.state() | {"batch": 2})
         epoch_of(loader)
         assert len(reads) - before == once
-
-
-SLOW = """
-import atexit, sys, time
-from pmm3d import Grid
-from pmm3d.io import DataSet, loader
-reads, read = [], loader._Reader._read
-loader._Reader._read = lambda *arguments: reads.append(1) or time.sleep(0.2) or read(*arguments)
-atexit.register(lambda: print("read", len(reads)))
-grid = Grid()
-batches = iter(DataSet(grid, sys.argv[1]).loader(2, prefetch=15))
-next(batches)
-"""
-
-
-@pytest.mark.parallel(False)
-def test_a_program_that_ends_does_not_wait_for_batches_that_nobody_takes(job, tmp_path):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"], file["y"] = np.ones((40, 3)), np.ones((40, 1))
-    done = job(1, SLOW, str(tmp_path / "a.h5"))
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 8

@@ -86,11 +86,10 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
     nodes = hosts(grid.comm, blas.threads)
     cores = sum(host.cores for host in nodes) if a.library.on_host else grid.shape.size
     rate = case.flop / median(seconds) / 1e9
-    speed = Speed(
-        seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(core_shape), square_core_gflops=square,
-        cores=cores, ratio=rate / (cores * core) if core else 0.0, phases=phases,
-        computed_seconds=sum(phase["computed"] for phase in phases.values()),
-        waited_seconds=sum(phase["waited"] for phase in phases.values()))
+    computed, waited = (sum(phase[what] for phase in phases.values()) for what in ("computed", "waited"))
+    speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(core_shape), cores=cores,
+                  square_core_gflops=square, ratio=rate / (cores * core) if core else 0.0, phases=phases,
+                  computed_seconds=computed, waited_seconds=waited)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, max(grid.comm.allgather(machine.peak_memory())),
                     max(grid.comm.allgather(growth)))

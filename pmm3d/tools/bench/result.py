@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -137,8 +137,7 @@ def flop(m: int, n: int, k: int, dtype: str) -> int:
     return 2 * m * n * k * (4 if dtype.startswith("complex") else 1)
 
 
-def write_json(results: list[Result], path: str | os.PathLike[str]) -> None:
+def write_json(results: list[Result], path: Path) -> None:
     """One object, or a list of them for a sweep."""
     records = [result.as_json() for result in results]
-    with open(path, "w") as file:
-        json.dump(records[0] if len(records) == 1 else records, file, indent=1)
+    Path(path).write_text(json.dumps(records[0] if len(records) == 1 else records, indent=1))

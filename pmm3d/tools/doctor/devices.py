@@ -100,8 +100,8 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
     finding.figures |= {"usable": {name: trial.text for name, trial in tried.items()}, "direct": direct}
     loaded = ", ".join(f"{name} {tried[name].text}" for name in direct)
     pointers = ", ".join(f"MPI {'takes' if yes else 'does not take'} {name}'s pointers" for name, yes in direct.items())
-    parts = [f"{len(first.visible)} on rank 0 of {first.of_host or len(first.visible)} on its host", loaded, pointers]
-    finding.found = "; ".join(filter(None, parts))
+    visible = f"{len(first.visible)} on rank 0 of {first.of_host or len(first.visible)} on its host"
+    finding.found = "; ".join(filter(None, (visible, loaded, pointers)))
 
 
 def _judge_none(finding: Finding, first: Devices) -> None:

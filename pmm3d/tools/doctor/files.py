@@ -77,9 +77,8 @@ def gather_folder(session: Session) -> Folder | None:
     if not session.is_first_here:
         return None
     path = session.folder.resolve()
-    exists = path.is_dir()
-    kind, point = file_system(str(path))
-    return Folder(str(path), kind, point, shutil.disk_usage(path).free if exists else 0, exists, problem, seen)
+    free = shutil.disk_usage(path).free if path.is_dir() else 0
+    return Folder(str(path), *file_system(str(path)), free, path.is_dir(), problem, seen)
 
 
 def _seconds_until_seen(session: Session, path: Path) -> float | None:

@@ -1,8 +1,6 @@
 """A process that speaks when MPI_Init ends the rank, as it does under some launchers of another MPI: there is no
-exception to catch. The process that the launcher started stays behind as the guard, its child is the rank.
-
-Imports neither numpy nor MPI.
-"""
+exception to catch. The process that the launcher started stays behind as the guard, its child is the rank. Imports
+neither numpy nor MPI."""
 
 from __future__ import annotations
 
@@ -12,6 +10,10 @@ import signal
 import sys
 import time
 from typing import NoReturn
+
+from ...errors import LauncherError
+from ...model.environment import task_rank
+from ..launcher import installed_wheel
 
 ALIVE = b"1"
 FIRST_RANK_SPEAKS = 1.0
@@ -67,10 +69,6 @@ def _guard(child: int, reading: int) -> NoReturn:
 def _explain() -> None:
     """The first task says what is known without MPI to ask; the others end later, since mpiexec ends all when one
     fails."""
-    from ...errors import LauncherError
-    from ...model.environment import task_rank
-    from ..launcher import installed_wheel
-
     if task_rank(os.environ) > 0:
         time.sleep(FIRST_RANK_SPEAKS)
         return

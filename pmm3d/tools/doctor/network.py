@@ -29,7 +29,6 @@ SLOWER_INNER = 2.0
 """How many times slower than z the x axis may be, which carries as much and has the nearer ranks."""
 TCP_SECONDS, SLOW_MEMORY = 12e-6, 1e9
 """Latency that no RDMA network has, and bytes a second that any memory exceeds."""
-
 TRANSFER, TRANSFER_PROBE = 2**23, 2**20
 SLOW_PROBE_SECONDS = 0.02
 """Bytes; on a network that takes longer for the probe the transfer is as small as the probe."""
@@ -39,7 +38,6 @@ TIMES = 3
 """Of which the median counts."""
 MOVES_BY_ITSELF = 0.5
 """Share of a transfer hidden by computing from which on MPI is said to move it alone."""
-
 CLOCK_READINGS, CLOCK_SECONDS = 12, 1.0
 """The shortest of the readings tells the most; clocks further apart mislead people and make(1)."""
 
@@ -200,16 +198,11 @@ def _transfers(session: Session, grid: Grid, nbytes: int) -> dict[str, Transfer]
     def ring() -> list[MPI.Request]:
         return [comm.Irecv([incoming, MPI.BYTE], before, MESSAGE), comm.Isend([outgoing, MPI.BYTE], after, MESSAGE)]
 
-    def finish(requests: list[MPI.Request]) -> None:
-        for request in requests:
-            session.wait(request)
-
-    return {
-        "Isend/Irecv": Transfer(ring, finish),
-        "Iallgather": Transfer(lambda: [comm.Iallgather([mine, MPI.BYTE], [whole, MPI.BYTE])], finish),
-        "pmm3d": Transfer(lambda: grid.everyone.all_gather(mine, out=whole, counts=[part] * size),
-                          lambda pending: pending.wait(), grid.engine.background),
-    }
+    finish = lambda requests: list(map(session.wait, requests))
+    return {"Isend/Irecv": Transfer(ring, finish),
+            "Iallgather": Transfer(lambda: [comm.Iallgather([mine, MPI.BYTE], [whole, MPI.BYTE])], finish),
+            "pmm3d": Transfer(lambda: grid.everyone.all_gather(mine, out=whole, counts=[part] * size),
+                              lambda pending: pending.wait(), grid.engine.background)}
 
 
 def _seconds(session: Session, transfer: Transfer, computing: float = 0.0, times: int = TIMES) -> float:

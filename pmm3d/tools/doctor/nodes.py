@@ -25,8 +25,7 @@ GEMM_SIZE, GEMM_REPEATS = 768, 5
 """Large enough for the full rate of a core, done in milliseconds; the best of the repeats counts."""
 SLOW_RANK = 0.6
 """Share of the median rate of all ranks below which a rank counts as slow."""
-SHM_SPARE = 2**26
-SHM_PER_RANK = 2**24
+SHM_SPARE, SHM_PER_RANK = 2**26, 2**24
 """Bytes of /dev/shm that an MPI may want for itself, and for each rank."""
 LEAST_MEMORY = 2**30
 
@@ -73,10 +72,9 @@ def gather_node(session: Session) -> Node:
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    networks = "/sys/class/infiniband"
     return Node(machine.cores(), os.cpu_count() or 1, cgroup_limit("cpu.max"), machine.loaded_blas().threads,
                 machine.available_memory(), cgroup_limit("memory.max"), shm_size, shm_free,
-                resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], os.path.isdir(networks) and bool(os.listdir(networks)))
+                resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], any(Path("/sys/class/infiniband").glob("*")))
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:

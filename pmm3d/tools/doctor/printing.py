@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ..ranks import console
 from .finding import Examination, Verdict
 
-LINES = 50
-"""Of a terminal that ranks cannot ask: where its height is known, rich takes the width from COLUMNS."""
 COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
 
 
 def print_examination(examination: Examination) -> None:
     """A row for each check; below it, what is wrong and what to do."""
-    console = Console(file=sys.stdout, highlight=False, height=LINES)
     table = Table(Column(no_wrap=True), Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False,
                   box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in examination.findings:
@@ -27,12 +24,13 @@ def print_examination(examination: Examination) -> None:
             kind = f"{problem.verdict.word}: " if several else ""
             table.add_row("", "", _coloured(problem.verdict, kind + problem.text))
             table.add_row("", "", f"-> {escape(problem.remedy)}")
-    console.print(table)
+    out = console(sys.stdout)
+    out.print(table)
     verdicts = [finding.verdict for finding in examination.findings]
     counts = ", ".join(_coloured(verdict, f"{verdicts.count(verdict)} {verdict.word}") for verdict in Verdict
                        if verdict in verdicts)
-    console.print(f"\n{len(verdicts)} checks in {examination.seconds:.1f} s: {counts}. "
-                  f"Exit code {examination.verdict.exit_code} (0 fine, 1 warnings, 2 failures)")
+    out.print(f"\n{len(verdicts)} checks in {examination.seconds:.1f} s: {counts}. "
+              f"Exit code {examination.verdict.exit_code} (0 fine, 1 warnings, 2 failures)")
 
 
 def _coloured(verdict: Verdict, text: str) -> str:

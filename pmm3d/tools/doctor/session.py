@@ -117,8 +117,7 @@ class Session:
 
     def close(self) -> None:
         """Free the communicators; collective. Those with messages under way stay until the end of the program."""
-        for request in self._sent:
-            request.wait()
+        MPI.Request.waitall(self._sent)
         if not self._stranded:
             for comm in self._comms:
                 comm.Free()

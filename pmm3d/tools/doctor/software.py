@@ -42,10 +42,9 @@ def gather_versions(session: Session) -> Versions:
 
 
 def _version(name: str) -> str:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return "none"
+    return "none"
 
 
 def seconds_since_start(stat: str, uptime: str = "/proc/uptime") -> float:

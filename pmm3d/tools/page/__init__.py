@@ -27,11 +27,12 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     from .inputs import RunFiles, read_source
     from .run_page import run_page
 
-    found = read_source(Path(source))
+    path = Path(source)
+    found = read_source(path)
     if isinstance(found, RunFiles):
         page, target = run_page(found), found.path / "report.html"
     else:
-        page, target = bench_page(found), found.path.with_suffix(".html")
+        page, target = bench_page(path, found), path.with_suffix(".html")
     target = target if output is None else Path(output)
     temporary = target.with_name(f".{target.name}.tmp")
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
-from .grid_drawing import grid_drawing, left_out
-from .inputs import BenchFile, Json
+from .grid_drawing import grid_section
+from .inputs import Json
 from .svg import Part, bars
 from .words import in_seconds, number, percent
 
@@ -17,14 +18,14 @@ PHASES = {"gather A": "wait-x", "gather B": "wait-z", "reduce C": "wait-y", "red
 """That are drawn, in the colour of a CSS class."""
 
 
-def bench_page(file: BenchFile) -> Page:
-    """The fastest grid first."""
-    results = sorted(file.results, key=lambda result: median(result["seconds"]))
+def bench_page(path: Path, results: list[Json]) -> Page:
+    """Of the figures in that file, the fastest grid first."""
+    results = sorted(results, key=lambda result: median(result["seconds"]))
     best = results[0]
     every_grid = [_grids(results)] if len(results) > 1 else []
     sections = [_times(results), *every_grid, _phases(best), _bytes(best), _grid(best)]
     return Page(f"C = A B, {best['m']} × {best['n']} × {best['k']}", "benchmark of a product",
-                [("file", str(file.path.absolute())), *_facts(best)], _tiles(best, len(results)), sections,
+                [("file", str(path.absolute())), *_facts(best)], _tiles(best, len(results)), sections,
                 list(filter(None, [best["environment"].get("advice")])))
 
 
@@ -117,4 +118,4 @@ def _grid(best: Json) -> Section:
     older = "strips" not in best  # version 0.1.0: steps along k, and the strips of C were called panels
     panels, strips = (best["steps"], best["panels"]) if older else (best["panels"], best["strips"])
     lead = f"Blocks of rank 0: {blocks}; {number(panels)} panel(s) along k, {strips} strip(s) of C."
-    return Section("Grid", f"{lead}{left_out(shape)}", [Figure(grid_drawing(shape, hosts))])
+    return grid_section(shape, hosts, lead)

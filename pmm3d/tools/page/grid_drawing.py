@@ -8,6 +8,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from ...comm.words import ranks_in_words
 from ...layout import Coords, GridShape
+from .elements import Figure, Section
 from .svg import drawing, element, label, polygon
 
 EDGE, DEPTH = 34.0, 15.0
@@ -29,7 +30,7 @@ def ranks_of(host: Host) -> list[int]:
 
 def grid_drawing(shape: GridShape, hosts: Sequence[Host]) -> str:
     """SVG: boxes in the colours of their hosts; a grid too large for that as one cuboid with sizes along the edges."""
-    whole, replicas = is_drawn_whole(shape), _replicas(shape)
+    whole, replicas = _is_drawn_whole(shape), _replicas(shape)
     drawn = shape._replace(data=1) if whole else GridShape(*(min(size, SCHEMATIC) for size in shape[:3]))
     host_of = {rank: index for index, host in enumerate(hosts) for rank in ranks_of(host)}
     wide, high = drawn.x * EDGE + drawn.z * DEPTH, drawn.y * EDGE + drawn.z * DEPTH
@@ -72,7 +73,7 @@ def _draw_box(group: Element, left: float, coords: Coords, drawn: GridShape, ran
         element(group, "text", str(rank), class_="rank", x=(x0 + x1) / 2, y=(y0 + y1) / 2 + 4, text_anchor="middle")
 
 
-def is_drawn_whole(shape: GridShape) -> bool:
+def _is_drawn_whole(shape: GridShape) -> bool:
     """Whether each rank of a replica has its box."""
     return shape.along("xyz") <= MOST_BOXES and max(shape[:3]) <= LONGEST
 
@@ -81,14 +82,11 @@ def _replicas(shape: GridShape) -> int:
     return min(shape.data, MOST_REPLICAS if shape.size <= MOST_BOXES else FEW_REPLICAS)
 
 
-def left_out(shape: GridShape) -> str:
-    """What the drawing does not show, in words."""
-    boxes = "" if is_drawn_whole(shape) else " Too many ranks to draw each: the edges carry the numbers."
-    replicas = _replicas(shape)
-    return boxes + f" {replicas} of {shape.data} replicas are drawn." * (shape.data > replicas)
-
-
-def host_legend(hosts: Sequence[Host]) -> list[tuple[str, str]]:
-    """(CSS class, text) of the first hosts."""
-    return [(f"host{index % HOST_COLOURS}", f"{host['name']}: {ranks_in_words(ranks_of(host))}")
-            for index, host in enumerate(hosts[:MOST_HOSTS])]
+def grid_section(shape: GridShape, hosts: Sequence[Host], lead: str) -> Section:
+    """The drawing, the colours of the first hosts, and in words what is not drawn."""
+    whole, replicas = _is_drawn_whole(shape), _replicas(shape)
+    lead += "" if whole else " Too many ranks to draw each: the edges carry the numbers."
+    lead += f" {replicas} of {shape.data} replicas are drawn." * (shape.data > replicas)
+    legend = [(f"host{index % HOST_COLOURS}", f"{host['name']}: {ranks_in_words(ranks_of(host))}")
+              for index, host in enumerate(hosts[:MOST_HOSTS] if whole else [])]
+    return Section("Grid", lead, [Figure(grid_drawing(shape, hosts), legend)])

@@ -26,15 +26,11 @@ class RunFiles(NamedTuple):
     notes: list[str]
 
 
-class BenchFile(NamedTuple):
-    """results: the figures on each grid."""
+def read_source(path: Path) -> RunFiles | list[Json]:
+    """The files of a run, or the figures of a benchmark on each grid.
 
-    path: Path
-    results: list[Json]
-
-
-def read_source(path: Path) -> RunFiles | BenchFile:
-    """Raises Pmm3dError, with the remedy, if there is nothing to make a page of."""
+    Raises Pmm3dError, with the remedy, if there is nothing to make a page of.
+    """
     if path.name in ("run.json", "metrics.jsonl"):
         path = path.parent
     if not path.exists():
@@ -90,7 +86,7 @@ def _record(path: Path, notes: list[str]) -> Json:
     return found
 
 
-def _read_bench(path: Path) -> BenchFile:
+def _read_bench(path: Path) -> list[Json]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
@@ -98,4 +94,4 @@ def _read_bench(path: Path) -> BenchFile:
     results = found if isinstance(found, list) else [found]
     if not results or not all(isinstance(result, dict) and OF_A_BENCHMARK <= result.keys() for result in results):
         raise Pmm3dError(f"{path} holds no figures of pmm3d bench: name {OF_A_RUN}")
-    return BenchFile(path, results)
+    return results

@@ -70,11 +70,9 @@ def time_section(record: Json) -> Section:
 
 
 def _kinds(record: Json) -> list[Kind]:
-    ranks = record["ranks"]
-    computed = sorted(ranks["computed"].items(),
-                      key=lambda entry: COMPUTING.index(entry[0]) if entry[0] in COMPUTING else len(COMPUTING))
-    kinds = [Kind(f"computing: {name}", f"compute{min(index, 4)}", seconds)
-             for index, (name, seconds) in enumerate(computed)]
+    ranks, computed = record["ranks"], record["ranks"]["computed"]
+    names = [name for name in dict.fromkeys((*COMPUTING, *computed)) if name in computed]
+    kinds = [Kind(f"computing: {name}", f"compute{min(index, 4)}", computed[name]) for index, name in enumerate(names)]
     kinds += [Kind(f"waiting: {AXES[axis]}", f"wait-{axis or 'loader'}", seconds)
               for axis, seconds in _waited_by_axis(record).items()]
     rest = [max(0.0, whole - sum(kind.seconds[rank] for kind in kinds)) for rank, whole in enumerate(ranks["seconds"])]

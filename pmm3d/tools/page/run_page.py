@@ -9,7 +9,7 @@ from statistics import median
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
-from .grid_drawing import grid_drawing, host_legend, is_drawn_whole, left_out, ranks_of
+from .grid_drawing import grid_section, ranks_of
 from .inputs import Json, RunFiles
 from .rank_sections import memory_section, rank_tiles, time_section, volume_section, wait_section
 from .svg import Point, chart
@@ -21,6 +21,7 @@ CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, Tru
           ("gradient_norm", "2-norm of the gradient before clipping", "", True, False))
 """Of a step: name in metrics.jsonl, caption, unit, whether the scale is logarithmic, whether it begins at 0."""
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
+DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
 MOST_EVENTS = 40
 """A table that one screen shows; run.json has the others."""
 
@@ -32,7 +33,8 @@ def run_page(run: RunFiles) -> Page:
     if record.get("ranks"):
         sections += [time_section(record), volume_section(record), wait_section(record), memory_section(record)]
     if record:
-        sections += [_grid(record), _history(record), _settings(record)]
+        sections += [grid_section(GridShape(**record["grid"]), record["hosts"], DISTRIBUTION), _history(record),
+                     _settings(record)]
     return Page(run.path.absolute().name, "training run", _facts(run), _tiles(run),
                 [section for section in sections if section is not None], run.notes)
 
@@ -109,13 +111,6 @@ def _points(lines: Iterable[Json], name: str) -> list[Point]:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else float("nan")
-
-
-def _grid(record: Json) -> Section:
-    shape, hosts = GridShape(**record["grid"]), record["hosts"]
-    lead = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
-    legend = host_legend(hosts) if is_drawn_whole(shape) else []
-    return Section("Grid", f"{lead}{left_out(shape)}", [Figure(grid_drawing(shape, hosts), legend)])
 
 
 def _history(record: Json) -> Section:
