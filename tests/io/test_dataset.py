@@ -406,8 +406,8 @@ def test_the_cache_stays_when_the_position_changes(some_grid, write, monkeypatch
     path = write(x_chunked=np.ones((40, 12), "float32"), y_chunked=np.zeros(40, int))
     with DataSet(some_grid, path, inputs="x_chunked", targets="y_chunked") as data, data.loader(8) as loader:
         before = len(reads)
-        epoch_of(loader)
+        assert len(list(loader)) in (3, 5)
         once = len(reads) - before
         loader.load_state(loader.state() | {"batch": 2})
-        epoch_of(loader)
+        assert len(list(loader)) in (3, 5)
         assert len(reads) - before == once
