@@ -1,4 +1,6 @@
-"""Where warnings and notes go: to the loggers pmm3d.comm, pmm3d.io and pmm3d.nn, named after the rooms."""
+"""Where warnings and notes go: to the loggers pmm3d.comm, pmm3d.io and pmm3d.nn, named after the rooms.
+
+Loads neither numpy nor MPI, since commands ask for it before their signals count."""
 
 from __future__ import annotations
 

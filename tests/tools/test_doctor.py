@@ -60,8 +60,15 @@ def test_one_rank_has_no_axes_and_many_hosts_are_not_all_listed():
     lonely = checks.Check("mine", lambda session: 1 / 0, lambda finding, facts, hosts: 1 / 0, alone="one rank")
     assert checks.conclude(lonely, {0: Answer()}, ONE).found == "one rank"
     assert_says(checks.conclude(lonely, {0: Answer(), 1: Answer()}, ["n1"] * 2), FAILURE, "ZeroDivision")
-    many = check(lambda finding, facts, hosts: [finding.warn("slow", "wait") for _ in range(100)])
-    assert len(checks.conclude(many, {0: Answer()}, ONE).problems) == checks.MOST_PROBLEMS
+
+    def judge(finding, facts, hosts):
+        for _ in range(100):
+            finding.warn("slow", "wait")
+        finding.fail("broken", "mend it")
+
+    many = checks.conclude(check(judge), {0: Answer()}, ONE)
+    assert len(many.problems) == checks.MOST_PROBLEMS + 1
+    assert_says(many, FAILURE, "broken", f"{101 - checks.MOST_PROBLEMS} more problems are not listed")
 
 
 def test_ranks_that_do_not_answer_are_named_with_their_hosts():

@@ -15,7 +15,7 @@ REPORT_THIS = ("pmm3d could not look at this; the text says why. If nothing in i
                "the whole output")
 ANOTHER_GRID = "if it is the grid: --grid with one that fits, or --grid auto. Else: " + REPORT_THIS
 MOST_PROBLEMS = 8
-"""That a check tells of: many hosts have the same one."""
+"""That a check tells of, the worst first: many hosts have the same one."""
 LATE_SECONDS = 60.0
 """That a rank waits for the others before a check, while some may still be in the one before."""
 END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
@@ -100,5 +100,8 @@ def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Find
             check.judge(finding, [answers[rank].facts for rank in range(len(hosts))], hosts)
         except Exception as error:
             failure.fail(f"{type(error).__name__}: {error}", REPORT_THIS)
-    del finding.problems[MOST_PROBLEMS:]
+    if (more := len(finding.problems) - MOST_PROBLEMS) > 0:
+        finding.problems.sort(key=lambda problem: -problem.verdict)
+        del finding.problems[MOST_PROBLEMS:]
+        finding.note(f"{more} more problems are not listed", "mend these first")
     return failure if failure.problems else finding
