@@ -1,6 +1,4 @@
-"""Where warnings and notes go: to the loggers pmm3d.comm, pmm3d.io and pmm3d.nn, named after the rooms.
-
-Loads neither numpy nor MPI, since commands ask for it before their signals count."""
+"""Where notes go: to the loggers pmm3d.comm, pmm3d.io, pmm3d.nn, named after the rooms. No numpy, no MPI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What must not change a bit: which collectives run under computation, what is computed again, the grid of the draw."""
 
 import gc
+import time
 from contextlib import nullcontext
 from itertools import product
 
@@ -26,6 +27,7 @@ from networks import (
 from pmm3d import nn
 from pmm3d.comm import engine as progress
 from pmm3d.layout import batch_layout
+from pmm3d.nn import gradients
 from pmm3d.nn import overlap as overlaps
 
 pytestmark = pytest.mark.deadline(60)
@@ -199,3 +201,24 @@ def test_training_again_gives_the_same_bits(comm):
         assert bits(weights_of(train(grid, CASE, 2)[1])) == first
 
     on_each_grid(comm, check, [WIDEST[4]])
+
+
+@pytest.mark.parallel([2])
+def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, monkeypatch):
+    """Rank 0 is late with each sum, so that on rank 1 none is done before the next ones are asked for."""
+    begun, most, begin_after = [], [0], gradients.begin_after
+
+    def late(before, axis, name, collective):
+        if comm.rank == 0:
+            time.sleep(0.02)
+        most[0] = max(most[0], 1 + sum(not pending.done for pending in begun))
+        begun.append(begin_after(before, axis, name, collective))
+        return begun[-1]
+
+    def check(grid):
+        monkeypatch.setattr(gradients, "begin_after", late)
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=1)
+        loss_of(network_of(grid, CASE), CASE, *batch_of(CASE, 0)).backward()
+
+    on_each_grid(comm, check, [("ddp", 1)])
+    assert max(comm.allgather(most[0])) == gradients.IN_FLIGHT and len(begun) > 4
