@@ -217,6 +217,17 @@ def test_a_steady_state_allocates_little(some_grid, write):
     assert peak < 2**20
 
 
+def test_a_change_of_epoch_shuffles_in_the_memory_that_is_there(some_grid, write):
+    path = write(x=np.zeros((400_000, 1), "float32"), y=np.zeros(400_000, "uint8"))
+    with DataSet(some_grid, path) as data, data.loader(20_000) as loader:
+        list(loader)
+        tracemalloc.start()
+        list(loader)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 400_000 * 8 / 2
+
+
 def test_closing_ends_the_threads_and_keeps_the_position(some_grid, path):
     threads = lambda: [thread for thread in threading.enumerate() if thread.name.startswith("pmm3d loader")]
     with DataSet(some_grid, path) as data:

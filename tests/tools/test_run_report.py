@@ -237,7 +237,7 @@ def test_a_long_run_keeps_its_extremes(run):
 
 
 def test_the_page_of_a_benchmark(job, tmp_path):
-    done = job(4, BENCH, "--grid", "all", "--json", str(tmp_path / "all.json"), timeout=120)
+    done = job(4, BENCH, "--grid", "all", "--panels", "2", "--json", str(tmp_path / "all.json"), timeout=120)
     assert done.returncode == 0, done.stderr
     page = write_page(tmp_path / "all.json")
     assert page == tmp_path / "all.html"
@@ -246,6 +246,11 @@ def test_the_page_of_a_benchmark(job, tmp_path):
     said = words(document)
     assert "C = A B, 64 × 48 × 40" in said and "the fastest of 6" in said and "as modelled" in said
     assert all(grid in said for grid in ("4x1x1", "2x2x1", "1x1x4")) and "right" in said
+    figures = json.loads((tmp_path / "all.json").read_text())
+    older = [{**figure, "steps": figure["panels"], "panels": figure.pop("strips")} for figure in figures]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    cut = re.search(r"\d panel\(s\) along k, \d strip\(s\) of C", said)[0]
+    assert cut in write_page(tmp_path / "older.json").read_text()
 
 
 @pytest.mark.parametrize("make, text", [
