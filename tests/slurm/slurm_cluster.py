@@ -115,7 +115,7 @@ class Slurm:
     def _configure(self) -> None:
         lines = CONFIGURATION.format(folder=self.folder)
         for node in range(1, self.nodes + 1):
-            lines += NODE.format(node=node, address=self._maker.address(node), cpus=CPUS)
+            lines += NODE.format(node=node, address=f"{self._maker.NETWORK}.{node}", cpus=CPUS)
             for name in ("spool", "tmp"):
                 (self.folder / f"node{node}" / name).mkdir(parents=True)
         (self.folder / "state").mkdir()
