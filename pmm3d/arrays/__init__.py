@@ -3,9 +3,9 @@
 from .libraries import check_matrix_dtype, library_named, library_of, take_device
 from .numpy_library import Array, NumpyLibrary
 from .sums import sum_in_order
-from .workspace import Workspace
+from .workspace import Slab, Workspace
 
 __all__ = [
-    "Array", "NumpyLibrary", "Workspace", "check_matrix_dtype", "library_named", "library_of", "sum_in_order",
+    "Array", "NumpyLibrary", "Slab", "Workspace", "check_matrix_dtype", "library_named", "library_of", "sum_in_order",
     "take_device",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ class DeviceLibrary(NumpyLibrary):
 
     module: str = "cupy"
     name: ClassVar[str] = "cupy"
+    gemm_adds: ClassVar[bool] = False
 
     @property
     def on_host(self) -> bool:

@@ -29,10 +29,13 @@ def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: com
 
 def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
     """A low-precision product, rounded once, added to a float32 accumulator C."""
-    with work.borrow(c.shape, library.dtype(a), library) as product:
+    shape = tuple(c.shape)
+    with work.borrow(shape, library.dtype(a), library) as product, work.borrow(shape, "float32", library) as wide:
         library.gemm(a, b, product, 1, 0, work)
         scale(library, c, beta)
-        c += alpha * library.astype(product, "float32")
+        wide[...] = product
+        library.xp.multiply(wide, alpha, out=wide)
+        library.xp.add(c, wide, out=c)
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:

@@ -34,6 +34,8 @@ class NumpyLibrary:
     """
 
     name: ClassVar[str] = "numpy"
+    gemm_adds: ClassVar[bool] = True
+    """Whether `gemm` adds to C itself; else it forms a product of its own first, in a work array."""
 
     @property
     def on_host(self) -> bool:
@@ -87,10 +89,8 @@ class NumpyLibrary:
         return True
 
     def share_memory(self, one: Array, other: Array) -> bool:
-        """Whether the memory of two contiguous (or transposed contiguous) arrays meets."""
-        starts = [self.address(array) if 0 not in array.shape else 0 for array in (one, other)]
-        ends = [start + prod(array.shape) * itemsize(self.dtype(array)) for start, array in zip(starts, (one, other))]
-        return max(starts) < min(ends)
+        """Whether two arrays have a byte in common."""
+        return np.shares_memory(np.asarray(_Elements(self, one)), np.asarray(_Elements(self, other)))
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of it; nothing to do on the host."""
@@ -144,6 +144,17 @@ class NumpyLibrary:
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)
+
+
+class _Elements:
+    """Where the elements of an array of any library are, for numpy, which does not look at what is there."""
+
+    def __init__(self, library: NumpyLibrary, array: Array):
+        size = itemsize(library.dtype(array))
+        strides = tuple(size * stride for stride in library.strides(array))
+        address = library.address(array) if 0 not in array.shape else 0
+        self.__array_interface__ = {"version": 3, "shape": tuple(array.shape), "strides": strides,
+                                    "typestr": f"|V{size}", "data": (address, True)}
 
 
 @cache

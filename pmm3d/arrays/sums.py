@@ -15,7 +15,8 @@ CACHED_ELEMENTS = 2**15
 def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
     """out = beta out + parts[0] + parts[1] + ..., in that order; low precision is added up in float32.
 
-    All arrays are 2D and of one shape; `out` may be strided.
+    All arrays are 2D and of one shape; `out` may be strided, and may be one of the first two parts. Parts of low
+    precision may have an `out` of float32, and the other way round.
 
         >>> import numpy as np
         >>> out = np.ones((1, 2))
@@ -25,7 +26,8 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     """
     rows, cols = out.shape
     step = max(1, CACHED_ELEMENTS // max(1, cols)) if library.on_host else max(1, rows)
-    add = _add_widened if library.dtype(out) in LOW_PRECISION else _add
+    low = library.dtype(out) in LOW_PRECISION or library.dtype(parts[0]) in LOW_PRECISION
+    add = _add_widened if low else _add
     for start in range(0, rows, step):
         chunk = slice(start, start + step)
         add(library, [part[chunk] for part in parts], out[chunk], beta)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layout import itemsize
+from ..layout import aligned, itemsize
 from .numpy_library import Array, NumpyLibrary
 
 SMALL_BYTES = 2**12
@@ -101,6 +101,12 @@ class Workspace:
         finally:
             self.give(ticket)
 
+    @contextmanager
+    def slab(self, nbytes: int, library: NumpyLibrary) -> Iterator[Slab]:
+        """As a context: memory for the work arrays of one call."""
+        with self.borrow((nbytes,), "uint8", library) as flat:
+            yield Slab(flat, library)
+
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
         """Take work arrays of these sizes (bytes) at once and give them back, if they were not rehearsed before: from
         then on it does not depend on the speed of messages whether memory must be found."""
@@ -138,6 +144,50 @@ class Workspace:
             ticket, nbytes = self._returned.popleft()
             self.lent -= nbytes
             insort(self._free[ticket.pool], ticket.flat, key=_size)
+
+
+class Slab:
+    """The work memory of one call, which is cut into arrays one after the other, each on a cache line. It has the bytes
+    that were planned (`layout.aligned` of each array): more cannot be taken.
+
+        >>> with Workspace().slab(128, NumpyLibrary()) as slab:
+        ...     slab.array((2, 3), "float64").shape, slab.array((4,), "float32").shape
+        ((2, 3), (4,))
+    """
+
+    def __init__(self, flat: Array, library: NumpyLibrary):
+        self._flat, self._library, self._used = flat, library, 0
+
+    def array(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """The next array, with arbitrary contents."""
+        return self._library.view(self._next(prod(shape) * itemsize(dtype)), shape, dtype)
+
+    def slab(self, nbytes: int) -> Slab:
+        """The next piece, to be cut in turn."""
+        return Slab(self._next(nbytes), self._library)
+
+    def rest(self) -> Slab:
+        """All that is left, to be cut in turn."""
+        return self.slab(self._flat.shape[0] - self._used)
+
+    def again(self) -> Slab:
+        """The same memory, to be cut anew."""
+        return Slab(self._flat, self._library)
+
+    @contextmanager
+    def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Iterator[Array]:
+        """As a context: the next array, whose memory is the next one's again at its end."""
+        before = self._used
+        try:
+            yield library.view(self._next(prod(shape) * itemsize(dtype)), shape, dtype)
+        finally:
+            self._used = before
+
+    def _next(self, nbytes: int) -> Array:
+        start, self._used = self._used, self._used + aligned(nbytes)
+        if start + nbytes > self._flat.shape[0]:
+            raise MemoryError(f"a call takes more work memory than the {self._flat.shape[0]:,} bytes planned for it")
+        return self._flat[start : start + nbytes]
 
 
 class _Loan:

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..errors import DisagreementError, Pmm3dError
+from .algorithms import gather_parts
 from .transport import Collective, Link
 from .words import ranks_in_words
 
@@ -35,7 +36,7 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     what       the operation;   headline: how the message begins where terms differ, as an error of that kind
     numbers    what the ranks tell each other besides, which may differ: as many on each. Returns one row a rank
 
-    Costs an all-reduce of 24 bytes by MPI, or, with numbers, a message to each other rank.
+    Costs an all-reduce of 24 bytes by MPI, or, with numbers, an all-gather of a few; texts travel where terms differ.
     """
     digest = int.from_bytes(hashlib.blake2b(terms.compared.encode(), digest_size=7).digest(), "big")
     failed, rows = terms.error is not None, None
@@ -60,11 +61,8 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
 def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarray]:
     """Generator: every rank's row of so many numbers. Not payload: its bytes are not in the ledger."""
     rows = np.empty((link.size, length), mine.dtype)
-    rows[link.rank] = mine
-    before = link.record.sent, link.record.received
-    yield from link.exchange(NumpyLibrary(), [(peer, mine) for peer in link.peers()],
-                             [(peer, rows[peer]) for peer in link.peers()])
-    link.record.sent, link.record.received = before
+    counts = [1] * link.size
+    yield from link.uncounted(gather_parts(link, NumpyLibrary(), mine[None, :], rows, counts))
     return rows
 
 

@@ -80,7 +80,7 @@ class Axis:
         call   what the members' calls must have in common, in words; the name if left out (compared with debug)
         """
         record = self.next_record(name)
-        link = Link(self._comm, record.number % LARGEST_TAG, record, self._engine.transport)
+        link = Link(self._comm, record.number % LARGEST_TAG, record, self._engine.transport, self._engine.check)
         collective = make_collective(link)
         if self._engine.debug and self.size > 1:
             collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))

@@ -1,125 +1,95 @@
-"""All-gather, reduce-scatter, all-reduce, all-to-all and ring shift, as generators of MPI requests.
-
-MPI moves bytes and the array library adds: every type works, sums run in rank order and so are bitwise the same on
-every rank and in every run, and low precision is added up in float32. Each part goes straight from its owner to its
-reader (pairwise messages), which on one node is twice as fast as the nonblocking collectives of MPI.
+"""All-gather, reduce-scatter, all-reduce, all-to-all and ring shift of arrays that come from anywhere, as generators of
+MPI requests: what ranks pass is compared, then done by `pmm3d.comm.algorithms`.
 
 In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
 cut into parts, and `counts` are the rows of each rank's part. Without counts the ranks tell each other first and
-raise LayoutError, all of them, if their arrays do not fit together. In the volumes below |whole| are the bytes of all
-parts and G is the size of the axis.
-
-`gather_parts`, `reduce_parts` and `sum_arrays` are what these do once all is known, for callers who know it: nothing is
-looked at or compared.
+raise LayoutError, all of them, if their arrays do not fit together. What can fail on one rank, an `out` that does not
+fit or memory that cannot be had, is agreed on before anything is sent, unless the caller says `agreed` or the grid does
+not check. `out` shares no memory with what comes in, but where it is said; it is returned, or a new array in its place.
+In the volumes below |whole| are the bytes of all parts and G is the size of the axis; groups of more than 16 ranks
+whose number has a factor above 7 move up to twice as much (`pmm3d.model.stages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of, sum_in_order
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError
 from ..layout import offsets, part_sizes
-from ..model.volumes import all_reduce_counts
-from .agreement import Terms, agree, exchanged
+from .agreement import Terms, agree
+from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
 from .transport import Collective, Link
 
-Counts = Sequence[int]
+Answer = TypeVar("Answer")
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
                counts: Counts | None = None) -> Collective[Array]:
     """Every rank's part, one after the other, on every rank. Each rank receives |whole| - |part| bytes.
 
-    `part` may be the place in `out` where it belongs. Returns `out`, or a new array.
+    `part` may be the place in `out` where it belongs.
     """
-    if counts is None:
-        counts = yield from _agreed_rows(link, library, part)
-    _check_counts(link, counts, part.shape[0], own=True)
-    out = _landing(link, library, out, (sum(counts), *part.shape[1:]), part)
-    yield from gather_parts(link, library, part, out, counts)
-    return out
+    known = counts if counts is not None else (yield from _agreed_rows(link, library, part))
 
+    def landing() -> Array:
+        _check_counts(link, known, part.shape[0], own=True)
+        whole = _landing(link, library, out, (sum(known), *part.shape[1:]), part)
+        own = _parts(whole, known)[link.rank]
+        if library.address(own) != library.address(part):
+            _check_apart(link, library, part, out)
+        return whole
 
-def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Collective[Array]:
-    """`all_gather`, with nothing left to look at. The own part is copied while the others travel."""
-    parts = _parts(out, counts)
-    exchange = link.exchange(library, [(peer, part) for peer in link.peers()],
-                             [(peer, parts[peer]) for peer in link.peers()])
-    requests = next(exchange)  # posts the messages; `yield from` below resumes the same generator when they are there
-    own = parts[link.rank]
-    if part.shape[0] and library.address(own) != library.address(part):
-        own[...] = part
-    yield requests
-    yield from exchange
-    return out
+    whole = yield from _prepared(link, landing)
+    return (yield from gather_parts(link, library, part, whole, known))
 
 
 def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array | None = None,
                    counts: Counts | None = None, beta: complex = 0) -> Collective[Array]:
-    """out = beta out + the sum over the ranks of this rank's part of their arrays, in rank order.
+    """out = beta out + the sum over the ranks of this rank's part of their arrays; its order: `algorithms`.
 
     Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows.
-    `out` may be strided if it is 2D. Returns `out`, or a new array.
+    `out` may be strided if it is 2D.
     """
-    if out is None and beta != 0:
-        raise LayoutError(f"{link.record}: beta needs out=, the array that it scales")
+    known = part_sizes(whole.shape[0], link.size) if counts is None else counts
     if counts is None:
-        counts = part_sizes(whole.shape[0], link.size)
         yield from _agreed_rows(link, library, whole, same_rows=True)
-    _check_counts(link, counts, whole.shape[0])
-    out = _landing(link, library, out, (counts[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
-    yield from reduce_parts(link, library, _flat2d(whole), _flat2d(out), counts, beta)
-    return out
 
+    def landing() -> Array:
+        if out is None and beta != 0:
+            raise LayoutError(f"{link.record}: beta needs out=, the array that it scales")
+        _check_counts(link, known, whole.shape[0])
+        part = _landing(link, library, out, (known[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
+        _check_apart(link, library, whole, out)
+        return part
 
-def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts,
-                 beta: complex = 0) -> Collective[Array]:
-    """`reduce_scatter` of 2D arrays, with nothing left to look at."""
-    parts = _parts(whole, counts)
-    own, dtype = parts[link.rank], library.dtype(whole)
-    with ExitStack() as borrowed:
-        received = {peer: borrowed.enter_context(link.workspace.borrow(own.shape, dtype, library))
-                    for peer in link.peers()}
-        yield from link.exchange(library, [(peer, parts[peer]) for peer in link.peers()], list(received.items()))
-        received[link.rank] = own
-        sum_in_order(library, [received[rank] for rank in range(link.size)], out, beta)
-    return out
+    part = yield from _prepared(link, landing)
+    yield from reduce_parts(link, library, _flat2d(whole), _flat2d(part), known, beta)
+    return part
 
 
 def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None,
                agreed: bool = False) -> Collective[Array]:
-    """The sum over the ranks of their arrays, in rank order, on every rank. `out` may be `array`.
+    """The sum over the ranks of their arrays, on every rank; its order: `algorithms`. `out` may be `array`.
 
     Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather); up to 64 KiB in all, every rank
-    receives the others' arrays and adds them itself: (G-1) |array| bytes in one round. Returns `out`, or a new array.
+    receives the others' arrays and adds them itself: (G-1) |array| bytes in one round.
     """
     if not agreed:
         yield from _agreed_rows(link, library, array, same_rows=True)
-    out = _landing(link, library, out, tuple(array.shape), array)
-    yield from sum_arrays(link, library, array, out)
-    return out
 
+    def landing() -> Array:
+        total = _landing(link, library, out, tuple(array.shape), array)
+        if library.address(total) != library.address(array):
+            _check_apart(link, library, array, out)
+        return total
 
-def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array) -> Collective[Array]:
-    """`all_reduce`, with nothing left to look at."""
-    flat, flat_out = array.reshape(-1), out.reshape(-1)
-    size, dtype = flat.shape[0], library.dtype(array)
-    counts = all_reduce_counts(size, dtype, link.size)
-    if counts[-1] == size:
-        with link.workspace.borrow((link.size, size), dtype, library) as every:
-            yield from gather_parts(link, library, flat, every.reshape(-1), counts)
-            sum_in_order(library, [every[rank][None, :] for rank in range(link.size)], flat_out[None, :])
-        return out
-    with link.workspace.borrow((counts[link.rank],), dtype, library) as total:
-        yield from reduce_parts(link, library, _flat2d(flat), _flat2d(total), counts)
-        yield from gather_parts(link, library, total, flat_out, counts)
-    return out
+    total = yield from _prepared(link, landing, agreed)
+    return (yield from sum_arrays(link, library, array, total))
 
 
 def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, counts: Counts | None = None,
@@ -127,25 +97,40 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
 
     counts     rows for each rank; ceil or floor of rows / G if left out
-    received   rows from each rank, if the caller knows them
+    received   rows from each rank, if the caller knows them; else each rank is told, by a message of 8 bytes
     """
-    if counts is None:
-        counts = part_sizes(array.shape[0], link.size)
-    _check_counts(link, counts, array.shape[0])
+    sizes = part_sizes(array.shape[0], link.size) if counts is None else counts
+    incoming = np.zeros(link.size, np.int64)
+
+    def landing() -> Array:
+        if received is not None:
+            if len(received) != link.size or min(received) < 0:
+                raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
+                                  f"{link.size} ranks")
+            incoming[:] = received
+        whole = _landing(link, library, out, (int(incoming.sum()), *array.shape[1:]), array)
+        _check_apart(link, library, array, out)
+        return whole
+
+    yield from _prepared(link, lambda: _check_counts(link, sizes, array.shape[0]))
     if received is None:
         yield from _agreed_rows(link, library, array)
-        all_counts = yield from exchanged(link, np.array(counts, np.int64), link.size)
-        received = all_counts[:, link.rank].tolist()
-    out = _landing(link, library, out, (sum(received), *array.shape[1:]), array)
-    parts, landing = _parts(array, counts), _parts(out, received)
+        outgoing = np.array(sizes, np.int64)
+        incoming[link.rank] = outgoing[link.rank]
+        telling = link.exchange(NumpyLibrary(), [(peer, outgoing[peer : peer + 1]) for peer in link.peers()],
+                                [(peer, incoming[peer : peer + 1]) for peer in link.peers()])
+        yield from link.uncounted(telling)
+    whole = yield from _prepared(link, landing)
+    parts, places = _parts(array, sizes), _parts(whole, incoming.tolist())
+
+    def copy_own() -> None:
+        if sizes[link.rank]:
+            places[link.rank][...] = parts[link.rank]
+
     exchange = link.exchange(library, [(peer, parts[peer]) for peer in link.peers()],
-                             [(peer, landing[peer]) for peer in link.peers()])
-    requests = next(exchange)  # as in `gather_parts`
-    if counts[link.rank]:
-        landing[link.rank][...] = parts[link.rank]
-    yield requests
-    yield from exchange
-    return out
+                             [(peer, places[peer]) for peer in link.peers()])
+    yield from under_way(exchange, copy_own)
+    return whole
 
 
 def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Array | None = None,
@@ -155,16 +140,25 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
     agreed   the caller knows that `out` has the shape of what arrives
     """
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
-    if not agreed:
-        rows = yield from _agreed_rows(link, library, array, said=f" by {by}")
-        out = _landing(link, library, out, (rows[source], *array.shape[1:]), array)
-    elif out is None:
-        raise LayoutError(f"{link.record}: agreed needs out=, which has the shape of what arrives")
+    rows = None if agreed else (yield from _agreed_rows(link, library, array, said=f" by {by}"))
+
+    def landing() -> Array:
+        if rows is not None:
+            height = rows[source]
+        elif out is not None:
+            height = out.shape[0]
+        else:
+            raise LayoutError(f"{link.record}: agreed needs out=, which has the shape of what arrives")
+        arriving = _landing(link, library, out, (height, *array.shape[1:]), array)
+        _check_apart(link, library, array, out)
+        return arriving
+
+    arriving = yield from _prepared(link, landing, agreed)
     if source == link.rank:
-        out[...] = array
-        return out
-    yield from link.exchange(library, [(target, array)], [(source, out)])
-    return out
+        arriving[...] = array
+    else:
+        yield from link.exchange(library, [(target, array)], [(source, arriving)])
+    return arriving
 
 
 def call_in_words(operation: Callable[..., Any], library: NumpyLibrary, array: Array, options: dict[str, Any]) -> str:
@@ -200,6 +194,19 @@ def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: 
     return [] if rows is None else rows[:, 0].tolist()
 
 
+def _prepared(link: Link, prepare: Callable[[], Answer], agreed: bool = False) -> Collective[Answer]:
+    """Generator: what `prepare` returns; if it fails on some ranks, all raise, unless the caller has `agreed`."""
+    if agreed or not link.check or link.size == 1:
+        return prepare()
+    error: Exception | None = None
+    try:
+        answer = prepare()
+    except Exception as raised:
+        error = raised
+    yield from agree(link, str(link.record), "", Terms("", error=error), [])
+    return answer
+
+
 def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> None:
     """The counts must be those of the rows here: all of them, or, with own, those of this rank's part."""
     if len(counts) != link.size or (counts[link.rank] if own else sum(counts)) != rows or min(counts) < 0:
@@ -219,7 +226,15 @@ def _landing(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[
                           f"is {shape} {library.dtype(like)} ({library.name})")
     if not strided and not library.is_contiguous(out):
         raise LayoutError(f"{link.record}: out is not C-contiguous, so messages cannot land in it")
+    if not library.writable(out):
+        raise LayoutError(f"{link.record}: out is read-only")
     return out
+
+
+def _check_apart(link: Link, library: NumpyLibrary, array: Array, out: Array | None) -> None:
+    if out is not None and library.share_memory(array, out):
+        raise LayoutError(f"{link.record}: out shares memory with the array that comes in, which is still read while "
+                          "messages land; pass another out")
 
 
 def _parts(array: Array, counts: Counts) -> list[Array]:

@@ -87,11 +87,12 @@ class Pending:
 class Engine:
     """Drives the collectives of one Grid. MPI is called by one thread at a time (MPI_THREAD_SERIALIZED is enough).
 
-    ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective
+    ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
+    whether ranks agree on what can fail on one of them
     """
 
-    def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool):
-        self.ledger, self.transport, self.debug = ledger, transport, debug
+    def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool):
+        self.ledger, self.transport, self.debug, self.check = ledger, transport, debug, check
         self._watch = watch
         self._active: list[Pending] = []
         self._lock = threading.Lock()

@@ -102,7 +102,7 @@ class Grid:
         self._watch.start()
         duplicate.waiting = self._waiting
         transport = Transport(_or_default(device_transport, settings.device_transport), self.workspace)
-        self.engine = Engine(self.ledger, self._watch, transport, self.debug)
+        self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check)
         self.everyone = Axis(self.engine, "all", self.comm, range(self.size))
         self._dropped = weakref.finalize(self, ending.dropped, self._watch_comm, self._watch)
         try:

@@ -65,11 +65,13 @@ class Link:
     """The messages of one collective: a communicator, a tag, and the ledger's record that counts the bytes.
 
     Ranks are those of the communicator, `rank` is this one. Arrays must be contiguous.
+
+    check   whether ranks agree on what can fail on one of them
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport):
+    def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport, check: bool = True):
         self.rank, self.size = comm.rank, comm.size
-        self.comm, self.record, self.transport = comm, record, transport
+        self.comm, self.record, self.transport, self.check = comm, record, transport, check
         self._tag = tag
 
     @property
@@ -79,6 +81,13 @@ class Link:
     def peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all send to the same one at once."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    def uncounted(self, collective: Collective[Result]) -> Collective[Result]:
+        """A collective whose bytes are no payload, and not in the ledger."""
+        before = self.record.sent, self.record.received
+        result = yield from collective
+        self.record.sent, self.record.received = before
+        return result
 
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:

@@ -11,6 +11,8 @@ MATRIX_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "comp
 """What a matrix can hold."""
 LOW_PRECISION = ("float16", "bfloat16")
 """What is multiplied and added up in float32."""
+CACHE_LINE = 64
+"""Bytes."""
 
 
 @cache
@@ -26,6 +28,15 @@ def itemsize(dtype: str) -> int:
     if not bits:
         raise DTypeError(f"elements of the type {dtype} have no size, so no message can carry them")
     return int(bits) // 8
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that an array takes of a work array that holds several: each begins on a cache line.
+
+        >>> aligned(1), aligned(64)
+        (64, 64)
+    """
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
 
 def check_same_dtype(a: str, b: str, out: str | None) -> None:

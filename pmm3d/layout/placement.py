@@ -36,6 +36,14 @@ class Placement:
         """What the rank holds."""
         return self.layout.box(self.shape, self.grid, self.grid.coords(rank))
 
+    def largest(self) -> tuple[int, int]:
+        """Rows and columns of the largest shard."""
+        return self.box(0).shape
+
+    def row_cuts(self) -> list[int]:
+        """Where each part of the rows begins, and the end of the last."""
+        return [*(start for start, _ in cuts(self.shape[0], self.layout.rows, self.grid)), self.shape[0]]
+
     def holder(self, rank: int, reader: int) -> int:
         """Of the ranks that hold what `rank` holds, the one that serves `reader`: itself where it is one."""
         here, there = self.grid.position(rank), self.grid.position(reader % self.grid.size)
@@ -75,6 +83,12 @@ class Whole:
 
     def box(self, rank: int) -> Box:
         return Box(0, self.shape[0], 0, self.shape[1]) if rank in self.ranks else EMPTY
+
+    def largest(self) -> tuple[int, int]:
+        return self.shape
+
+    def row_cuts(self) -> list[int]:
+        return [0, self.shape[0]]
 
     def holder(self, rank: int, reader: int) -> int:
         return reader if reader in self.ranks else self.ranks[reader % len(self.ranks)]

@@ -19,10 +19,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
+from math import prod
 
 from ..errors import LayoutError, MemoryLimitError
-from ..layout import FIRST, LOW_PRECISION, Coords, GridShape, Layout, itemsize, offsets, part_range, part_sizes
-from .volumes import all_reduce_counts, all_reduce_moved
+from ..layout import (
+    FIRST,
+    LOW_PRECISION,
+    Coords,
+    GridShape,
+    Layout,
+    Placement,
+    aligned,
+    itemsize,
+    offsets,
+    part_range,
+    part_sizes,
+)
+from .move import ROUND_BYTES, Move
+from .volumes import Volume, all_reduce_volume, gather_volume, reduce_volume
 
 TILE = 64
 """Columns of C that strips are multiples of, so that the kernels of the BLAS have whole tiles in all but the last."""
@@ -60,6 +74,9 @@ class ProductPlan:
     a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); that of C is 0 or -1
     panels         along k
     strips         of the columns of C, with the last panel
+    moves          of the operands that are redistributed first, to where the product takes them; C is moved back too
+    rounds         of each of these moves
+    gemm_copies    whether the array library's GEMM cannot add to C, and forms a product of its own first
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -77,6 +94,9 @@ class ProductPlan:
     c: int = 0
     panels: int = 1
     strips: int = 1
+    moves: tuple[Move, ...] = ()
+    rounds: int = 1
+    gemm_copies: bool = False
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -107,6 +127,16 @@ class ProductPlan:
     def workspace(self) -> int:
         """Bytes of work arrays on the fullest rank: what `max_workspace` limits."""
         return max(rank.workspace for rank in self.fullest)
+
+    @cached_property
+    def copies(self) -> int:
+        """Bytes of the operands where the product takes them, if they are redistributed; on the fullest rank."""
+        return sum(aligned(prod(move.target.largest()) * itemsize(self.dtype)) for move in self.moves)
+
+    @cached_property
+    def moving(self) -> int:
+        """Bytes of what travels meanwhile."""
+        return max((move.work(self.rounds) for move in self.moves), default=0)
 
     @cached_property
     def memory(self) -> int:
@@ -235,59 +265,72 @@ class RankPlan:
 
     @property
     def workspace(self) -> int:
-        """Bytes of work arrays: panels of A and B (two where there are several), partial sums of C and the others'
-        parts of them that arrive (two strips'), float32 copies for float16."""
-        plan, depth = self.plan, self.panel_depth(0)
-        copied = [part.other for part in (self.a, self.b) if part.gathered or self.scattered]
-        elements = min(2, plan.panels) * depth * sum(copied)
-        if self.reduces:
-            elements += self.rows * self.cols + self._reduction_work * min(2, plan.strips)
-        widened = depth * (self.rows + self.cols) + self.rows * self.cols
-        return itemsize(plan.dtype) * elements + 4 * widened * (plan.dtype in LOW_PRECISION)
+        """Bytes of work memory: copies of redistributed operands, and what the moves or the product itself take."""
+        return self.plan.copies + max(self.plan.moving, self.product_work)
 
-    @property
-    def _reduction_work(self) -> int:
-        """Elements of work arrays while a strip of C is reduced: what arrives, and this rank's part of the sum."""
-        width = self.strips[0][1]
+    @cached_property
+    def product_work(self) -> int:
+        """Bytes of panels of A and B (two where there are several), partial sums of C, what arrives while two strips
+        are summed, float32 copies for low precision."""
+        plan, size, depth = self.plan, itemsize(self.plan.dtype), self.panel_depth(0)
+        copied = [part.other for part in (self.a, self.b) if part.gathered or self.scattered]
+        work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in copied)
+        widths = [high - low for low, high in self.strips]
+        if self.reduces:
+            work += sum(aligned(self.rows * width * size) for width in widths)
+            work += min(2, len(widths)) * aligned(self.reduction_work)
+        if plan.dtype in LOW_PRECISION:
+            widened = [self.rows * width for width in widths]
+            work += sum(aligned(4 * elements) for elements in [*widened, self.rows * depth, depth * max(widths)])
+            work += 2 * aligned(4 * max(widened))
+        elif plan.gemm_copies:
+            work += aligned(self.rows * max(widths) * size)
+        return work
+
+    @cached_property
+    def reduction_work(self) -> int:
+        """Bytes that the sum of one strip of C takes."""
+        return max(self.reduction(high - low).work for low, high in self.strips)
+
+    def reduction(self, width: int) -> Volume:
+        """Of the sum over the k axis of so many columns of C."""
         if self.plan.c == 0:
-            return (self.k_size - 1) * self.c_counts[0] * width
-        return self.k_size * all_reduce_counts(self.rows * width, self.plan.dtype, self.k_size)[0]
+            return reduce_volume(self.c_counts, self.k_index, width, self.plan.dtype)
+        return all_reduce_volume(self.rows * width, self.plan.dtype, self.k_size, self.k_index)
 
     @property
     def bytes_received(self) -> dict[str, int]:
         """By axis: the others' parts of A and B, and the others' sums of the own part of C."""
-        a, b = ((part.depth * part.other - part.shard) * part.gathered for part in (self.a, self.b))
-        return self._by_axis(a, b, self._reduction()[0])
+        return {axis: volume.received for axis, volume in self._volumes().items()}
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """By axis: the own parts of A and B to each other rank, and of the own sums of C what others keep."""
-        a, b = ((part.size - 1) * part.shard * part.gathered for part in (self.a, self.b))
-        return self._by_axis(a, b, self._reduction()[1])
+        """By axis: the own parts of A and B, and of the own sums of C what others keep."""
+        return {axis: volume.sent for axis, volume in self._volumes().items()}
 
-    def _by_axis(self, a: int, b: int, c: int) -> dict[str, int]:
-        (m_axis, k_axis, n_axis), size = self.plan.roles, itemsize(self.plan.dtype)
-        return {n_axis: size * a, m_axis: size * b, k_axis: size * c}
+    def _volumes(self) -> dict[str, Volume]:
+        m_axis, k_axis, n_axis = self.plan.roles
+        reductions = [self.reduction(high - low) for low, high in self.strips if self.reduces]
+        return {n_axis: self._gathers(self.a, self.a_cuts), m_axis: self._gathers(self.b, self.b_cuts),
+                k_axis: _sum_of(reductions)}
 
-    def _reduction(self) -> tuple[int, int]:
-        """Elements of C that this rank (receives, sends)."""
-        if not self.reduces:
-            return 0, 0
-        if self.plan.c == 0:
-            own = self.c_counts[self.k_index] * self.cols
-            return (self.k_size - 1) * own, self.rows * self.cols - own
-        sizes = [self.rows * (high - low) for low, high in self.strips]
-        moved = sum(all_reduce_moved(size, self.plan.dtype, self.k_size, self.k_index) for size in sizes)
-        return moved, moved
+    def _gathers(self, part: OperandPart, cuts: list[tuple[list[int], Slices]]) -> Volume:
+        """Of the gathers of all panels of A or B."""
+        if not part.gathered:
+            return Volume(0, 0)
+        size = itemsize(self.plan.dtype)
+        rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(len(cuts))]
+        return _sum_of([gather_volume(counts, part.index, size * row) for (counts, _), row in zip(cuts, rows)])
 
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
-                 max_workspace: int | None = None) -> ProductPlan:
+                 max_workspace: int | None = None, gemm_copies: bool = False) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
 
     c               None if the product may choose the layout of C
     panels          along k if something is gathered, and strips of the columns of C if it is reduced
-    max_workspace   bytes of work arrays per rank; kept by more panels
+    max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
+    gemm_copies     see ProductPlan
 
     Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
 
@@ -303,11 +346,23 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     if not isinstance(panels, int) or panels < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
+    plan = replace(plan, gemm_copies=gemm_copies)
     first = plan.on_rank(FIRST)
     gathers = first.a.gathered or first.b.gathered
     plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,
-                   strips=max(1, min(panels, first.cols)) if first.reduces else 1)
+                   strips=max(1, min(panels, first.cols)) if first.reduces else 1,
+                   moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
+    most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
+    plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
     return plan if max_workspace is None else _within(plan, max_workspace)
+
+
+def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
+    """Of the operands, and C, that lie in another layout than the product takes."""
+    return tuple(Move(Placement(operand.shape, operand.layout, plan.grid), Placement(operand.shape, layout, plan.grid),
+                      plan.dtype)
+                 for operand, layout in operands
+                 if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid))
 
 
 def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
@@ -347,8 +402,9 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     if least.workspace > limit:
         raise MemoryLimitError(f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work "
                                f"arrays a rank, and {least.workspace:,} with as many panels along k as there can be "
-                               f"(grid {plan.grid}). Use more ranks, or a grid with a smaller y: the partial sums of C "
-                               "are what remains")
+                               f"(grid {plan.grid}), {least.copies:,} of them for operands that are redistributed "
+                               "first. Use more ranks, or operands in the layouts that the product takes, or a grid "
+                               "with a smaller y: the partial sums of C are what remains")
     while low < high:
         middle = (low + high) // 2
         if replace(plan, panels=middle).workspace <= limit:
@@ -361,6 +417,10 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
 def _extent(size: int, parts: int, index: int) -> int:
     start, stop = part_range(size, parts, index)
     return stop - start
+
+
+def _sum_of(volumes: list[Volume]) -> Volume:
+    return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 
 
 def _total(slices: Slices) -> int:

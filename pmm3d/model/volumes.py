@@ -1,34 +1,123 @@
-"""How collectives cut what they move, and what they hold meanwhile: counts and bytes, for any rank."""
+"""What collectives move and what work memory they take: bytes, for any rank of a group of any size."""
 
 from __future__ import annotations
 
-from ..layout import itemsize, part_sizes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..layout import LOW_PRECISION, aligned, itemsize, part_sizes
+from .stages import stages, stages_of
 
 SMALL_BYTES = 2**16
-"""Up to so many bytes in all, every rank receives all arrays and adds them itself: one round in place of two, since
-latency counts there."""
+"""Up to so many bytes in all, every rank receives whole arrays and adds them itself: half as many rounds, since latency
+counts there."""
+RING_BYTES = 2**20
+"""Parts from which, in a group with pairs (`stages`), a gather goes round the ring: its rounds take longer than they
+take to begin, and a pair would move everything twice."""
 
 
-def all_reduce_counts(size: int, dtype: str, ranks: int) -> list[int]:
-    """Elements of each rank's part in an all-reduce of that many: all of them where the message is small.
+class Volume(NamedTuple):
+    """Bytes that a rank receives and sends in a collective, and those of the work memory that it takes."""
 
-        >>> all_reduce_counts(3, "float64", 2), all_reduce_counts(100001, "float64", 2)
-        ([3, 3], [50001, 50000])
+    received: int
+    sent: int
+    work: int = 0
+
+
+def accumulator(dtype: str) -> str:
+    """The type of sums that are not complete yet."""
+    return "float32" if dtype in LOW_PRECISION else dtype
+
+
+def goes_round(counts: Sequence[int], row_bytes: int) -> bool:
+    """Whether the parts of a gather, of so many rows, go round the ring of the ranks."""
+    return stages(len(counts)).pairs > 0 and max(counts) * row_bytes >= RING_BYTES
+
+
+def gather_volume(counts: Sequence[int], rank: int, row_bytes: int) -> Volume:
+    """Of an all-gather of parts of so many rows.
+
+        >>> gather_volume([3, 3, 2], 2, 8)
+        Volume(received=48, sent=32, work=0)
     """
-    if size * itemsize(dtype) * ranks <= SMALL_BYTES:
-        return [size] * ranks
-    return part_sizes(size, ranks)
+    whole, own = sum(counts), counts[rank]
+    if goes_round(counts, row_bytes):
+        return Volume(row_bytes * (whole - own), row_bytes * (whole - counts[(rank + 1) % len(counts)]))
+    group = stages(len(counts))
+    partner = group.partner(rank)
+    if not group.acts(rank):
+        return Volume(row_bytes * whole, row_bytes * own)
+    received, sent = (0, 0) if partner is None else (counts[partner], whole)
+    edges = group.actor_offsets(counts)
+    for stage in stages_of(len(counts), rank):
+        rows = stage.rows(edges)
+        mine = rows[stage.digit][1] - rows[stage.digit][0]
+        received += rows[-1][1] - rows[0][0] - mine
+        sent += (len(rows) - 1) * mine
+    return Volume(row_bytes * received, row_bytes * sent)
 
 
-def all_reduce_moved(size: int, dtype: str, ranks: int, index: int) -> int:
-    """Elements that rank `index` receives, and sends, in an all-reduce of that many."""
-    own = all_reduce_counts(size, dtype, ranks)[index]
-    return (ranks - 1) * own + size - own
+def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str) -> Volume:
+    """Of a reduce-scatter of rows of so many elements, of which each rank keeps so many.
+
+        >>> reduce_volume([2, 1], 0, 10, "float64")
+        Volume(received=160, sent=80, work=192)
+    """
+    group, total = stages(len(counts)), accumulator(dtype)
+    row, total_row, partner = cols * itemsize(dtype), cols * itemsize(total), group.partner(rank)
+    whole, own = sum(counts), counts[rank]
+    if not group.acts(rank):
+        return Volume(total_row * own, row * whole, aligned(total_row * own))
+    received = sent = work = 0
+    if partner is not None:
+        received, sent, work = row * whole, total_row * counts[partner], aligned(row * whole)
+    if group.pairs and row != total_row:
+        row, work = total_row, work + aligned(total_row * whole)
+    edges, steps = group.actor_offsets(counts), stages_of(len(counts), rank)
+    for stage in steps:
+        rows = stage.rows(edges)
+        mine = rows[stage.digit][1] - rows[stage.digit][0]
+        received += (len(rows) - 1) * mine * row
+        sent += (rows[-1][1] - rows[0][0] - mine) * row
+        work += aligned((len(rows) - 1) * mine * row)
+        work += aligned(total_row * mine) if row != total_row and len(steps) > 1 else 0
+        row = total_row
+    return Volume(received, sent, work)
 
 
-def all_reduce_work(size: int, dtype: str, ranks: int, index: int) -> list[int]:
-    """Bytes of the work arrays of an all-reduce of that many elements."""
-    counts = all_reduce_counts(size, dtype, ranks)
-    if counts[-1] == size:
-        return [ranks * size * itemsize(dtype)]
-    return [counts[index] * itemsize(dtype)] * ranks
+def sums_whole(size: int, dtype: str, ranks: int) -> bool:
+    """Whether an all-reduce of that many elements sends whole arrays, since they are small."""
+    return size * itemsize(dtype) * sum(stages(ranks).radices) <= SMALL_BYTES
+
+
+def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int) -> Volume:
+    """Of an all-reduce of that many elements.
+
+        >>> all_reduce_volume(3, "float64", 2, 0), all_reduce_volume(100001, "float64", 2, 1).received
+        (Volume(received=24, sent=24, work=64), 800008)
+    """
+    if sums_whole(size, dtype, ranks):
+        return _whole_sum_volume(size, dtype, ranks, rank)
+    counts = part_sizes(size, ranks)
+    down, up = reduce_volume(counts, rank, 1, dtype), gather_volume(counts, rank, itemsize(dtype))
+    total = aligned(counts[rank] * itemsize(dtype))
+    return Volume(down.received + up.received, down.sent + up.sent, total + down.work)
+
+
+def _whole_sum_volume(size: int, dtype: str, ranks: int, rank: int) -> Volume:
+    group, total = stages(ranks), size * itemsize(accumulator(dtype))
+    nbytes = row = size * itemsize(dtype)
+    if not group.acts(rank):
+        return Volume(nbytes, nbytes)
+    moved = work = 0
+    if group.partner(rank) is not None:
+        moved, work = nbytes, aligned(nbytes)
+    if group.pairs and row != total:
+        row, work = total, work + aligned(total)
+    steps = stages_of(ranks, rank)
+    for stage in steps:
+        others = (len(stage.peers) - 1) * row
+        moved, work = moved + others, work + aligned(others)
+        work += aligned(total) if row != total and len(steps) > 1 else 0
+        row = total
+    return Volume(moved, moved, work)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, Pending
-from ..comm.collectives import gather_parts, sum_arrays
+from ..comm.algorithms import gather_parts, sum_arrays
 from ..comm.transport import Collective, Link
 from ..errors import needs
 from ..layout import Layout

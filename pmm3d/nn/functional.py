@@ -16,7 +16,7 @@ from ..arrays import Array, NumpyLibrary, Workspace, random
 from ..comm import Axis, Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout, batch_layout, part_sizes
-from ..model.volumes import all_reduce_work
+from ..model.volumes import all_reduce_volume
 from .compute import array_namespace, by_rows, column_sums, computing, elementwise, gemm, in_chunks, stacked, sum_over
 from .parameter import Parameter
 from .tensor import Form, Tape, Tensor, add, relayout, scale
@@ -93,7 +93,8 @@ def _reduced_product(form: Form, a: Array, b: Array, c: Array, beta: int, axis: 
     sums, (rows, cols) = list[Pending](), c.shape
     strips = parallel.overlap.row_strips(rows, cols, form.dtype, form.grid.hosts)
     size = (strips[0].stop - strips[0].start) * cols
-    parallel.gradients.note_work("rows", len(strips) * all_reduce_work(size, form.dtype, axis.size, 0), 1)
+    work = all_reduce_volume(size, form.dtype, axis.size, axis.index).work
+    parallel.gradients.note_work("rows", len(strips) * [work], 1)
     for strip in strips:
         gemm(form, a[strip], b, c[strip], beta)
         with form.grid.ledger.phase(phase):

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
-from ..comm.collectives import reduce_parts, sum_arrays
+from ..comm.algorithms import reduce_parts, sum_arrays
 from ..comm.transport import Collective, Link
 from ..errors import Pmm3dError
 from ..layout import itemsize, offsets
-from ..model.volumes import all_reduce_work
+from ..model.volumes import all_reduce_volume, reduce_volume
 from .compute import begin_after
 from .overlap import Overlap
 from .shard import ParameterShard
@@ -67,10 +67,11 @@ class Gradients:
         if weight in self._under_way:
             self._under_way[weight].wait()
         out, beta = weight.landing()
-        grid, own = weight.grid, out.shape[0] * out.shape[1] * itemsize(weight.dtype)
-        self.note_work("dW", [own] * (grid.z.size - 1))
-        with grid.ledger.phase("reduce dW"):
-            pending = grid.z.reduce_scatter(partial, out=out, counts=counts, beta=beta)
+        axis, library = weight.grid.z, weight.library
+        self.note_work("dW", [reduce_volume(counts, axis.index, partial.shape[1], weight.dtype).work])
+        collective = lambda link: reduce_parts(link, library, partial, out, counts, beta)
+        with weight.grid.ledger.phase("reduce dW"):
+            pending = axis.begin("reduce_scatter", collective)
         self._under_way[weight] = pending
         if not self._overlap.ors:
             pending.wait()
@@ -229,6 +230,6 @@ def _work(axis: Axis, members: list[ParameterShard], split: bool) -> list[int]:
     size, dtype = sum(member.gradient.reshape(-1).shape[0] for member in members), members[0].dtype
     packed = [size * itemsize(dtype)] if len(members) > 1 else []
     if not split:
-        return packed + all_reduce_work(size, dtype, axis.size, axis.index)
-    own = sum(member.data_counts()[axis.index] for member in members)
-    return packed + [own * itemsize(dtype)] * axis.size
+        return [*packed, all_reduce_volume(size, dtype, axis.size, axis.index).work]
+    counts = [sum(parts) for parts in zip(*(member.data_counts() for member in members))]
+    return [*packed, counts[axis.index] * itemsize(dtype), reduce_volume(counts, axis.index, 1, dtype).work]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..comm.ledger import Entry, Key
 from ..layout import FIRST, Coords, GridShape, Layout, batch_layout, itemsize, part_sizes
-from ..model.volumes import all_reduce_moved
+from ..model.volumes import all_reduce_volume
 from .layers import MLP, LayerNorm, Linear, Module, Recompute
 from .memory import layers_of
 from .optim import Optimizer
@@ -251,8 +251,9 @@ class MLPVolume:
 
     def _all_reduce(self, axis: str, phase: str, elements: int, dtype: str | None = None) -> Calls:
         dtype = dtype or self.dtype
-        moved = all_reduce_moved(elements, dtype, getattr(self.grid, axis), getattr(self.coords, axis))
-        return self._moved(axis, phase, "all_reduce", moved, moved, dtype)
+        volume = all_reduce_volume(elements, dtype, getattr(self.grid, axis), getattr(self.coords, axis))
+        if getattr(self.grid, axis) > 1:
+            yield Key(axis, phase, "all_reduce"), volume.sent, volume.received
 
     def _all_gather(self, axis: str, phase: str, own: int, whole: int) -> Calls:
         return self._moved(axis, phase, "all_gather", (getattr(self.grid, axis) - 1) * own, whole - own, self.dtype)
@@ -267,5 +268,5 @@ class MLPVolume:
     def _everyone(self, phase: str, numbers: int) -> Calls:
         """An all-reduce of so many 8-byte numbers over all ranks."""
         if self.grid.size > 1:
-            moved = 8 * all_reduce_moved(numbers, "float64", self.grid.size, self.grid.rank(self.coords))
-            yield Key("all", phase, "all_reduce"), moved, moved
+            volume = all_reduce_volume(numbers, "float64", self.grid.size, self.grid.rank(self.coords))
+            yield Key("all", phase, "all_reduce"), volume.sent, volume.received

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_named, lib
 from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError, needs
 from ..layout import EMPTY, Layout, Placement, Whole
+from ..model.move import Move
 from .multiply import matmul
-from .redistribute import move, move_into
+from .redistribute import memory_to_move, move, move_into
 from .stored import StoredMatrix
 
 Library = str | NumpyLibrary
@@ -74,11 +75,14 @@ class DistMatrix(StoredMatrix):
                 described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library
                 Placement(described[0], layout, grid.shape)
         shape, dtype, library = grid.comm.bcast(described, root)
-        target = Placement(shape, layout, grid.shape)
-        local = library.empty(target.box(grid.rank).shape, dtype)
-        source = Whole(shape, (root,))
-        with grid.ledger.phase("scatter"):
-            grid.everyone.begin("scatter", lambda link: move(link, library, array, source, target, local)).wait()
+        plan = Move(Whole(shape, (root,)), Placement(shape, layout, grid.shape), dtype)
+        with ExitStack() as borrowed:
+            with grid.together("DistMatrix.from_global", always=True):
+                work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
+                local = library.empty(plan.target.box(grid.rank).shape, dtype)
+            scattering = lambda link: move(link, library, array, plan, local, work, rounds)
+            with grid.ledger.phase("scatter"):
+                grid.everyone.begin("scatter", scattering).wait()
         return cls(grid, local, shape, layout)
 
     @classmethod
@@ -159,29 +163,38 @@ class DistMatrix(StoredMatrix):
         other processes, LayoutError for an `out` that does not fit.
         """
         grid = self.grid if grid is None else grid
-        with self.grid.together("redistribute", self.signature(), layout, grid.shape, out and out.signature()):
-            if MPI.Comm.Compare(self.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
-                raise GridError("redistribute: the two grids are not over the same processes in the same order")
-            if out is None:
-                memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
-                out = self.over(memory, layout, grid)
-            elif out.signature() != DistMatrix(grid, self.local, self.shape, layout, self.order).signature():
-                raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-            elif not out.library.writable(out.local):
-                raise LayoutError("redistribute: out is read-only")
-        move_into(self, out)
+        with ExitStack() as borrowed:
+            with self.grid.together("redistribute", self.signature(), layout, grid.shape, out and out.signature()):
+                if MPI.Comm.Compare(self.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
+                    raise GridError("redistribute: the two grids are not over the same processes in the same order")
+                if out is None:
+                    memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
+                    out = self.over(memory, layout, grid)
+                elif out.signature() != DistMatrix(grid, self.local, self.shape, layout, self.order).signature():
+                    raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
+                elif not out.library.writable(out.local):
+                    raise LayoutError("redistribute: out is read-only")
+                elif self.library.share_memory(self.local, out.local):
+                    raise LayoutError("redistribute: out shares memory with the matrix, which would change while it is "
+                                      "read")
+                plan = Move(self.placement(), out.placement(), self.dtype)
+                work, rounds = borrowed.enter_context(memory_to_move(plan, self.grid, self.library))
+            move_into(self, out, work, rounds)
         return out
 
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere)."""
-        with self.grid.together("gather", self.signature(), root):
-            if root is not None and not 0 <= root < self.grid.size:
-                raise GridError(f"gather: root {root} is not a rank of {self.grid.size}")
-            whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))
-            out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
-        gathering = lambda link: move(link, self.library, self.local, self.placement(), whole, out)
-        with self.grid.ledger.phase("gather"):
-            self.grid.everyone.begin("gather", gathering).wait()
+        with ExitStack() as borrowed:
+            with self.grid.together("gather", self.signature(), root):
+                if root is not None and not 0 <= root < self.grid.size:
+                    raise GridError(f"gather: root {root} is not a rank of {self.grid.size}")
+                whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))
+                plan = Move(self.placement(), whole, self.dtype)
+                work, rounds = borrowed.enter_context(memory_to_move(plan, self.grid, self.library))
+                out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
+            gathering = lambda link: move(link, self.library, self.local, plan, out, work, rounds)
+            with self.grid.ledger.phase("gather"):
+                self.grid.everyone.begin("gather", gathering).wait()
         return out if self.grid.rank in whole.ranks else None
 
 

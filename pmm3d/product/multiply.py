@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from numbers import Number, Real
 from typing import Any, TypeVar
 
-from ..arrays import Array
+from ..arrays import Slab
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, check_same_dtype
 from ..model.plan import Operand, ProductPlan, RankPlan, plan_product
@@ -32,7 +31,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     panels          cut the product into so many panels along k, and the columns of C into as many strips, so that
                     communication runs under the GEMM; 1 on one node and 4 across nodes if left out. Sums along k then
                     run in another order.
-    max_workspace   bytes of work arrays a rank may use; kept by more panels along k
+    max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
+                    along k, and by moving in rounds
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
     play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
@@ -54,18 +54,25 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [14.,  2.]])
     """
     grid = a.grid
-    with grid.together("matmul", a.signature(), _signature(b), _signature(out), alpha, beta, panels, max_workspace):
-        _check(a, b, out, alpha, beta)
-        turned = out is not None and out.order == "F"
-        first, second = (b.T, a.T) if turned else (a, b)
-        plan, mine = _planned(first, second, out.T if out is not None and turned else out, panels, max_workspace)
-        if out is None:
-            out = _new_result(a, plan)
-        c = out.T if turned else out
-    with _in_layout(first, plan.a_layout) as native_a, _in_layout(second, plan.b_layout) as native_b:
-        with _in_layout(c, plan.c_layout, back=True, read=beta != 0) as native_c:
-            if mine is not None:
-                _multiply(mine, native_a, native_b, native_c, alpha, beta)
+    with ExitStack() as borrowed:
+        with grid.together("matmul", a.signature(), _signature(b), _signature(out), alpha, beta, panels, max_workspace):
+            _check(a, b, out, alpha, beta)
+            turned = out is not None and out.order == "F"
+            first, second = (b.T, a.T) if turned else (a, b)
+            plan, mine = _planned(first, second, out.T if out is not None and turned else out, panels, max_workspace)
+            work = borrowed.enter_context(grid.workspace.slab(0 if mine is None else mine.workspace, a.library))
+            if out is None:
+                out = _new_result(a, plan)
+            c = out.T if turned else out
+        native_a, native_b = _in_layout(first, plan.a_layout, work), _in_layout(second, plan.b_layout, work)
+        native_c, rest = _in_layout(c, plan.c_layout, work), work.rest()
+        for matrix, native, read in ((first, native_a, True), (second, native_b, True), (c, native_c, beta != 0)):
+            if native is not matrix and read:
+                move_into(matrix, native, rest, plan.rounds)
+        if mine is not None:
+            _multiply(mine, native_a, native_b, native_c, alpha, beta, rest.again())
+        if native_c is not c:
+            move_into(native_c, c, rest, plan.rounds)
     return out
 
 
@@ -80,12 +87,12 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     """The plan, and this rank's part of it if it has one; kept with the grid."""
     grid, c = a.grid, None if out is None else _operand(out)
     plans = grid.attached.setdefault(ProductPlan, {})
-    key = _operand(a), _operand(b), c, a.dtype, panels, max_workspace
+    key = _operand(a), _operand(b), c, a.dtype, a.library.gemm_adds, panels, max_workspace
     if key not in plans:
         if panels is None:
             panels = 1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=panels,
-                            max_workspace=max_workspace)
+                            max_workspace=max_workspace, gemm_copies=not a.library.gemm_adds)
         plans[key] = plan, None if grid.coords is None else plan.on_rank(grid.coords)
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
     return plans[key]
@@ -127,43 +134,27 @@ def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:
     return type(like)(like.grid, like.library.empty(box.shape, like.dtype), (plan.m, plan.n), plan.c_layout)
 
 
-@contextmanager
-def _in_layout(matrix: StoredMatrix, layout: Layout, back: bool = False, read: bool = True) -> Iterator[StoredMatrix]:
-    """The matrix in a layout, redistributed through a work array if it has another one.
-
-    back   what the context wrote is brought back to the matrix;   read   its contents matter
-    """
+def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix:
+    """The matrix if it lies so, else one of the same shape and order that does, in work memory."""
     grid = matrix.grid
     if matrix.layout.on(grid.shape) == layout.on(grid.shape):
-        yield matrix
-        return
-    with grid.workspace.borrow(matrix.stored_shape(layout, grid), matrix.dtype, matrix.library) as memory:
-        moved = matrix.over(memory, layout, grid)
-        if read:
-            move_into(matrix, moved)
-        yield moved
-        if back:
-            move_into(moved, matrix)
+        return matrix
+    return matrix.over(work.array(matrix.stored_shape(layout, grid), matrix.dtype), layout, grid)
 
 
-def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix, alpha: complex,
-              beta: complex) -> None:
+def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix, alpha: complex, beta: complex,
+              work: Slab) -> None:
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
-    with ExitStack() as borrowed:
-
-        def work(shape: tuple[int, ...], dtype: str = plan.plan.dtype) -> Array:
-            return borrowed.enter_context(a.grid.workspace.borrow(shape, dtype, a.library))
-
-        panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
-        strips = ResultStrips(plan, c, alpha, beta, work)
-        coming = panels_a.start(0), panels_b.start(0)
-        for index in range(plan.plan.panels):
-            panel_a, panel_b = coming[0].wait(), coming[1].wait()
-            last = index == plan.plan.panels - 1
-            if not last:
-                coming = panels_a.start(index + 1), panels_b.start(index + 1)
-            for strip, (low, high) in enumerate(plan.strips):
-                strips.add(strip, panel_a, panel_b[:, low:high], first=index == 0)
-                if last:
-                    strips.finish(strip)
-        strips.wait()
+    panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
+    strips = ResultStrips(plan, c, alpha, beta, work)
+    coming = panels_a.start(0), panels_b.start(0)
+    for index in range(plan.plan.panels):
+        panel_a, panel_b = coming[0].wait(), coming[1].wait()
+        last = index == plan.plan.panels - 1
+        if not last:
+            coming = panels_a.start(index + 1), panels_b.start(index + 1)
+        for strip, (low, high) in enumerate(plan.strips):
+            strips.add(strip, panel_a, panel_b[:, low:high], first=index == 0)
+            if last:
+                strips.finish(strip)
+    strips.wait()

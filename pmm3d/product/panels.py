@@ -3,19 +3,16 @@ summed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, sum_in_order
+from ..arrays import Array, Slab, sum_in_order
 from ..comm import Axis, Pending
-from ..comm.collectives import gather_parts, reduce_parts, sum_arrays
+from ..comm.algorithms import gather_parts, reduce_parts, sum_arrays
 from ..comm.transport import Collective, Link
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
 from .stored import StoredMatrix
-
-Work = Callable[..., Array]
-"""Lends a work array of a shape, and of another dtype than the product's if one is named."""
 
 
 class OperandPanels:
@@ -29,7 +26,7 @@ class OperandPanels:
     """
 
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
-                 axis: str, contracted: int, turned: bool, phase: str, work: Work):
+                 axis: str, contracted: int, turned: bool, phase: str, work: Slab):
         self._grid, self._library, self._phase = matrix.grid, matrix.library, phase
         self._shard = matrix.local.T if turned else matrix.local
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
@@ -38,14 +35,14 @@ class OperandPanels:
         self._buffers = []
         if part.gathered or plan.scattered:
             size = plan.panel_depth(0) * part.other
-            self._buffers = [work((size,)) for _ in range(min(2, plan.plan.panels))]
+            self._buffers = [work.array((size,), matrix.dtype) for _ in range(min(2, plan.plan.panels))]
 
     @classmethod
-    def of_a(cls, plan: RankPlan, a: StoredMatrix, work: Work) -> OperandPanels:
+    def of_a(cls, plan: RankPlan, a: StoredMatrix, work: Slab) -> OperandPanels:
         return cls(plan, a, plan.a, plan.a_cuts, plan.plan.roles[2], 1, plan.plan.a == 1, "gather A", work)
 
     @classmethod
-    def of_b(cls, plan: RankPlan, b: StoredMatrix, work: Work) -> OperandPanels:
+    def of_b(cls, plan: RankPlan, b: StoredMatrix, work: Slab) -> OperandPanels:
         return cls(plan, b, plan.b, plan.b_cuts, plan.plan.roles[0], 0, plan.plan.b == 1, "gather B", work)
 
     def start(self, panel: int) -> ComingPanel:
@@ -104,17 +101,19 @@ class ComingPanel:
 class ResultStrips:
     """The strips of C: where the GEMM adds, and what becomes of the sums."""
 
-    def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, work: Work):
+    def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, work: Slab):
         self._plan, self._grid, self._library = plan, c.grid, c.library
         self._alpha, self._beta = alpha, beta
         self._out = [c.local[:, low:high] for low, high in plan.strips]
         self._partial: Sequence[Array] = self._out
         if plan.reduces:
-            self._partial = [work((plan.rows, high - low)) for low, high in plan.strips]
+            self._partial = [work.array((plan.rows, high - low), c.dtype) for low, high in plan.strips]
         self._widened = plan.plan.dtype in LOW_PRECISION and plan.plan.panels > 1
         self._sums = self._partial
         if self._widened:
-            self._sums = [work(tuple(array.shape), "float32") for array in self._partial]
+            self._sums = [work.array(tuple(array.shape), "float32") for array in self._partial]
+        self._landing = [work.slab(plan.reduction_work) for _ in plan.strips[:2] if plan.reduces]
+        self._work = work
         self._reductions: list[Pending] = []
 
     def add(self, strip: int, a: Array, b: Array, first: bool) -> None:
@@ -125,7 +124,7 @@ class ResultStrips:
         grid, library, c = self._grid, self._library, self._sums[strip]
         with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
             if a.shape[1]:
-                library.gemm(a, b, c, self._alpha, beta, grid.workspace)
+                library.gemm(a, b, c, self._alpha, beta, self._work)
             elif beta == 0:
                 c[...] = 0
             elif beta != 1:
@@ -139,7 +138,7 @@ class ResultStrips:
             beta = 0 if self._plan.reduces else self._beta
             sum_in_order(self._library, [self._sums[strip]], self._partial[strip], beta)
         if self._plan.reduces:
-            self._reductions.append(self._reduce(self._partial[strip], self._out[strip]))
+            self._reductions.append(self._reduce(strip, self._partial[strip], self._out[strip]))
             if strip:
                 self._reductions[strip - 1].wait()
 
@@ -149,16 +148,16 @@ class ResultStrips:
         if not self._library.on_host:
             self._library.synchronize()
 
-    def _reduce(self, partial: Array, out: Array) -> Pending:
+    def _reduce(self, strip: int, partial: Array, out: Array) -> Pending:
         axis, library = self._grid.axis(self._plan.plan.roles[1]), self._library
-        counts, beta = self._plan.c_counts, self._beta
+        counts, beta, work = self._plan.c_counts, self._beta, self._landing[strip % 2].again()
         with self._grid.ledger.phase("reduce C"):
             if self._plan.plan.c == 0:
                 return axis.begin("reduce_scatter",
-                                  lambda link: reduce_parts(link, library, partial, out, counts, beta))
+                                  lambda link: reduce_parts(link, library, partial, out, counts, beta, work))
 
             def all_reduce(link: Link) -> Collective[Any]:
-                yield from sum_arrays(link, library, partial, partial)
+                yield from sum_arrays(link, library, partial, partial, work)
                 sum_in_order(library, [partial], out, beta)
 
             return axis.begin("all_reduce", all_reduce)

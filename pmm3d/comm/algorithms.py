@@ -1,0 +1,180 @@
+"""How parts are gathered and sums formed: in the stages of the group (`pmm3d.model.stages`), or round the ring.
+
+Generators, of arrays whose shapes the caller knows to fit: nothing is looked at or compared. MPI moves bytes and the
+array library adds: every type works, low precision is added up in float32, and rounded once.
+
+The order of a sum depends on the number of ranks alone. Up to 16 ranks it is that of the ranks; in larger groups ranks
+are added up stage by stage, in rank order within each. It does not depend on the size of the message, on where the
+array is cut into parts, or on who keeps them: so sums by panels, in buckets, small or large, overlapped or not, are
+bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
+from ..layout import itemsize, offsets, part_sizes
+from ..model.stages import Stage, stages, stages_of
+from ..model.volumes import accumulator, all_reduce_volume, goes_round, reduce_volume, sums_whole
+from .transport import Collective, Link
+
+Counts = Sequence[int]
+"""Rows of each rank's part."""
+
+
+def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Collective[Array]:
+    """Every rank's part, one after the other, in `out` on every rank. `part` may be where it belongs in `out`; else it
+    is copied there while the others travel. Returns `out`."""
+    starts, rank, group = offsets(counts), link.rank, stages(link.size)
+
+    def rows(first: int) -> Array:
+        return out[starts[first] : starts[first + 1]]
+
+    def copy_own() -> None:
+        if part.shape[0] and library.address(rows(rank)) != library.address(part):
+            rows(rank)[...] = part
+
+    partner = group.partner(rank)
+    if group.pairs and goes_round(counts, prod(out.shape[1:]) * itemsize(library.dtype(out))):
+        copy_own()
+        for distance in range(link.size - 1):
+            yield from link.exchange(library, [((rank + 1) % link.size, rows((rank - distance) % link.size))],
+                                     [((rank - 1) % link.size, rows((rank - distance - 1) % link.size))])
+        return out
+    if not group.acts(rank):
+        yield from link.exchange(library, [(rank - 1, part)], [(rank - 1, out)])
+        return out
+    if partner is not None:
+        copy_own()
+        yield from link.exchange(library, [], [(partner, rows(partner))])
+    edges = group.actor_offsets(counts)
+    for index, stage in enumerate(reversed(stages_of(link.size, rank))):
+        regions = [out[first:last] for first, last in stage.rows(edges)]
+        mine = regions[stage.digit] if index or partner is not None else part
+        exchange = link.exchange(library, [(stage.peers[other], mine) for other in stage.others()],
+                                 [(stage.peers[other], regions[other]) for other in stage.others()])
+        yield from exchange if index else under_way(exchange, copy_own)
+    if partner is not None:
+        yield from link.exchange(library, [(partner, out)], [])
+    return out
+
+
+def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
+                 work: Slab | None = None) -> Collective[Array]:
+    """out = beta out + the sum over the ranks of this rank's part of their 2D arrays. `out` may be strided, but not a
+    part of `whole`. Returns `out`.
+
+    work   memory of `reduce_volume`; taken from the workspace if left out
+    """
+    if work is None:
+        nbytes = reduce_volume(counts, link.rank, whole.shape[1], library.dtype(whole)).work
+        with link.workspace.slab(nbytes, library) as work:
+            return (yield from reduce_parts(link, library, whole, out, counts, beta, work))
+    group, rank, total = stages(link.size), link.rank, accumulator(library.dtype(whole))
+    partner, cols = group.partner(rank), whole.shape[1]
+    if not group.acts(rank):
+        yield from link.exchange(library, [(rank - 1, whole)], [])
+        landing = work.array((counts[rank], cols), total)
+        yield from link.exchange(library, [], [(rank - 1, landing)])
+        sum_in_order(library, [landing], out, beta)
+        return out
+    sums = yield from _with_partner(link, library, whole, work)
+    edges, steps = group.actor_offsets(counts), stages_of(link.size, rank)
+    for stage in steps:
+        first = stage.rows(edges)[0][0]
+        regions = [sums[low - first : high - first] for low, high in stage.rows(edges)]
+        parts, received = _landing(regions[stage.digit], stage, library, work)
+        yield from link.exchange(library, [(stage.peers[other], regions[other]) for other in stage.others()],
+                                 [(stage.peers[other], parts[other]) for other in stage.others()])
+        if stage is steps[-1] and partner is None:
+            sum_in_order(library, parts, out, beta)
+        else:
+            sums = _added(library, parts, received, work)
+    if partner is not None:
+        own = counts[rank]
+        yield from link.exchange(library, [(partner, sums[own:])], [])
+        sum_in_order(library, [sums[:own]], out, beta)
+    return out
+
+
+def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None
+               ) -> Collective[Array]:
+    """out = the sum over the ranks of their arrays, on every rank: `reduce_parts`, then `gather_parts`; small arrays
+    are sent whole in each stage. `out` may be `array`. Returns `out`.
+
+    work   memory of `all_reduce_volume`; taken from the workspace if left out
+    """
+    flat, flat_out = array.reshape(-1), out.reshape(-1)
+    size, dtype = flat.shape[0], library.dtype(array)
+    if work is None:
+        nbytes = all_reduce_volume(size, dtype, link.size, link.rank).work
+        with link.workspace.slab(nbytes, library) as work:
+            return (yield from sum_arrays(link, library, array, out, work))
+    if sums_whole(size, dtype, link.size):
+        yield from _sum_whole(link, library, flat[None, :], flat_out[None, :], work)
+        return out
+    counts = part_sizes(size, link.size)
+    own = work.array((counts[link.rank],), dtype)
+    yield from reduce_parts(link, library, flat[:, None], own[:, None], counts, 0, work)
+    yield from gather_parts(link, library, own, flat_out, counts)
+    return out
+
+
+def _sum_whole(link: Link, library: NumpyLibrary, row: Array, out: Array, work: Slab) -> Collective[None]:
+    """The same, of rows that every rank of a stage receives and adds itself."""
+    group, rank = stages(link.size), link.rank
+    partner = group.partner(rank)
+    if not group.acts(rank):
+        yield from link.exchange(library, [(rank - 1, row)], [])
+        yield from link.exchange(library, [], [(rank - 1, out)])
+        return
+    sums = yield from _with_partner(link, library, row, work)
+    for stage in stages_of(link.size, rank):
+        parts, received = _landing(sums, stage, library, work)
+        yield from link.exchange(library, [(stage.peers[other], sums) for other in stage.others()],
+                                 [(stage.peers[other], parts[other]) for other in stage.others()])
+        sums = _added(library, parts, received, work, complete=link.size == len(parts))
+    out[...] = sums
+    if partner is not None:
+        yield from link.exchange(library, [(partner, out)], [])
+
+
+def _with_partner(link: Link, library: NumpyLibrary, array: Array, work: Slab) -> Collective[Array]:
+    """Generator: an actor's array, with that of the other rank of its pair added; in a group with pairs all actors'
+    are in float32 from then on if they are of low precision."""
+    group, parts = stages(link.size), [array]
+    partner = group.partner(link.rank)
+    if partner is not None:
+        parts.append(work.array(tuple(array.shape), library.dtype(array)))
+        yield from link.exchange(library, [], [(partner, parts[1])])
+    widened = accumulator(library.dtype(array)) != library.dtype(array)
+    return _added(library, parts, parts[-1], work) if len(parts) > 1 or (group.pairs and widened) else array
+
+
+def _landing(own: Array, stage: Stage, library: NumpyLibrary, work: Slab) -> tuple[list[Array], Array]:
+    """(What is to be added, in order: `own`, and new arrays in which the others' land; the first of the new ones, where
+    the sum may be formed, since it is one of the first two of all.)"""
+    others = len(stage.peers) - 1
+    received = work.array((others, *own.shape), library.dtype(own))
+    parts = [received[index] for index in range(others)]
+    into = parts[0] if parts else own
+    return [*parts[: stage.digit], own, *parts[stage.digit :]], into
+
+
+def _added(library: NumpyLibrary, parts: list[Array], into: Array, work: Slab, complete: bool = False) -> Array:
+    """The sum of the parts, in `into`; in float32 if they are of low precision and the sum is not complete."""
+    dtype = library.dtype(into)
+    if accumulator(dtype) != dtype and not complete:
+        into = work.array(tuple(into.shape), accumulator(dtype))
+    sum_in_order(library, parts, into)
+    return into
+
+
+def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
+    """The exchange, with some work done as soon as its messages are posted."""
+    requests = next(exchange)
+    work()
+    yield requests
+    yield from exchange
