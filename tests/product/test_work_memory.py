@@ -1,0 +1,109 @@
+"""Work memory: all of it is had before anything is sent, and limits hold for all that a call takes."""
+
+import numpy as np
+import pytest
+from samples import integers
+
+from pmm3d import DistMatrix, Grid, Layout, MemoryLimitError, OutOfMemoryError, matmul
+from pmm3d.arrays import NumpyLibrary
+from pmm3d.layout import Placement
+from pmm3d.model import move as move_module
+from pmm3d.product.multiply import plan_for
+
+pytestmark = pytest.mark.parallel([2, 4, 8])
+ELSEWHERE = (Layout((), ("z", "x", "y")), Layout(("y", "z", "x"), ()), Layout("x", ("y", "z")))
+"""Layouts of A, B and C that no product takes as they are."""
+
+
+def operands(grid, layouts, m=70, n=90, k=50):
+    a, b, c = (integers(shape, seed=seed) for seed, shape in enumerate([(m, k), (k, n), (m, n)]))
+    spread = [DistMatrix.from_global(grid, whole, layout=layout) for whole, layout in zip((a, b, c), layouts)]
+    return spread, 2 * a @ b - c
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_limit_holds_for_redistribution_too(comm, grid_shape, dtype):
+    """Kept by moving in rounds, to the point where even one row a time is too much."""
+    with Grid(comm, grid_shape) as grid:
+        (a, b, c), expected = operands(grid, ELSEWHERE)
+        plan = plan_for(a, b, c, None, None)
+        least = plan.copies + max(move.work(move.most_rounds) for move in plan.moves) if plan.moves else 0
+    limits = {plan.workspace, (plan.workspace + least) // 2, max(least, plan.workspace * 2 // 3)}
+    for limit in sorted(limits):
+        with Grid(comm, grid_shape) as grid:
+            (a, b, c), _ = operands(grid, ELSEWHERE)
+            grid.workspace.clear()
+            try:
+                matmul(a, b, out=c, alpha=2, beta=-1, max_workspace=limit)
+            except MemoryLimitError:
+                assert limit < plan.workspace
+                continue
+            held = grid.workspace.allocated
+            assert held <= limit
+            assert np.array_equal(c.gather(), expected)
+
+
+def test_a_product_out_of_place_moves_in_rounds(comm, grid_shape, monkeypatch):
+    monkeypatch.setattr("pmm3d.model.plan.ROUND_BYTES", 2000)
+    with Grid(comm, grid_shape) as grid:
+        (a, b, c), expected = operands(grid, ELSEWHERE)
+        plan = plan_for(a, b, c, None, None)
+        assert plan.rounds > 1 or not plan.moves
+        matmul(a, b, out=c, alpha=2, beta=-1)
+        assert np.array_equal(c.gather(), expected)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (1, 5), (5, 0), (97, 3)])
+def test_moves_in_rounds_stay_within_their_bound(comm, grid_shape, monkeypatch, shape):
+    monkeypatch.setattr("pmm3d.product.redistribute.ROUND_BYTES", 1000)
+    layouts = [Layout.A, Layout.B, Layout("z", ("x", "y")), Layout((), "y"), Layout("data"), Layout()]
+    with Grid(comm, grid_shape) as grid:
+        whole = integers(shape)
+        for source in layouts:
+            matrix = DistMatrix.from_global(grid, whole, layout=source)
+            for target in layouts:
+                for moved, expected in ((matrix, whole), (matrix.T, whole.T)):
+                    there = moved.redistribute(target)
+                    box = Placement(there.shape, target, grid.shape).box(grid.rank)
+                    assert np.array_equal(there.local, expected[box.r0 : box.r1, box.c0 : box.c1])
+            assert np.array_equal(matrix.gather(), whole)
+            assert grid.workspace.allocated <= 1000 + 2 * 8 * 64 * sum(shape)
+
+
+def test_gather_keeps_no_copy_per_reader(comm, monkeypatch):
+    monkeypatch.setattr("pmm3d.product.redistribute.ROUND_BYTES", 2**14)
+    with Grid(comm, (1, comm.size, 1)) as grid:
+        matrix = DistMatrix.from_function(grid, (512, 64), lambda i, j: i - j, layout=Layout((), "y"))
+        assert np.array_equal(matrix.gather(), np.fromfunction(lambda i, j: i - j, (512, 64)))
+        assert grid.workspace.allocated <= 2**14
+
+
+def test_memory_that_one_rank_lacks_is_told_by_all(comm, grid_shape, monkeypatch):
+    """And before anything is sent: nobody waits, and the grid goes on."""
+    with Grid(comm, grid_shape) as grid:
+        (a, b, c), expected = operands(grid, ELSEWHERE)
+        if grid.rank == comm.size - 1:
+            def refuse(self, shape, dtype):
+                raise MemoryError(f"Unable to allocate an array with shape {shape}")
+            monkeypatch.setattr(NumpyLibrary, "empty", refuse)
+        calls = [lambda: matmul(a, b, out=c), lambda: a @ b, lambda: a.redistribute(Layout.A), a.gather,
+                 lambda: DistMatrix.from_global(grid, integers((9, 9)) if grid.rank == 0 else None, root=0)]
+        for call in calls:
+            if call is calls[0] and not plan_for(a, b, c, None, None).workspace:
+                continue
+            with pytest.raises(OutOfMemoryError, match=f"rank {comm.size - 1} .*is out of memory: Unable to allocate"):
+                call()
+        monkeypatch.undo()
+        matmul(a, b, out=c, alpha=2, beta=-1)
+        assert np.array_equal(c.gather(), expected)
+
+
+def test_rounds_are_the_fewest_that_keep_the_limit(grid_shape):
+    from pmm3d.layout import parse_shape
+
+    grid = grid_shape if hasattr(grid_shape, "size") else parse_shape("x".join(map(str, grid_shape)))
+    plan = move_module.Move(Placement((40, 30), Layout.A, grid), Placement((40, 30), Layout.B, grid), "float64")
+    for limit in range(0, 12_000, 700):
+        rounds = plan.rounds(limit)
+        assert plan.work(rounds) <= limit or rounds == plan.most_rounds
+        assert rounds == 1 or plan.work(rounds - 1) > limit
