@@ -46,3 +46,20 @@ def storing_grid(comm, nranks):
     with Grid(comm, shape, data, product=(512, 512, 512)) as grid:
         assert grid.shape.size == (6 if nranks == 7 else nranks)
         yield grid
+
+
+@pytest.fixture
+def stages_of_two(monkeypatch):
+    """Recursive halving and doubling in place of the direct exchange, which is the library's rule for few ranks."""
+    from pmm3d.model import stages
+
+    def forget():
+        stages.stages.cache_clear()
+        stages.stages_of.cache_clear()
+
+    for name, value in (("DIRECT", 1), ("LARGEST_STAGE", 2), ("FACTORS", (2,))):
+        monkeypatch.setattr(stages, name, value)
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..errors import LayoutError
+from ..errors import LayoutError, OutOfMemoryError
 from ..layout import offsets, part_sizes
 from .agreement import Terms, agree
 from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
+from .out_of_memory import is_out_of_memory
 from .transport import Collective, Link
 
 Answer = TypeVar("Answer")
@@ -202,7 +203,7 @@ def _prepared(link: Link, prepare: Callable[[], Answer], agreed: bool = False) -
     try:
         answer = prepare()
     except Exception as raised:
-        error = raised
+        error = OutOfMemoryError(f"{link.record}: out of memory: {raised}") if is_out_of_memory(raised) else raised
     yield from agree(link, str(link.record), "", Terms("", error=error), [])
     return answer
 

@@ -13,7 +13,7 @@ TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory")
 
 def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger, workspace: Workspace) -> BaseException:
     """An OutOfMemoryError in place of numpy's, cupy's or torch's; any other error as it is."""
-    if not _is_out_of_memory(error):
+    if not is_out_of_memory(error):
         return error
     held = f"This process holds {in_bytes(resident_memory())}, {in_bytes(workspace.allocated)} of it in work arrays"
     free = f"the node has {in_bytes(available_memory())} left"
@@ -27,7 +27,8 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     return found
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether numpy, cupy or torch could not have some memory."""
     if isinstance(error, MemoryError):
         return not isinstance(error, (MemoryLimitError, OutOfMemoryError))
     return isinstance(error, RuntimeError) and any(mark in f"{type(error).__name__}: {error}" for mark in TORCHS_WORDS)

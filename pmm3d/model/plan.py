@@ -16,26 +16,23 @@ run under the GEMM of the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, permutations, product
 from math import prod
 
-from ..errors import LayoutError, MemoryLimitError
 from ..layout import (
-    FIRST,
     LOW_PRECISION,
     Coords,
     GridShape,
     Layout,
-    Placement,
     aligned,
     itemsize,
     offsets,
     part_range,
     part_sizes,
 )
-from .move import ROUND_BYTES, Move
+from .move import Move
 from .volumes import Volume, all_reduce_volume, gather_volume, reduce_volume
 
 TILE = 64
@@ -101,17 +98,17 @@ class ProductPlan:
     @cached_property
     def a_layout(self) -> Layout:
         m, k, n = self.roles
-        return _native(m, k, n, self.a)
+        return native(m, k, n, self.a)
 
     @cached_property
     def b_layout(self) -> Layout:
         m, k, n = self.roles
-        return _native(k, n, m, self.b)
+        return native(k, n, m, self.b)
 
     @cached_property
     def c_layout(self) -> Layout:
         m, k, n = self.roles
-        return _native(m, n, k, self.c)
+        return native(m, n, k, self.c)
 
     def on_rank(self, coords: Coords) -> RankPlan:
         """The part of the rank at these coordinates."""
@@ -323,95 +320,9 @@ class RankPlan:
         return _sum_of([gather_volume(counts, part.index, size * row) for (counts, _), row in zip(cuts, rows)])
 
 
-def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
-                 max_workspace: int | None = None, gemm_copies: bool = False) -> ProductPlan:
-    """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
-
-    c               None if the product may choose the layout of C
-    panels          along k if something is gathered, and strips of the columns of C if it is reduced
-    max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
-    gemm_copies     see ProductPlan
-
-    Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
-
-        >>> a, b = Operand((64, 64), Layout.A), Operand((64, 64), Layout.B)
-        >>> plan_product(a, b, None, "float64", GridShape(2, 2, 2), max_workspace=20000).panels
-        6
-    """
-    (m, k), (k_of_b, n) = a.shape, b.shape
-    if k != k_of_b:
-        raise LayoutError(f"A is {m} x {k} and B is {k_of_b} x {n}: the columns of A must be as many as the rows of B")
-    if c is not None and c.shape != (m, n):
-        raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
-    if not isinstance(panels, int) or panels < 1:
-        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
-    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
-    plan = replace(plan, gemm_copies=gemm_copies)
-    first = plan.on_rank(FIRST)
-    gathers = first.a.gathered or first.b.gathered
-    plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,
-                   strips=max(1, min(panels, first.cols)) if first.reduces else 1,
-                   moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
-    most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
-    plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
-    return plan if max_workspace is None else _within(plan, max_workspace)
-
-
-def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
-    """Of the operands, and C, that lie in another layout than the product takes."""
-    return tuple(Move(Placement(operand.shape, operand.layout, plan.grid), Placement(operand.shape, layout, plan.grid),
-                      plan.dtype)
-                 for operand, layout in operands
-                 if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid))
-
-
-def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
-                roles: Roles) -> tuple[int, ProductPlan]:
-    """(elements to redistribute, plan) if the roles are these."""
-    m_axis, k_axis, n_axis = roles
-    moved = 0
-    a_dim = _sharded_dim(a.layout, grid, m_axis, k_axis, n_axis)
-    b_dim = _sharded_dim(b.layout, grid, k_axis, n_axis, m_axis)
-    c_dim = 0 if c is None else _sharded_dim(c.layout, grid, m_axis, n_axis, k_axis)
-    if a_dim is None:
-        a_dim, moved = 0 if a.order == "C" else 1, moved + a.shape[0] * a.shape[1]
-    if b_dim is None:
-        b_dim, moved = 0 if b.order == "C" else 1, moved + b.shape[0] * b.shape[1]
-    if c is not None and c_dim in (None, 1):
-        c_dim, moved = 0, moved + c.shape[0] * c.shape[1]
-    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim or 0)
-
-
-def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:
-    """0 or 1: the dim that axis `extra` shards in a block split by `rows` and `cols`; -1: the block is whole;
-    None: the layout is another one."""
-    known = {_native(rows, cols, extra, dim).on(grid): dim for dim in (0, 1, -1)}
-    return known.get(layout.on(grid))
-
-
-def _native(rows: str, cols: str, extra: str, dim: int) -> Layout:
+def native(rows: str, cols: str, extra: str, dim: int) -> Layout:
+    """Of an operand: split by two axes, and one dim, or none, by the third."""
     return {0: Layout((rows, extra), cols), 1: Layout(rows, (cols, extra)), -1: Layout(rows, cols)}[dim]
-
-
-def _within(plan: ProductPlan, limit: int) -> ProductPlan:
-    """The plan with the fewest panels, from those it has, that keep the limit."""
-    if plan.workspace <= limit:
-        return plan
-    low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)
-    least = replace(plan, panels=high)
-    if least.workspace > limit:
-        raise MemoryLimitError(f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work "
-                               f"arrays a rank, and {least.workspace:,} with as many panels along k as there can be "
-                               f"(grid {plan.grid}), {least.copies:,} of them for operands that are redistributed "
-                               "first. Use more ranks, or operands in the layouts that the product takes, or a grid "
-                               "with a smaller y: the partial sums of C are what remains")
-    while low < high:
-        middle = (low + high) // 2
-        if replace(plan, panels=middle).workspace <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return replace(plan, panels=low)
 
 
 def _extent(size: int, parts: int, index: int) -> int:

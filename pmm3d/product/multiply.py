@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from ..arrays import Slab
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, check_same_dtype
-from ..model.plan import Operand, ProductPlan, RankPlan, plan_product
+from ..model.plan import Operand, ProductPlan, RankPlan
+from ..model.planning import plan_product
 from .panels import OperandPanels, ResultStrips
 from .redistribute import move_into
 from .stored import StoredMatrix

@@ -9,7 +9,6 @@ from fake_link import LIBRARY, run
 
 from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
 from pmm3d.layout import offsets, part_sizes
-from pmm3d.model import stages as stages_module
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, Stages, stages
 from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
 
@@ -42,18 +41,6 @@ def summed(arrays):
 
 def moved(links):
     return [(link.record.received, link.record.sent) for link in links]
-
-
-@pytest.fixture
-def stages_of_two(monkeypatch):
-    """Recursive halving and doubling in place of the library's rule."""
-    monkeypatch.setattr(stages_module, "DIRECT", 1)
-    monkeypatch.setattr(stages_module, "LARGEST_STAGE", 2)
-    monkeypatch.setattr(stages_module, "FACTORS", (2,))
-    stages.cache_clear(), stages_module.stages_of.cache_clear()
-    yield
-    monkeypatch.undo()
-    stages.cache_clear(), stages_module.stages_of.cache_clear()
 
 
 @pytest.fixture(params=["rule", "halving"])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from samples import RANKS, integers, to_library, to_numpy
 
+from pmm3d import DisagreementError, Grid
 from pmm3d.layout import itemsize, offsets, part_sizes
 
 pytestmark = pytest.mark.parallel(RANKS)
@@ -210,3 +211,13 @@ def test_the_ledger_counts_every_byte(grid):
             volume = (12000 - own4000 + others * own4000) * itemsize(dtype)
             if 12000 * itemsize(dtype) * axis.size > 2**16 and others:
                 assert (grid.ledger.total().sent, grid.ledger.total().received) == (volume, volume)
+
+
+@pytest.mark.parallel([2, 3, 4, 6, 8])
+def test_in_stages_as_of_many_ranks(comm, stages_of_two):
+    """3 and 6 ranks have pairs too. Whatever the stages, all_to_all and shift are direct."""
+    with Grid(comm, "ddp", debug=True) as grid:
+        for test in (test_all_gather, test_reduce_scatter, test_all_reduce, test_all_to_all, test_shift):
+            test(grid)
+        with pytest.raises(DisagreementError, match="not the same on its ranks"):
+            grid.data.all_gather(np.ones(3)).wait() if grid.rank else grid.data.shift(np.ones(3)).wait()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pmm3d import LayoutError, MemoryLimitError
 from pmm3d.layout import FIRST, GridShape, Layout, offsets
 from pmm3d.model import ranking
-from pmm3d.model.plan import ROLES, Operand, ProductPlan, plan_product
+from pmm3d.model.plan import ROLES, Operand, ProductPlan
+from pmm3d.model.planning import plan_product
 
 DIMS = list(combinations((0, 1, -1), (0, 1, -1), (0, -1)))
 UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0)]

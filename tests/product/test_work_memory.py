@@ -44,7 +44,7 @@ def test_the_limit_holds_for_redistribution_too(comm, grid_shape, dtype):
 
 
 def test_a_product_out_of_place_moves_in_rounds(comm, grid_shape, monkeypatch):
-    monkeypatch.setattr("pmm3d.model.plan.ROUND_BYTES", 2000)
+    monkeypatch.setattr("pmm3d.model.planning.ROUND_BYTES", 2000)
     with Grid(comm, grid_shape) as grid:
         (a, b, c), expected = operands(grid, ELSEWHERE)
         plan = plan_for(a, b, c, None, None)

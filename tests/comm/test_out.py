@@ -1,0 +1,98 @@
+"""`out` of collectives: what shares memory or cannot be written is refused; a mistake of one rank is raised by all."""
+
+import numpy as np
+import pytest
+
+from pmm3d import Grid, LayoutError, OutOfMemoryError
+from pmm3d.arrays import NumpyLibrary
+
+pytestmark = pytest.mark.parallel([2, 3, 4])
+
+
+@pytest.fixture
+def axis(comm):
+    with Grid(comm, "ddp") as grid:
+        yield grid.everyone
+        assert np.array_equal(grid.everyone.all_reduce(np.ones(1)).wait(), [comm.size])
+
+
+def refused(text, call):
+    with pytest.raises(LayoutError, match=text) as raised:
+        call().wait()
+    assert raised.value.everywhere
+
+
+def memory(axis, rows):
+    return np.arange(float(rows * axis.size))
+
+
+def test_out_that_shares_memory_with_what_comes_in(axis):
+    """A reduce-scatter into a part of its own array gave 12 in place of 10, from 3 ranks on."""
+    shared, whole = "out shares memory with the array that comes in", memory(axis, 4)
+    own = slice(4 * axis.index, 4 * axis.index + 4)
+    refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own]))
+    refused(shared, lambda: axis.reduce_scatter(whole, out=whole[own], counts=[4] * axis.size, beta=1))
+    refused(shared, lambda: axis.all_reduce(whole[:-1], out=whole[1:]))
+    refused(shared, lambda: axis.all_to_all(whole, out=whole))
+    refused(shared, lambda: axis.shift(whole[:-1], out=whole[1:]))
+    refused(shared, lambda: axis.all_gather(whole[:4] if axis.index else whole[4:8], out=whole))
+    assert np.array_equal(whole, memory(axis, 4))
+
+
+def test_out_in_the_same_memory_without_a_common_byte(axis):
+    both = np.ones((4 * axis.size, 6))
+    out = both[4 * axis.index : 4 * axis.index + 4, 3:]
+    assert axis.reduce_scatter(np.ascontiguousarray(both[:, :3]), out=out).wait() is out
+    assert np.all(out == axis.size) and np.all(both[:, :3] == 1)
+
+
+def test_where_out_may_be_what_comes_in(axis):
+    whole = memory(axis, 2)
+    part = whole[2 * axis.index : 2 * axis.index + 2]
+    whole[:] = 0
+    part[:] = axis.index
+    assert np.array_equal(axis.all_gather(part, out=whole).wait(), np.repeat(np.arange(axis.size), 2))
+    assert np.array_equal(axis.all_reduce(whole, out=whole).wait(), axis.size * np.repeat(np.arange(axis.size), 2))
+
+
+def test_out_that_is_read_only(axis):
+    """`shift` wrote into an immutable bytes object."""
+    text, array = bytes(8), np.ones(1)
+    out = np.frombuffer(text)
+    for call in (lambda: axis.shift(array, out=out), lambda: axis.all_reduce(array, out=out),
+                 lambda: axis.all_to_all(array[:0], out=out[:0])):
+        refused("out is read-only", call)
+    assert text == bytes(8)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_bad_out_of_one_rank_is_raised_by_all(axis, counts):
+    def out(rows):
+        return np.ones(rows + 1 if axis.index == axis.size - 1 else rows)
+
+    even, part, whole = [2] * axis.size if counts else None, np.ones(2), np.ones(2 * axis.size)
+    said = rf"failed on 1 of {axis.size} ranks. rank {axis.size - 1}: LayoutError: .*out is"
+    refused(said, lambda: axis.all_gather(part, out=out(2 * axis.size), counts=even))
+    refused(said, lambda: axis.reduce_scatter(whole, out=out(2), counts=even))
+    refused(said, lambda: axis.all_to_all(whole, out=out(2 * axis.size), counts=even, received=even))
+    refused(said, lambda: axis.all_reduce(part, out=out(2)))
+    refused(said, lambda: axis.shift(part, out=out(2)))
+
+
+def test_counts_that_fit_on_some_ranks_only(axis):
+    counts = [1] * axis.size
+    if axis.index == 0:
+        counts[0] = 2
+    refused("failed on 1 of", lambda: axis.all_gather(np.ones(1), counts=counts))
+    refused("received .* is not a number of rows for each",
+            lambda: axis.all_to_all(np.ones(axis.size), received=[1] * (axis.size + 1)))
+
+
+def test_memory_that_one_rank_lacks(axis, monkeypatch):
+    if axis.index == 1:
+        def refuse(self, shape, dtype):
+            raise MemoryError("Unable to allocate it")
+        monkeypatch.setattr(NumpyLibrary, "empty", refuse)
+    with pytest.raises(OutOfMemoryError, match="rank 1: .*out of memory: Unable to allocate it"):
+        axis.all_gather(np.ones(3)).wait()
+    monkeypatch.undo()
