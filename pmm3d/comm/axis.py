@@ -99,15 +99,19 @@ class Axis:
 
 
 def _checked(operation: str, option: str, value: Any) -> Any:
-    """An option of a collective, its numbers as Python's; raises where they are none."""
-    try:
-        if option in ("counts", "received") and value is not None:
-            return [whole_number(rows) for rows in value]
-        if option == "by":
-            return whole_number(value)
-    except TypeError:
-        wanted = "a whole number" if option == "by" else "a list of whole numbers, the rows of each rank's part"
-        raise LayoutError(f"{operation}: {option} is {wanted}; got {value!r}") from None
+    """An option of a collective, its whole numbers as Python's; raises where they are none."""
+    if option == "by":
+        return _whole_numbers([value], f"{operation}: by is a whole number; got {value!r}")[0]
+    if option in ("counts", "received") and value is not None:
+        return _whole_numbers(value, f"{operation}: {option} is a list of whole numbers, the rows of each rank's part; "
+                                     f"got {value!r}")
     if option == "beta" and (not isinstance(value, Complex) or isinstance(value, bool)):
         raise DTypeError(f"{operation}: beta is a number; got {value!r}")
     return value
+
+
+def _whole_numbers(values: Iterable[Any], otherwise: str) -> list[int]:
+    try:
+        return [whole_number(value) for value in values]
+    except TypeError:
+        raise LayoutError(otherwise) from None

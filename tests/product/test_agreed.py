@@ -1,4 +1,4 @@
-"""What ranks have to agree on and what not: the kind of a library, not a device's number; grids; contents with debug."""
+"""What ranks agree on: the kind of a library, not a device's number; grids; with debug the contents of arrays."""
 
 from dataclasses import dataclass
 from typing import ClassVar
