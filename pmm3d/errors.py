@@ -49,7 +49,7 @@ class CheckpointError(Pmm3dError):
 
 
 class DisagreementError(Pmm3dError):
-    """The ranks passed different arguments to one collective call. The text lists who passed what."""
+    """The ranks passed different arguments to a collective call, or made different calls. The text lists who did."""
 
 
 class MissingPackageError(Pmm3dError, ImportError):

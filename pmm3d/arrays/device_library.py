@@ -22,6 +22,10 @@ class DeviceLibrary(NumpyLibrary):
     gemm_adds: ClassVar[bool] = False
 
     @property
+    def kind(self) -> str:
+        return self.module
+
+    @property
     def on_host(self) -> bool:
         return False
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import NumpyLibrary, check_matrix_dtype, library_named
+from ..arrays import NumpyLibrary, check_matrix_dtype, library_kind, library_named
 from ..comm import Grid
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
@@ -53,7 +53,7 @@ class DataSet(AbstractContextManager["DataSet"]):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest = -1
-        with grid.together("DataSet", self.path, inputs, targets, str(dtype), library, classes, cache_bytes):
+        with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, cache_bytes):
             self.library = library_named(library)
             self.dtype = _float_dtype(dtype, self.library)
             self.file = SourceFile(self.path)
