@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, library_of
-from ..errors import LayoutError
+from ..errors import GridError, LayoutError
 from . import collectives
 from .collectives import Counts
 from .engine import Engine, Pending
@@ -74,22 +75,41 @@ class Axis:
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call)
 
-    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
+    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
+              tag: int | None = None) -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
 
         call   what the members' calls must have in common, in words; the name if left out (compared with debug)
+        tag    of its messages, if not one of its own
         """
-        record = self.next_record(name)
-        link = Link(self._comm, record.number % LARGEST_TAG, record, self._engine.transport)
-        collective = make_collective(link)
-        if self._engine.debug and self.size > 1:
-            collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
-        return self._engine.start(collective, record)
+        with self._engine.guard:
+            record = self.next_record(name)
+            tag = 1 + record.number % LARGEST_TAG if tag is None else tag
+            link = Link(self._comm, tag, record, self._engine.transport)
+            collective = make_collective(link)
+            if self._engine.debug and self.size > 1:
+                collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
+            return self._engine.start(collective, record)
 
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""
         self._number += 1
         return self._engine.ledger.begin(self.name, name, self._number, self.ranks)
+
+    def even(self) -> Pending:
+        """Whether all members have begun as many collectives here, as a Pending; not counted itself."""
+        with self._engine.guard:
+            record = self._engine.ledger.begin(self.name, "count of calls", self._number, self.ranks)
+            return self._engine.start(self._counted(), record)
+
+    def _counted(self) -> Collective[bool]:
+        mine, highest = np.array([self._number, -self._number], np.int64), np.empty(2, np.int64)
+        yield [self._comm.Iallreduce(mine, highest, MPI.MAX)]
+        return bool(highest[0] == -highest[1])
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise GridError(f"axis {self.name} lives on the ranks that made its Grid: it can be neither copied nor pickled. "
+                        "Make a Grid of the same shape where it is needed")
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"

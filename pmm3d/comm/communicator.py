@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,19 @@ class WatchedComm(MPI.Intracomm):
             return super().bcast(obj, root)
 
 
-def duplicates(parent: MPI.Intracomm, timeout: float,
-               debug: bool) -> tuple[WatchedComm, MPI.Intracomm, list[Process], bool]:
+def duplicates(parent: MPI.Intracomm, timeout: float, debug: bool,
+               made: ExitStack) -> tuple[WatchedComm, MPI.Intracomm, list[Process], bool]:
     """(WatchedComm, a communicator for the watchdog, the Process of each rank, whether any asked for debug).
+
+    made   frees them at its end
 
     Collective. Ranks that never come are named once the time is up.
     """
     watch = Watch(parent, timeout, False, None)
-    comm = _duplicate(parent, watch, 1)
+    comm = WatchedComm(_duplicate(parent, watch, 1))
+    made.callback(comm.Free)
     other = _duplicate(comm, watch, 2)
+    made.callback(other.Free)
     mine = np.zeros(HOST_BYTES + 24, np.uint8)
     here = this_process(MPI.Get_processor_name())
     host = here.host.encode()[:HOST_BYTES]
@@ -64,7 +68,7 @@ def duplicates(parent: MPI.Intracomm, timeout: float,
     numbers = np.ascontiguousarray(everyones[:, HOST_BYTES:]).view(np.int64)
     names = [row[:HOST_BYTES].tobytes().rstrip(b"\0").decode(errors="replace") for row in everyones]
     processes = [Process(name, pid, namespace) for name, (pid, namespace, _) in zip(names, numbers.tolist())]
-    return WatchedComm(comm), other, processes, bool(numbers[:, 2].any())
+    return comm, other, processes, bool(numbers[:, 2].any())
 
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:

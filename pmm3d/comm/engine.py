@@ -12,12 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from mpi4py import MPI
 
 from ..errors import Pmm3dError
+from .guard import Guard
 from .ledger import Ledger, Record
 from .transport import Collective, Transport
 from .watch import Watch
@@ -63,6 +64,13 @@ class Pending:
             raise self._error
         return self._result
 
+    def abandon(self) -> bool:
+        """Cancel its messages, as far as MPI can; True once MPI uses its arrays no more."""
+        for request in self._requests:
+            with suppress(MPI.Exception, AttributeError):
+                request.Cancel()
+        return self._complete()
+
     def _progress(self) -> bool:
         """Resume the generator for as long as its requests are complete; True at its end."""
         try:
@@ -88,10 +96,12 @@ class Engine:
     """Drives the collectives of one Grid. MPI is called by one thread at a time (MPI_THREAD_SERIALIZED is enough).
 
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective
+    guard               who uses the grid
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool):
         self.ledger, self.transport, self.debug = ledger, transport, debug
+        self.guard = Guard()
         self._watch = watch
         self._active: list[Pending] = []
         self._lock = threading.Lock()
@@ -122,12 +132,13 @@ class Engine:
 
     def wait(self, pending: Pending) -> None:
         begun = time.perf_counter()
-        try:
-            while not pending.test():
-                self._pause(pending, begun)
-        finally:
-            self._watch.done()
-            self.ledger.waited(pending.record, begun)
+        with self.guard:
+            try:
+                while not pending.test():
+                    self._pause(pending, begun)
+            finally:
+                self._watch.done()
+                self.ledger.waited(pending.record, begun)
 
     def _pause(self, pending: Pending, begun: float) -> None:
         """Let others run: first by yielding the core, then by sleeping, known to the watchdog."""
@@ -165,9 +176,13 @@ class Engine:
     def idle(self) -> bool:
         return not self._active
 
+    def under_way(self) -> list[Pending]:
+        """What has been begun and has not ended, in that order."""
+        return list(self._active)
+
     def close(self) -> None:
-        """End the helper thread. What is still under way stays unfinished."""
-        self._closed = True
+        """End the helper thread. What is still under way stays unfinished, and nothing new may begin."""
+        self._closed = self.guard.closed = True
         self._computing.set()
         if self._helper is not None:
             self._helper.join()

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_named, library_of, random
 from ..comm import Grid
+from ..comm.guard import one_thread
 from ..errors import GridError, LayoutError, Pmm3dError, needs
 from ..layout import EMPTY, Layout, Placement, Whole
 from .multiply import matmul
@@ -152,6 +153,7 @@ class DistMatrix(StoredMatrix):
         """C = A B; see `pmm3d.matmul`."""
         return matmul(self, other)
 
+    @one_thread
     def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None) -> DistMatrix:
         """The same matrix in another layout, on this grid or on another one over the same processes.
 
@@ -172,6 +174,7 @@ class DistMatrix(StoredMatrix):
         move_into(self, out)
         return out
 
+    @one_thread
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere)."""
         with self.grid.together("gather", self.signature(), root):

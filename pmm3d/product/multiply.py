@@ -8,6 +8,7 @@ from numbers import Number, Real
 from typing import Any, TypeVar
 
 from ..arrays import Array
+from ..comm.guard import one_thread
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, check_same_dtype
 from ..model.plan import Operand, ProductPlan, RankPlan, plan_product
@@ -21,6 +22,7 @@ PANELS_ACROSS_HOSTS = 4
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 
+@one_thread
 def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
            panels: int | None = None, max_workspace: int | None = None) -> Matrix:
     """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).
