@@ -20,6 +20,8 @@ from .transport import Collective, Link
 
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
+COUNT_TAG = 0
+"""No call's."""
 
 
 class Axis:
@@ -43,7 +45,7 @@ class Axis:
 
     def __init__(self, engine: Engine, name: str, comm: MPI.Intracomm, ranks: Iterable[int]):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, tuple(ranks)
-        self._engine, self._comm, self._number = engine, comm, 0
+        self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -75,17 +77,14 @@ class Axis:
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call)
 
-    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              tag: int | None = None) -> Pending:
+    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
 
         call   what the members' calls must have in common, in words; the name if left out (compared with debug)
-        tag    of its messages, if not one of its own
         """
         with self._engine.guard:
             record = self.next_record(name)
-            tag = 1 + record.number % LARGEST_TAG if tag is None else tag
-            link = Link(self._comm, tag, record, self._engine.transport)
+            link = Link(self._comm, 1 + record.number % LARGEST_TAG, record, self._engine.transport)
             collective = make_collective(link)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
@@ -93,23 +92,33 @@ class Axis:
 
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""
-        self._number += 1
-        return self._engine.ledger.begin(self.name, name, self._number, self.ranks)
+        self._calls += 1
+        return self._engine.ledger.begin(self.name, name, self.number, self.ranks)
+
+    @property
+    def number(self) -> int:
+        """Of the last call. The same on all members if they have made as many calls, or counted on from one number."""
+        return self._calls + self._skipped
+
+    def count_on_from(self, number: int) -> None:
+        self._skipped = number - self._calls
 
     def even(self) -> Pending:
-        """Whether all members have begun as many collectives here, as a Pending; not counted itself."""
+        """Whether the member before this one has made as many calls here, as a Pending; not counted itself. All have,
+        if that is so on every member. Messages: what is under way may be an unmatched collective of MPI."""
         with self._engine.guard:
-            record = self._engine.ledger.begin(self.name, "count of calls", self._number, self.ranks)
+            record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
             return self._engine.start(self._counted(), record)
 
     def _counted(self) -> Collective[bool]:
-        mine, highest = np.array([self._number, -self._number], np.int64), np.empty(2, np.int64)
-        yield [self._comm.Iallreduce(mine, highest, MPI.MAX)]
-        return bool(highest[0] == -highest[1])
+        mine, before = np.array([self._calls], np.int64), np.empty(1, np.int64)
+        yield [self._comm.Irecv(before, (self.index - 1) % self.size, COUNT_TAG),
+               self._comm.Isend(mine, (self.index + 1) % self.size, COUNT_TAG)]
+        return bool(mine[0] == before[0])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise GridError(f"axis {self.name} lives on the ranks that made its Grid: it can be neither copied nor pickled. "
-                        "Make a Grid of the same shape where it is needed")
+        raise GridError(f"axis {self.name} belongs to a Grid: it can be neither copied nor pickled. Make a Grid of the "
+                        "same shape where it is needed")
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from ..errors import GridError, LauncherError
+from ..model.environment import tasks_in_environment
 from .hang import Process, this_process
 from .ledger import Ledger
 from .watch import POLL_SECONDS, Watch
@@ -43,6 +45,24 @@ class WatchedComm(MPI.Intracomm):
     def bcast(self, obj: Any, root: int = 0) -> Any:
         with self.waiting("bcast"):
             return super().bcast(obj, root)
+
+
+def check_communicator(comm: MPI.Intracomm) -> None:
+    """Raises GridError if it is none that this process belongs to, LauncherError under the launcher of another MPI."""
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        given = "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"a {type(comm).__name__}"
+        raise GridError(f"comm is an intracommunicator of mpi4py that this process belongs to; got {given}")
+    _check_launcher(comm)
+
+
+def _check_launcher(comm: MPI.Intracomm) -> None:
+    tasks, variable = tasks_in_environment(os.environ) or (1, "")
+    if tasks > 1 and comm.size == MPI.COMM_WORLD.size == 1:
+        from .hosts import mpi_name
+
+        raise LauncherError(f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
+                            f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "
+                            "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI")
 
 
 def duplicates(parent: MPI.Intracomm, timeout: float, debug: bool,

@@ -13,7 +13,7 @@ from .engine import Engine
 from .uncaught import ARRIVAL_SECONDS, come
 from .watch import Watch, abort_job
 
-AGREED_SECONDS = 10 * ARRIVAL_SECONDS
+AGREED_SECONDS = 10.0
 """Where all ranks are known to have raised the error, they may be slow to come: one that caught it is a mistake."""
 
 

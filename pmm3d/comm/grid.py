@@ -10,27 +10,25 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Workspace
-from ..errors import GridError, LauncherError
+from ..errors import GridError
 from ..layout import AXES
-from ..model.environment import Settings, tasks_in_environment
+from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
 from . import ending
 from .agreement import Terms, agree
 from .axis import Axis
-from .communicator import WatchedComm, duplicates
+from .communicator import WatchedComm, check_communicator, duplicates
 from .engine import Engine
 from .ledger import Ledger
 from .shapes import chosen_shape
 from .transport import Transport
 from .uncaught import told_once
 from .watch import Watch
-
-AGREEMENT = 0
-"""Tag of its messages: ranks that have begun different numbers of collectives can still agree."""
 
 
 class Grid:
@@ -91,7 +89,7 @@ class Grid:
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
         self._parent = MPI.COMM_WORLD if comm is None else comm
-        _check_communicator(self._parent)
+        check_communicator(self._parent)
         with ExitStack() as made:
             self._begin(settings, made)
             with self.together("Grid", shape, data, product, memory, dtype, self._check, always=True):
@@ -189,7 +187,7 @@ class Grid:
             headline = f"{what}: the ranks passed different arguments."
             agreement = lambda link: agree(link, what, headline, terms)
             try:
-                self.everyone.begin(f"agreement on {what}", agreement, tag=AGREEMENT).wait()
+                self.everyone.begin(f"agreement on {what}", agreement).wait()
             except Exception as agreed:
                 if getattr(agreed, "everywhere", False):
                     told_once(agreed, self._parent, error is not None)
@@ -241,12 +239,20 @@ class Grid:
             axes = [axis for axis in (self.everyone, *map(self.axis, AXES)) if axis.size > 1]
             counts = [axis.even() for axis in axes]
             uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
+            self._level_numbers()
             if uneven:
                 names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
-                raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
-                                f"under way on this rank: {names or 'none'}. Every member must make the call")
+                raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of "
+                                f"collectives; under way here: {names or 'none'}. Every member must make the call")
             for pending in under_way:
                 pending.wait()
+
+    def _level_numbers(self) -> None:
+        """Ranks that have made different numbers of calls on the axis of all can agree again."""
+        with self._waiting("count of calls"):
+            number = np.array([self.everyone.number], np.int64)
+            self._watch_comm.Allreduce(MPI.IN_PLACE, number, MPI.MAX)
+            self.everyone.count_on_from(int(number[0]))
 
     def __enter__(self) -> Grid:
         return self
@@ -274,24 +280,8 @@ class Grid:
             self._made.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise GridError("a Grid lives on the ranks that made it: it can be neither copied nor pickled. Make another one "
-                        "where it is needed, with the same arguments")
+        raise GridError("a Grid belongs to the ranks that made it: it can be neither copied nor pickled. Make another "
+                        "one where it is needed, with the same arguments")
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
-
-
-def _check_communicator(comm: MPI.Intracomm) -> None:
-    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        raise GridError(f"comm is an intracommunicator of mpi4py that this process belongs to; got {comm!r}")
-    _check_launcher(comm)
-
-
-def _check_launcher(comm: MPI.Intracomm) -> None:
-    tasks, variable = tasks_in_environment(os.environ) or (1, "")
-    if tasks > 1 and comm.size == MPI.COMM_WORLD.size == 1:
-        from .hosts import mpi_name
-
-        raise LauncherError(f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
-                            f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "
-                            "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI")

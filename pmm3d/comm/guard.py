@@ -29,8 +29,8 @@ class Guard:
 
     def check_open(self) -> None:
         if self.closed:
-            raise GridError("this grid is closed. What is computed with it belongs inside its `with`, or before its "
-                            "close(); a matrix is kept with gather(), or brought to another Grid by redistribute before")
+            raise GridError("this grid is closed. What uses it belongs inside its with block, or before close(); what "
+                            "is to be kept is gathered, or redistributed to another Grid, before")
 
     def __enter__(self) -> None:
         self.check_open()

@@ -30,7 +30,9 @@ def come(arrival: MPI.Request, seconds: float = ARRIVAL_SECONDS) -> bool:
 
 
 def told_once(error: BaseException, comm: MPI.Intracomm, failed_here: bool) -> None:
-    """All ranks of comm raise this error: if it leaves the program on all of them, one prints it. The first word counts.
+    """All ranks of comm raise this error: if it leaves the program on all of them, one prints it.
+
+    Of two calls for one error the first counts.
 
     failed_here   whether its cause, and so the traceback worth reading, is on this rank
     """
