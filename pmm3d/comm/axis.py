@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
-from mpi4py import MPI
 
 from ..arrays import Array, library_of
 from ..errors import GridError, LayoutError
 from . import collectives
 from .collectives import Counts
+from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .hang import source_line
 from .ledger import Record
@@ -43,7 +43,7 @@ class Axis:
         True
     """
 
-    def __init__(self, engine: Engine, name: str, comm: MPI.Intracomm, ranks: Iterable[int]):
+    def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: Iterable[int]):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, tuple(ranks)
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
 
@@ -109,6 +109,10 @@ class Axis:
         with self._engine.guard:
             record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
             return self._engine.start(self._counted(), record)
+
+    def keep(self, kept: bool) -> None:
+        """Whether the communicator is left to MPI when the grid is closed."""
+        self._comm.kept = kept
 
     def _counted(self) -> Collective[bool]:
         mine, before = np.array([self._calls], np.int64), np.empty(1, np.int64)

@@ -22,7 +22,21 @@ HOST_BYTES = 256
 MAKING = "making a Grid"
 
 
-class WatchedComm(MPI.Intracomm):
+class OwnedComm(MPI.Intracomm):
+    """A communicator of a grid.
+
+    kept   Free does nothing: messages are on their way that nobody receives, and MPI would give its number, and with
+           it these messages, to another communicator
+    """
+
+    kept = False
+
+    def Free(self) -> None:
+        if not self.kept:
+            super().Free()
+
+
+class WatchedComm(OwnedComm):
     """A communicator whose blocking calls for objects are known to the watchdog while they last.
 
     waiting   a function from the call's name to the context in which it is made

@@ -47,9 +47,8 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
 
 
 def stopped(engine: Engine) -> None:
-    """Nothing goes on: what some members never began is cancelled. Where MPI cannot, as with messages on their way, the
-    arrays live to the end of the program, so that none is written to when the memory is another's."""
+    """Nothing goes on. The arrays of what some members never began live to the end of the program: MPI may still read
+    them, or write there."""
     engine.close()
-    unfinished = [pending for pending in engine.under_way() if not pending.abandon()]
-    if unfinished:
+    if unfinished := engine.under_way():
         weakref.finalize(MPI, unfinished.clear).atexit = False

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from mpi4py import MPI
@@ -63,13 +63,6 @@ class Pending:
         if self._error is not None:
             raise self._error
         return self._result
-
-    def abandon(self) -> bool:
-        """Cancel its messages, as far as MPI can; True once MPI uses its arrays no more."""
-        for request in self._requests:
-            with suppress(MPI.Exception, AttributeError):
-                request.Cancel()
-        return self._complete()
 
     def _progress(self) -> bool:
         """Resume the generator for as long as its requests are complete; True at its end."""

@@ -22,7 +22,7 @@ from ..model.ranking import Product
 from . import ending
 from .agreement import Terms, agree
 from .axis import Axis
-from .communicator import WatchedComm, check_communicator, duplicates
+from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
 from .engine import Engine
 from .ledger import Ledger
 from .shapes import chosen_shape
@@ -132,7 +132,7 @@ class Grid:
                 cart = active.Create_cart(tuple(reversed(self.shape)) if self.active else (1, 1, 1, 1), reorder=False)
                 made.callback(cart.Free)
                 for position, name in enumerate(AXES):
-                    comm = cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))])
+                    comm = OwnedComm(cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))]))
                     made.callback(comm.Free)
                     setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
         except MPI.Exception as error:
@@ -236,23 +236,21 @@ class Grid:
         """Wait for what is under way. Collective."""
         with self.together("Grid.close", always=True):
             under_way = self.engine.under_way()
-            axes = [axis for axis in (self.everyone, *map(self.axis, AXES)) if axis.size > 1]
+            axes = self.everyone, self.x, self.y, self.z, self.data
             counts = [axis.even() for axis in axes]
             uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
-            self._level_numbers()
+            with self._waiting("count of calls"):
+                figures = np.array([self.everyone.number, *(axis.name in uneven for axis in axes)], np.int64)
+                self._watch_comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
+            self.everyone.count_on_from(int(figures[0]))
+            for axis, kept in zip(axes, figures[1:]):
+                axis.keep(bool(kept))
             if uneven:
                 names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
                 raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of "
                                 f"collectives; under way here: {names or 'none'}. Every member must make the call")
             for pending in under_way:
                 pending.wait()
-
-    def _level_numbers(self) -> None:
-        """Ranks that have made different numbers of calls on the axis of all can agree again."""
-        with self._waiting("count of calls"):
-            number = np.array([self.everyone.number], np.int64)
-            self._watch_comm.Allreduce(MPI.IN_PLACE, number, MPI.MAX)
-            self.everyone.count_on_from(int(number[0]))
 
     def __enter__(self) -> Grid:
         return self

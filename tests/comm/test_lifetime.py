@@ -96,24 +96,20 @@ def test_an_error_while_collectives_are_under_way_leaves_nothing(comm, leaves_no
 
 @several
 @pytest.mark.parametrize("size", [10, 10**6])
-def test_an_error_while_others_have_not_begun_leaves_nothing(comm, leaves_nothing, size):
-    """Nobody receives what rank 0 sends, and nobody sends what it waits for."""
-
-    def mishap():
-        with pytest.raises(Mishap):
-            leave(comm, body)
-
-    def body(grid):
-        if grid.rank == 0:
-            started.append(grid.everyone.shift(np.ones(size)))
-        raise Mishap
-
-    started = []
-    leaves_nothing(mishap)
-    assert all(not pending.done for pending in started)
-    for pending in started:
+def test_messages_that_nobody_receives_come_to_nobody(comm, size):
+    """Nobody receives what rank 0 sends, and nobody sends what it waits for: that communicator is not used again."""
+    for number in range(ROUNDS):
+        with pytest.raises(Mishap), Grid(comm, (comm.size, 1, 1)) as grid:
+            made = [axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data)]
+            assert np.array_equal(grid.x.shift(np.full(size, comm.rank)).wait(), np.full(size, (comm.rank - 1) % 3))
+            if grid.rank == 0:
+                started = grid.x.shift(np.full(size, -1))
+            raise Mishap
+        assert [one == MPI.COMM_NULL for one in made] == [True, False, True, True, True]
+    if grid.rank == 0:
+        assert not started.done
         with pytest.raises(GridError, match=CLOSED):
-            pending.wait()
+            started.wait()
 
 
 @pytest.mark.parametrize("stage", ["chosen_shape", "Axis", "Watch", "Engine", "Ledger"])
@@ -250,13 +246,15 @@ def test_close_refuses_what_not_all_have_begun(comm, fails, debug):
 
 
 @several
-def test_the_end_of_a_block_gives_all_back_where_close_refuses(comm, leaves_nothing, fails):
+def test_the_end_of_a_block_gives_the_rest_back_where_close_refuses(comm, fails):
     def body(grid):
+        made.extend(axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data))
         if grid.rank == 0:
-            started.append(grid.everyone.shift(np.ones(10**5)))
+            grid.everyone.shift(np.ones(10**5))
 
-    started = []
-    leaves_nothing(lambda: fails(GridError, "not all members of axis all", lambda: leave(comm, body)))
+    made = []
+    fails(GridError, "not all members of axis all", lambda: leave(comm, body))
+    assert [one == MPI.COMM_NULL for one in made] == [False, True, True, True, True]
 
 
 @several
