@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from numbers import Complex
-from typing import Any
+from typing import Any, NoReturn
 
-from mpi4py import MPI
+import numpy as np
 
 from ..arrays import Array, library_of
-from ..errors import DTypeError, LayoutError
+from ..errors import DTypeError, GridError, LayoutError
 from ..layout import itemsize, whole_number
 from . import collectives
 from .collectives import Counts
+from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .hang import source_line
 from .ledger import Record
@@ -21,6 +22,8 @@ from .transport import Collective, Link
 
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
+COUNT_TAG = 0
+"""No call's."""
 
 class Axis:
     """One axis of a grid, or the whole grid ("all"): a group of ranks and the collectives among them.
@@ -41,9 +44,9 @@ class Axis:
         True
     """
 
-    def __init__(self, engine: Engine, name: str, comm: MPI.Intracomm, ranks: Iterable[int]):
+    def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: Iterable[int]):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, tuple(ranks)
-        self._engine, self._comm, self._number = engine, comm, 0
+        self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -82,17 +85,47 @@ class Axis:
 
         call   what the members' calls must have in common, in words; the name if left out (compared with debug)
         """
-        record = self.next_record(name)
-        link = Link(self._comm, record.number % LARGEST_TAG, record, self._engine.transport, self._engine.check)
-        collective = make_collective(link)
-        if self._engine.debug and self.size > 1:
-            collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
-        return self._engine.start(collective, record)
+        with self._engine.guard:
+            record = self.next_record(name)
+            link = Link(self._comm, 1 + record.number % LARGEST_TAG, record, self._engine.transport, self._engine.check)
+            collective = make_collective(link)
+            if self._engine.debug and self.size > 1:
+                collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
+            return self._engine.start(collective, record)
 
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""
-        self._number += 1
-        return self._engine.ledger.begin(self.name, name, self._number, self.ranks)
+        self._calls += 1
+        return self._engine.ledger.begin(self.name, name, self.number, self.ranks)
+
+    @property
+    def number(self) -> int:
+        """Of the last call. The same on all members if they have made as many calls, or counted on from one number."""
+        return self._calls + self._skipped
+
+    def count_on_from(self, number: int) -> None:
+        self._skipped = number - self._calls
+
+    def even(self) -> Pending:
+        """Whether the member before this one has made as many calls here, as a Pending; not counted itself. All have,
+        if that is so on every member. Messages: what is under way may be an unmatched collective of MPI."""
+        with self._engine.guard:
+            record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
+            return self._engine.start(self._counted(), record)
+
+    def keep(self, kept: bool) -> None:
+        """Whether the communicator is left to MPI when the grid is closed."""
+        self._comm.kept = kept
+
+    def _counted(self) -> Collective[bool]:
+        mine, before = np.array([self._calls], np.int64), np.empty(1, np.int64)
+        yield [self._comm.Irecv(before, (self.index - 1) % self.size, COUNT_TAG),
+               self._comm.Isend(mine, (self.index + 1) % self.size, COUNT_TAG)]
+        return bool(mine[0] == before[0])
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise GridError(f"axis {self.name} belongs to a Grid: it can be neither copied nor pickled. Make a Grid of the "
+                        "same shape where it is needed")
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"

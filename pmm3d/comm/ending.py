@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
+import weakref
 
 from mpi4py import MPI
 
+from .engine import Engine
+from .uncaught import ARRIVAL_SECONDS, come
 from .watch import Watch, abort_job
 
-ARRIVAL_SECONDS = 3.0
-"""Ranks that raise the same error come within milliseconds; a rank that computes on does not come for seconds."""
+AGREED_SECONDS = 10.0
+"""Where all ranks are known to have raised the error, they may be slow to come: one that caught it is a mistake."""
 
 
-def all_come(comm: MPI.Intracomm) -> bool:
+def all_come(comm: MPI.Intracomm, seconds: float = ARRIVAL_SECONDS) -> bool:
     """Whether all ranks come here within a few seconds."""
     try:
-        arrival = comm.Ibarrier()
-        deadline = time.monotonic() + ARRIVAL_SECONDS
-        while not arrival.Test():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-3)
+        return come(comm.Ibarrier(), seconds)
     except MPI.Exception:
         return False
-    return True
 
 
 def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
     """The `with` of a grid ends with an error: unless all ranks end theirs so, the job ends, with this traceback."""
     watch.ending = f"{type(error).__name__}: {error}"
-    if comm.size > 1 and not (isinstance(error, (Exception, SystemExit)) and all_come(comm)):
+    seconds = AGREED_SECONDS if getattr(error, "everywhere", False) else ARRIVAL_SECONDS
+    if comm.size > 1 and not (isinstance(error, (Exception, SystemExit)) and all_come(comm, seconds)):
         text = "".join(traceback.format_exception(error))
         abort_job(comm, f"pmm3d: rank {comm.rank} raised; ending the job.\n{text}", 1)
+    watch.ending = ""
 
 
 def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
@@ -46,3 +44,11 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
         if not all_come(comm):
             abort_job(comm, f"pmm3d: rank {comm.rank} left the program with {watch.ending}; ending the job.", 1)
     watch.leave("its program has ended" if ends else "it has dropped the grid")
+
+
+def stopped(engine: Engine) -> None:
+    """Nothing goes on. The arrays of what some members never began live to the end of the program: MPI may still read
+    them, or write there."""
+    engine.close()
+    if unfinished := engine.under_way():
+        weakref.finalize(MPI, unfinished.clear).atexit = False

@@ -18,6 +18,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import Pmm3dError
+from .guard import Guard
 from .ledger import Ledger, Record
 from .transport import Collective, Transport
 from .watch import Watch
@@ -89,10 +90,12 @@ class Engine:
 
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
+    guard               who uses the grid
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool):
         self.ledger, self.transport, self.debug, self.check = ledger, transport, debug, check
+        self.guard = Guard()
         self._watch = watch
         self._active: list[Pending] = []
         self._lock = threading.Lock()
@@ -123,12 +126,13 @@ class Engine:
 
     def wait(self, pending: Pending) -> None:
         begun = time.perf_counter()
-        try:
-            while not pending.test():
-                self._pause(pending, begun)
-        finally:
-            self._watch.done()
-            self.ledger.waited(pending.record, begun)
+        with self.guard:
+            try:
+                while not pending.test():
+                    self._pause(pending, begun)
+            finally:
+                self._watch.done()
+                self.ledger.waited(pending.record, begun)
 
     def _pause(self, pending: Pending, begun: float) -> None:
         """Let others run: first by yielding the core, then by sleeping, known to the watchdog."""
@@ -166,9 +170,13 @@ class Engine:
     def idle(self) -> bool:
         return not self._active
 
+    def under_way(self) -> list[Pending]:
+        """What has been begun and has not ended, in that order."""
+        return list(self._active)
+
     def close(self) -> None:
-        """End the helper thread. What is still under way stays unfinished."""
-        self._closed = True
+        """End the helper thread. What is still under way stays unfinished, and nothing new may begin."""
+        self._closed = self.guard.closed = True
         self._computing.set()
         if self._helper is not None:
             self._helper.join()

@@ -6,29 +6,30 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Workspace
-from ..errors import GridError, LauncherError, Pmm3dError
+from ..errors import GridError
 from ..layout import AXES
-from ..model.environment import Settings, tasks_in_environment
+from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
 from . import ending
 from .agreement import Terms, agree
 from .axis import Axis
 from .canonical import canonical, in_words
-from .communicator import duplicates
+from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
 from .engine import Engine
 from .ledger import Ledger
 from .shapes import chosen_shape
 from .transport import Transport
+from .uncaught import told_once
 from .watch import Watch
 
 
@@ -61,13 +62,17 @@ class Grid:
     attached        what higher layers keep with the grid
 
     "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
-    Making and leaving a Grid are collective over comm. Used as a context manager it frees what it made. An exception
-    that not all ranks raise ends the whole job, with that rank's traceback, and so does one with which a rank leaves
-    the program. A collective that does not end is found by a watchdog (`pmm3d.comm.watch`), which ends the job with
-    exit code 70.
+    Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
+    after an exception. One that not all ranks raise ends the whole job, with that rank's traceback, and so does one
+    with which a rank leaves the program; one that all ranks raise and none catches is printed by one of them. A
+    collective that does not end is found by a watchdog (`pmm3d.comm.watch`), which ends the job with exit code 70.
 
-    Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would),
-    DisagreementError if the ranks ask for different grids, LauncherError under the launcher of another MPI.
+    One thread at a time uses a grid; another one that comes in between, and whoever uses a closed grid, gets a
+    GridError. A grid, its axes and its matrices can be neither copied nor pickled.
+
+    Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would) or an option
+    makes no sense, DisagreementError if the ranks ask for different grids, LauncherError under the launcher of another
+    MPI.
 
         >>> with Grid(shape="auto", product=(512, 512, 512)) as grid:
         ...     grid.shape.size <= grid.size, grid.coords == grid.shape.coords(grid.rank)
@@ -83,56 +88,70 @@ class Grid:
                  product: Product | None = None, dtype: str = "float64", memory: int | None = None,
                  timeout: float | None = None, check: bool | None = None, debug: bool | None = None,
                  log: bool | None = None, trace: bool | None = None, device_transport: str | None = None):
-        settings = Settings()
-        parent = MPI.COMM_WORLD if comm is None else comm
-        _check_launcher(parent)
-        timeout = _or_default(timeout, settings.timeout)
-        limit = float(timeout) if isinstance(timeout, Real) and 0 <= float(timeout) < float("inf") else settings.timeout
-        debug = _or_default(debug, settings.debug)
-        duplicate, self._watch_comm, self._processes, self.debug = duplicates(parent, limit, debug)
-        self.comm = duplicate
-        self.rank, self.size = self.comm.rank, self.comm.size
+        settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
+                                            device_transport=device_transport)
+        self._parent = MPI.COMM_WORLD if comm is None else comm
+        check_communicator(self._parent)
+        with ExitStack() as made:
+            self._begin(settings, made)
+            with self.together("Grid", shape, data, product, memory, dtype, self._check, always=True):
+                if problem is not None:
+                    raise problem
+                self._watch.start()
+                self.shape = chosen_shape(shape, data, self.size, product, dtype, memory)
+            self.coords = self.shape.coords(self.rank)
+            with self.together("Grid", always=True):
+                self._make_axes(made)
+            made.callback(ending.stopped, self.engine)
+            self._made = made.pop_all()
+
+    def _begin(self, settings: Settings, made: ExitStack) -> None:
+        """As much of a grid as ranks need to talk to each other; `made` gives it back, the last made first."""
+        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._parent, settings.timeout,
+                                                                              settings.debug, made)
+        self.rank, self.size = self._comm.rank, self._comm.size
         self.hosts = len({process.host for process in self._processes})
-        self.ledger = Ledger(self.rank, _or_default(log, settings.log), _or_default(trace, settings.trace))
+        self.ledger = Ledger(self.rank, settings.log, settings.trace)
         if self.ledger.log:
             show_notes("pmm3d.comm")
         self.workspace = Workspace()
+        made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
-        self._check = _or_default(check, settings.check)
-        self._made = [self._watch_comm, self.comm]
-        self._watch = Watch(self._watch_comm, limit, self.debug, self._processes)
-        self._watch.start()
-        duplicate.waiting = self._waiting
-        transport = Transport(_or_default(device_transport, settings.device_transport), self.workspace)
+        self._check = settings.check
+        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes)
+        made.callback(self._watch.stop)
+        self._comm.waiting = self._waiting
+        transport = Transport(settings.device_transport, self.workspace)
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check)
-        self.everyone = Axis(self.engine, "all", self.comm, range(self.size))
-        self._dropped = weakref.finalize(self, ending.dropped, self._watch_comm, self._watch)
-        try:
-            with self.together("Grid", shape, data, product, memory, dtype):
-                if limit != timeout:
-                    raise GridError(f"timeout is a number of seconds, 0 for no limit; got {timeout!r}")
-                self.shape = chosen_shape(shape, data, self.size, product, dtype, memory)
-        except Pmm3dError:
-            self._free()
-            raise
-        self.coords = self.shape.coords(self.rank)
-        self._make_axes()
+        self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
+        made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
 
-    def _make_axes(self) -> None:
-        with self._waiting("making the axes"):
-            active: Any = self.comm.Split(0 if self.active else 1 + self.rank, self.rank)
-            cart = active.Create_cart(tuple(reversed(self.shape)) if self.active else (1, 1, 1, 1), reorder=False)
-            self._made += [active, cart]
-            for position, name in enumerate(AXES):
-                comm = cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))])
-                self._made.append(comm)
-                setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
+    def _make_axes(self, made: ExitStack) -> None:
+        try:
+            with self._waiting("making the axes"):
+                active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
+                made.callback(active.Free)
+                cart = active.Create_cart(tuple(reversed(self.shape)) if self.active else (1, 1, 1, 1), reorder=False)
+                made.callback(cart.Free)
+                for position, name in enumerate(AXES):
+                    comm = OwnedComm(cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))]))
+                    made.callback(comm.Free)
+                    setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
+        except MPI.Exception as error:
+            raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
+                            "of them: close grids that are not used any more (with Grid(...) as grid:)") from None
 
     def _members(self, name: str) -> list[int]:
         if self.coords is None:
             return [self.rank]
         size = getattr(self.shape, name)
         return [self.shape.rank(self.coords._replace(**{name: index})) for index in range(size)]
+
+    @property
+    def comm(self) -> WatchedComm:
+        """A duplicate of the communicator. Raises GridError once the grid is closed."""
+        self.engine.guard.check_open()
+        return self._comm
 
     @property
     def active(self) -> bool:
@@ -157,28 +176,36 @@ class Grid:
 
         All ranks must enter. Costs one all-reduce of 24 bytes.
         """
-        if not (self._check or always):
-            yield
-            return
-        error = None
-        try:
-            yield
-        except Exception as raised:
-            error = self._explained(raised)
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
-        headline = f"{what}: the ranks passed different arguments."
-        self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms)).wait()
+        with self.engine.guard:
+            if not (self._check or always):
+                yield
+                return
+            error = None
+            try:
+                yield
+            except Exception as raised:
+                error = self._explained(raised)
+            terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
+            headline = f"{what}: the ranks passed different arguments."
+            agreement = lambda link: agree(link, what, headline, terms)
+            try:
+                self.everyone.begin(f"agreement on {what}", agreement).wait()
+            except Exception as agreed:
+                if getattr(agreed, "everywhere", False):
+                    told_once(agreed, self._parent, error is not None)
+                raise agreed.with_traceback(error and error.__traceback__) from None
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective."""
-        record = self.everyone.next_record(what)
-        self._watch.begun["all"] = record.number, record.name
-        self._watch.waits(record, time.perf_counter())
-        try:
-            yield
-        finally:
-            self._watch.done()
+        with self.engine.guard:
+            record = self.everyone.next_record(what)
+            self._watch.begun["all"] = record.number, record.name
+            self._watch.waits(record, time.perf_counter())
+            try:
+                yield
+            finally:
+                self._watch.done()
 
     def _explained(self, error: Any) -> Any:
         from .out_of_memory import as_out_of_memory
@@ -195,52 +222,66 @@ class Grid:
                 write_chrome_trace(path, events)
 
     def close(self) -> None:
-        """Free the communicators and the workspace; collective. Nothing may be under way.
+        """Give back what the grid made; collective. Closing it twice is nothing.
 
-        Raises DisagreementError, on every rank, if others still call something else.
+        What is under way is completed first. Raises, on every rank, and leaves the grid open: GridError if members of
+        an axis never began it, DisagreementError if others still call something else.
         """
-        try:
-            with self.together("Grid.close", always=True):
-                pass
-        finally:
-            self._free()
+        if self.engine.guard.closed:
+            return
+        with self.together("Grid.close", always=True):
+            pass
+        self._complete()
+        self._made.close()
 
-    def _free(self) -> None:
-        self._dropped.detach()
-        self.engine.close()
-        while len(self._made) > 1:
-            self._made.pop().Free()
-        self._watch.stop()
-        self._made.pop().Free()
-        self.workspace.clear()
+    def _complete(self) -> None:
+        """Wait for what is under way. Collective."""
+        with self.together("Grid.close", always=True):
+            under_way = self.engine.under_way()
+            axes = self.everyone, self.x, self.y, self.z, self.data
+            counts = [axis.even() for axis in axes]
+            uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
+            with self._waiting("count of calls"):
+                figures = np.array([self.everyone.number, *(axis.name in uneven for axis in axes)], np.int64)
+                self._watch_comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
+            self.everyone.count_on_from(int(figures[0]))
+            for axis, kept in zip(axes, figures[1:]):
+                axis.keep(bool(kept))
+            if uneven:
+                names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
+                raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of "
+                                f"collectives; under way here: {names or 'none'}. Every member must make the call")
+            for pending in under_way:
+                pending.wait()
 
     def __enter__(self) -> Grid:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is None:
+        if error is not None:
+            self._leave(error)
+            return
+        try:
             self.close()
-        elif getattr(error, "everywhere", False):
-            self._free()
-        else:
+        except BaseException as refused:
+            self._leave(refused)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """With an error: if all ranks do so the grid is given back, otherwise the job ends."""
+        if self.engine.guard.closed:
+            return
+        with self.engine.guard:
             ending.raised(self._watch_comm, self._watch, self._explained(error))
-            self._dropped.detach()
-            self._watch.stop()
+            told_once(error, self._parent, True)
+            with suppress(Exception):
+                self._complete()
+            self._made.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise GridError("a Grid belongs to the ranks that made it: it can be neither copied nor pickled. Make another "
+                        "one where it is needed, with the same arguments")
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
-
-
-def _or_default(given: Any, default: Any) -> Any:
-    return default if given is None else given
-
-
-def _check_launcher(comm: MPI.Intracomm) -> None:
-    tasks, variable = tasks_in_environment(os.environ) or (1, "")
-    if tasks > 1 and comm.size == MPI.COMM_WORLD.size == 1:
-        from .hosts import mpi_name
-
-        raise LauncherError(f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
-                            f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "
-                            "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ..errors import Pmm3dError
+from ..errors import GridError, Pmm3dError
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 """Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also
@@ -66,7 +67,8 @@ def job_restarts(environ: Mapping[str, str] = os.environ) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str) -> Any:
+def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
+              argument: str = "True or False") -> Any:
     def read() -> Any:
         text = os.environ.get(name)
         if text is None or text == "":
@@ -76,7 +78,8 @@ def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str)
         except ValueError:
             raise Pmm3dError(f"{name}={text!r} is not understood; it means {meaning}") from None
 
-    return field(default_factory=read, metadata={"variable": name, "default": default, "meaning": meaning})
+    metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "argument": argument}
+    return field(default_factory=read, metadata=metadata)
 
 
 def _switch(text: str) -> bool:
@@ -87,11 +90,32 @@ def _switch(text: str) -> bool:
         raise ValueError(text) from None
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
+def _seconds(given: Any) -> float:
+    value = float(given)
     if not 0 <= value < float("inf"):
-        raise ValueError(text)
+        raise ValueError(given)
     return value
+
+
+def _transport(text: str) -> str:
+    if text not in ("auto", "direct", "staged"):
+        raise ValueError(text)
+    return text
+
+
+def _argument(setting: Field, value: Any) -> Any:
+    """The value of an argument of Grid. Raises GridError."""
+    default = setting.metadata["default"]
+    try:
+        if isinstance(default, bool) and value in (False, True):
+            return bool(value)
+        if isinstance(default, float) and isinstance(value, Real):
+            return _seconds(value)
+        if isinstance(default, str) and isinstance(value, str):
+            return _transport(value)
+    except ValueError:
+        pass
+    raise GridError(f"{setting.name} is {setting.metadata['argument']}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -99,11 +123,29 @@ class Settings:
     """What the environment asks for; read once, when a Grid is made."""
 
     timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
-                               "a number: seconds after which a collective that hangs ends the job; 0: never")
+                               "a number: seconds after which a collective that hangs ends the job; 0: never",
+                               "a number of seconds, 0 for no limit")
     debug: bool = _variable("PMM3D_DEBUG", False, _switch,
                             "0 or 1: compare the ranks' calls before each collective; look for deadlocks")
     log: bool = _variable("PMM3D_LOG", False, _switch, "0 or 1: log each collective of each rank (logger pmm3d.comm)")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
-    device_transport: str = _variable("PMM3D_DEVICE_TRANSPORT", "auto", str,
-                                      "auto, direct or staged: how device memory reaches MPI")
+    device_transport: str = _variable("PMM3D_DEVICE_TRANSPORT", "auto", _transport,
+                                      "auto, direct or staged: how device memory reaches MPI",
+                                      "auto, direct or staged")
+
+    @classmethod
+    def chosen(cls, **arguments: Any) -> tuple[Settings, Pmm3dError | None]:
+        """The arguments of Grid that are not None, the environment for the rest; and what is wrong with them.
+
+        What makes no sense has its default: it may be so on one rank alone, which raises once all can hear of it.
+        """
+        values: dict[str, Any] = {}
+        problem: Pmm3dError | None = None
+        for setting in fields(cls):
+            given = arguments.get(setting.name)
+            try:
+                values[setting.name] = setting.metadata["read"]() if given is None else _argument(setting, given)
+            except Pmm3dError as error:
+                values[setting.name], problem = setting.metadata["default"], problem or error
+        return cls(**values), problem

@@ -21,6 +21,7 @@ from ..arrays import (
     random,
 )
 from ..comm import Grid
+from ..comm.guard import one_thread
 from ..errors import DataError, GridError, LayoutError, Pmm3dError, needs
 from ..layout import EMPTY, Layout, Placement, Whole
 from ..model.move import Move
@@ -193,6 +194,7 @@ class DistMatrix(StoredMatrix):
         raise Pmm3dError("numpy has no array of a DistMatrix, which is spread over the ranks: use A.gather() for the "
                          "whole matrix on every rank (a collective call), A.local for the shard of this one")
 
+    @one_thread
     def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None) -> DistMatrix:
         """The same matrix in another layout, on this grid or on another one over the same processes.
 
@@ -232,6 +234,7 @@ class DistMatrix(StoredMatrix):
         if self.library.share_memory(self.local, out.local):
             raise LayoutError("redistribute: out shares memory with the matrix, which would change while it is read")
 
+    @one_thread
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere)."""
         with ExitStack() as borrowed:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from ..arrays import Slab
+from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
 from ..model.planning import plan_product
@@ -21,6 +22,7 @@ PANELS_ACROSS_HOSTS = 4
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 
+@one_thread
 def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
            panels: int | None = None, max_workspace: int | None = None) -> Matrix:
     """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, library_of
 from ..comm import Grid
+from ..errors import GridError
 from ..layout import Box, Layout, Placement
 
 Stored = TypeVar("Stored", bound="StoredMatrix")
@@ -51,6 +52,11 @@ class StoredMatrix:
     def signature(self) -> tuple[Any, ...]:
         """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
         return self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library.kind
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise GridError("a distributed matrix lives on the ranks of its Grid: it can be neither copied nor pickled. "
+                        "gather() makes an array of it and DistMatrix.from_global a matrix of that; pmm3d.io writes "
+                        "checkpoints")
 
     def __repr__(self) -> str:
         return (f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), "

@@ -1,0 +1,375 @@
+"""One Grid owns what it made and gives all of it back; a closed one is refused; one thread at a time uses it."""
+
+import copy
+import pickle
+import sys
+import threading
+
+import numpy as np
+import pytest
+from grids import DEEPEST
+from mpi4py import MPI
+
+import pmm3d.comm.grid as module
+from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dError, matmul
+
+pytestmark = pytest.mark.parallel([1, 3])
+several = pytest.mark.parallel([3])
+CLOSED = "this grid is closed"
+ROUNDS = 8
+
+
+@pytest.fixture
+def leaves_nothing(comm):
+    """leaves_nothing(make_and_leave): called many times it uses up none of MPI's communicators, of which a new one has
+    the handle of one that was freed."""
+
+    def next_handle():
+        probe = comm.Dup()
+        handle = probe.py2f()
+        probe.Free()
+        return handle
+
+    def check(make_and_leave):
+        make_and_leave()
+        before = next_handle()
+        for _ in range(ROUNDS):
+            make_and_leave()
+        comm.Barrier()
+        assert next_handle() - before < ROUNDS
+
+    return check
+
+
+class Mishap(Exception):
+    """Of a program."""
+
+
+def leave(comm, what):
+    """A grid whose block ends in that way."""
+    with Grid(comm, DEEPEST[comm.size]) as grid:
+        what(grid)
+
+
+def raises(error):
+    def body(grid):
+        raise error
+
+    return body
+
+
+def test_a_closed_grid_leaves_no_communicator(comm, leaves_nothing):
+    leaves_nothing(lambda: leave(comm, lambda grid: grid.everyone.all_reduce(np.ones(2)).wait()))
+
+
+@pytest.mark.parametrize("error", [Mishap("all ranks"), SystemExit(3)])
+def test_an_error_of_all_ranks_leaves_no_communicator(comm, leaves_nothing, error):
+    def mishap():
+        with pytest.raises(type(error)):
+            leave(comm, raises(error))
+
+    leaves_nothing(mishap)
+
+
+def test_an_error_that_was_agreed_on_leaves_no_communicator(comm, leaves_nothing):
+    def mishap():
+        with pytest.raises(GridError, match="gather: root 99"):
+            leave(comm, lambda grid: DistMatrix.random(grid, (4, 4)).gather(99))
+
+    leaves_nothing(mishap)
+
+
+def test_an_error_while_collectives_are_under_way_leaves_nothing(comm, leaves_nothing):
+    def mishap():
+        with pytest.raises(Mishap):
+            leave(comm, body)
+
+    def body(grid):
+        started.extend(axis.all_gather(np.full(1000, grid.rank)) for axis in (grid.everyone, grid.x, grid.y, grid.z))
+        raise Mishap
+
+    started = []
+    leaves_nothing(mishap)
+    assert all(pending.done for pending in started)
+    assert np.array_equal(started[0].wait(), np.repeat(np.arange(comm.size), 1000))
+
+
+@several
+@pytest.mark.parametrize("size", [10, 10**6])
+def test_messages_that_nobody_receives_come_to_nobody(comm, size):
+    """Nobody receives what rank 0 sends, and nobody sends what it waits for: that communicator is not used again."""
+    for number in range(ROUNDS):
+        with pytest.raises(Mishap), Grid(comm, (comm.size, 1, 1)) as grid:
+            made = [axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data)]
+            assert np.array_equal(grid.x.shift(np.full(size, comm.rank)).wait(), np.full(size, (comm.rank - 1) % 3))
+            if grid.rank == 0:
+                started = grid.x.shift(np.full(size, -1))
+            raise Mishap
+        assert [one == MPI.COMM_NULL for one in made] == [True, False, True, True, True]
+    if grid.rank == 0:
+        assert not started.done
+        with pytest.raises(GridError, match=CLOSED):
+            started.wait()
+
+
+@pytest.mark.parametrize("stage", ["chosen_shape", "Axis", "Watch", "Engine", "Ledger"])
+@pytest.mark.parametrize("kind", [GridError, RuntimeError])
+def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, monkeypatch, stage, kind):
+    def fails_at_first(*arguments):
+        """The axis of all ranks is made before they can agree on anything."""
+        if stage == "Axis" and arguments[1] == "all":
+            return whole(*arguments)
+        raise kind("out of luck")
+
+    whole = getattr(module, stage)
+    monkeypatch.setattr(module, stage, fails_at_first)
+
+    def mishap():
+        with pytest.raises(kind, match="out of luck"):
+            Grid(comm)
+
+    leaves_nothing(mishap)
+
+
+class FailingComm(MPI.Intracomm):
+    """Makes no communicator of that kind."""
+
+    failing = ""
+
+    def Split(self, color=0, key=0):
+        return self._made("Split", FailingComm(super().Split(color, key)))
+
+    def Create_cart(self, dims, periods=None, reorder=False):
+        return self._made("Create_cart", super().Create_cart(dims, periods, reorder))
+
+    def _made(self, what, comm):
+        if self.failing == what:
+            comm.Free()
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return comm
+
+
+@pytest.mark.parametrize("failing", ["Split", "Create_cart"])
+def test_communicators_that_mpi_does_not_make(comm, leaves_nothing, monkeypatch, fails, failing):
+    def duplicates(*arguments):
+        watched, *others = whole(*arguments)
+        wrapped = FailingComm(watched)
+        return wrapped, *others
+
+    whole = module.duplicates
+    monkeypatch.setattr(module, "duplicates", duplicates)
+    monkeypatch.setattr(FailingComm, "failing", failing)
+    text = "MPI made no communicators for the axes: .*close grids"
+    leaves_nothing(lambda: fails(GridError, text, lambda: Grid(comm)))
+
+
+@several
+def test_a_stage_that_fails_on_one_rank_fails_on_all(comm, leaves_nothing, monkeypatch):
+    def alone(*arguments):
+        if comm.rank == 1:
+            raise RuntimeError("out of luck")
+        return whole(*arguments)
+
+    whole = module.chosen_shape
+    monkeypatch.setattr(module, "chosen_shape", alone)
+
+    def mishap():
+        with pytest.raises(Pmm3dError, match=r"Grid failed on 1 of \d ranks. rank 1: RuntimeError: out of luck"):
+            Grid(comm, check=False)
+
+    leaves_nothing(mishap)
+
+
+def test_closing_twice_is_nothing(comm):
+    with Grid(comm) as grid:
+        grid.close()
+        grid.close()
+    grid.close()
+    with pytest.raises(Mishap), Grid(comm) as other:
+        raise Mishap
+    other.close()
+
+
+USES = {
+    "matmul": lambda grid, a: a @ a,
+    "gather": lambda grid, a: a.gather(),
+    "redistribute": lambda grid, a: a.redistribute(Layout.B),
+    "random": lambda grid, a: DistMatrix.random(grid, (2, 2)),
+    "from_global": lambda grid, a: DistMatrix.from_global(grid, np.ones((2, 2)), root=0),
+    "all_reduce": lambda grid, a: grid.everyone.all_reduce(np.ones(2)),
+    "along x": lambda grid, a: grid.x.all_gather(np.ones(2)),
+    "together": lambda grid, a: grid.together("this").__enter__(),
+    "write_trace": lambda grid, a: grid.write_trace("trace.json"),
+    "comm": lambda grid, a: grid.comm.bcast(1),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_grid_is_refused(comm, fails, use, check):
+    with Grid(comm, DEEPEST[comm.size], check=check) as grid:
+        a = DistMatrix.random(grid, (4, 4))
+        kept = grid.comm
+    fails(GridError, CLOSED, lambda: USES[use](grid, a))
+    fails(GridError, CLOSED, lambda: kept.bcast(1))
+
+
+def test_a_matrix_does_not_move_to_a_closed_grid(comm, fails):
+    with Grid(comm) as closed:
+        pass
+    with Grid(comm) as grid:
+        a = DistMatrix.random(grid, (4, 4))
+        fails(GridError, CLOSED, lambda: a.redistribute(Layout.A, closed))
+
+
+def test_close_completes_what_all_have_begun(comm):
+    grid = Grid(comm, DEEPEST[comm.size])
+    pending = {axis.name: axis.all_gather(np.full((50_000, 1), grid.rank)) for axis in (grid.everyone, grid.x, grid.z)}
+    grid.close()
+    for name, axis in (("all", grid.everyone), ("x", grid.x), ("z", grid.z)):
+        assert np.array_equal(pending[name].wait()[::50_000, 0], axis.ranks)
+
+
+@several
+@pytest.mark.parametrize("debug", [False, True])
+def test_close_refuses_what_not_all_have_begun(comm, fails, debug):
+    """And leaves the grid open: the members that have not yet begun it can."""
+    grid = Grid(comm, (comm.size, 1, 1), debug=debug)
+    if grid.rank == 0:
+        pending = grid.x.shift(np.array([0]))
+    fails(GridError, "rank 0: GridError: not all members of axis x have begun the same number of collectives; under "
+                     "way here: shift #1 on axis x. Every member must make the call; rank 1: .*here: none", grid.close)
+    if grid.rank != 0:
+        pending = grid.x.shift(np.array([grid.rank]))
+    assert pending.wait() == [(grid.rank - 1) % grid.size]
+    grid.close()
+
+
+@several
+def test_the_end_of_a_block_gives_the_rest_back_where_close_refuses(comm, fails):
+    def body(grid):
+        made.extend(axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data))
+        if grid.rank == 0:
+            grid.everyone.shift(np.ones(10**5))
+
+    made = []
+    fails(GridError, "not all members of axis all", lambda: leave(comm, body))
+    assert [one == MPI.COMM_NULL for one in made] == [False, True, True, True, True]
+
+
+@several
+def test_a_rank_that_closes_while_others_do_not_is_told_and_all_go_on(comm):
+    with Grid(comm) as grid:
+        with pytest.raises(DisagreementError, match=r"rank 0: Grid.close\(\); ranks 1-2: DistMatrix.empty"):
+            DistMatrix.empty(grid, (2, 2)) if grid.rank else grid.close()
+        assert grid.everyone.all_reduce(np.ones(1)).wait() == grid.size
+
+
+def in_thread(call):
+    """What the call raises in another thread, or returns."""
+    found = []
+
+    def run():
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="another")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_may_take_turns(comm):
+    """Python's main thread waits meanwhile. With a helper thread of the engine and a watchdog, as always."""
+    with Grid(comm, DEEPEST[comm.size]) as grid:
+        a = DistMatrix.random(grid, (8, 8))
+        expected = (a @ a).gather()
+        assert np.array_equal(in_thread(lambda: matmul(a, a).gather()), expected)
+        assert np.array_equal(matmul(a=a, b=a).gather(), expected)
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use != "comm"])
+def test_a_second_thread_is_refused_while_one_is_inside(comm, use):
+    with Grid(comm, DEEPEST[comm.size]) as grid:
+        a = DistMatrix.random(grid, (4, 4))
+        with grid.together("this"):
+            error = in_thread(lambda: USES[use](grid, a))
+        assert isinstance(error, GridError)
+        assert str(error).startswith("thread another uses this grid while thread MainThread does. One thread at a time")
+        assert (a @ a).shape == (4, 4)
+
+
+def test_a_second_thread_is_refused_while_a_product_is_under_way(comm, monkeypatch):
+    """Also where this rank computes, and waits in no collective."""
+    errors = []
+
+    def gemm(library, *arguments, **options):
+        errors.append(in_thread(lambda: a @ a))
+        return whole(library, *arguments, **options)
+
+    with Grid(comm, DEEPEST[comm.size]) as grid:
+        a = DistMatrix.random(grid, (4, 4))
+        library = type(a.library)
+        whole = library.gemm
+        monkeypatch.setattr(library, "gemm", gemm)
+        assert (a @ a).shape == (4, 4)
+        monkeypatch.setattr(library, "gemm", whole)
+    assert errors and all("one thread at a time" in str(error).lower() for error in errors)
+
+
+@pytest.mark.parametrize("make_copy", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_nothing_of_a_grid_can_be_copied(comm, make_copy):
+    with Grid(comm) as grid:
+        for thing in (grid, grid.x, DistMatrix.random(grid, (3, 3))):
+            with pytest.raises(GridError, match="can be neither copied nor pickled"):
+                make_copy(thing)
+
+
+@several
+@pytest.mark.parametrize("name, value", [
+    ("PMM3D_TIMEOUT", "soon"), ("PMM3D_DEBUG", "perhaps"), ("PMM3D_LOG", "2"), ("PMM3D_TRACE", "x"),
+    ("PMM3D_CHECK", "maybe"), ("PMM3D_DEVICE_TRANSPORT", "fast"),
+])
+def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monkeypatch, fails, name, value):
+    if comm.rank == 1:
+        monkeypatch.setenv(name, value)
+    fails(Pmm3dError, rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is not understood",
+          lambda: Grid(comm))
+
+
+@several
+@pytest.mark.parametrize("option, value, words", [
+    ("timeout", -1, "a number of seconds, 0 for no limit"), ("timeout", "10", "a number of seconds"),
+    ("debug", "perhaps", "True or False"), ("check", 7, "True or False"), ("log", [], "True or False"),
+    ("trace", np.zeros(2), "True or False"), ("device_transport", "fast", "auto, direct or staged"),
+])
+def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails, option, value, words):
+    fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} is {words}.*; got ",
+          lambda: Grid(comm, **{option: value if comm.rank == 1 else None}))
+
+
+@several
+def test_ranks_that_differ_on_checking_are_told(comm, monkeypatch, fails):
+    if comm.rank == 1:
+        monkeypatch.setenv("PMM3D_CHECK", "0")
+    fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm))
+
+
+def test_a_communicator_that_is_none(comm, fails):
+    freed = comm.Dup()
+    freed.Free()
+    for wrong in (MPI.COMM_NULL, freed, "world"):
+        fails(GridError, "comm is an intracommunicator of mpi4py that this process belongs to", lambda: Grid(wrong))
+
+
+def test_the_hook_for_uncaught_errors_is_set_once(comm, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", before := lambda *found: None)
+    for _ in range(3):
+        with pytest.raises(Mishap), Grid(comm):
+            raise Mishap
+    if comm.size > 1:
+        assert sys.excepthook._before is before
+    else:
+        assert sys.excepthook is before
