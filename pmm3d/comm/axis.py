@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
@@ -27,7 +27,7 @@ class Axis:
     name    "x", "y", "z", "data" or "all"
     size    number of ranks along it
     index   of this rank along it
-    ranks   the members' ranks in the grid's communicator
+    ranks   the members' ranks in the grid's communicator, a range
 
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending;
     `.wait()` gives the array, of the library that came in. Arrays that are not C-contiguous are copied first.
@@ -40,8 +40,8 @@ class Axis:
         True
     """
 
-    def __init__(self, engine: Engine, name: str, comm: MPI.Intracomm, ranks: Iterable[int]):
-        self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, tuple(ranks)
+    def __init__(self, engine: Engine, name: str, comm: MPI.Intracomm, ranks: range):
+        self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
         self._engine, self._comm, self._number = engine, comm, 0
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .hang import Process, this_process
+from .hang import this_process
 from .ledger import Ledger
+from .processes import ROW, Processes, first_of_each, row
 from .watch import POLL_SECONDS, Watch
 
-HOST_BYTES = 256
-"""Of a host's name in the message that tells of it; a name of DNS has 253 at most."""
 MAKING = "making a Grid"
 
 
@@ -46,25 +45,25 @@ class WatchedComm(MPI.Intracomm):
 
 
 def duplicates(parent: MPI.Intracomm, timeout: float,
-               debug: bool) -> tuple[WatchedComm, MPI.Intracomm, list[Process], bool]:
+               debug: bool) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
     """(WatchedComm, a communicator for the watchdog, the Process of each rank, whether any asked for debug).
 
-    Collective. Ranks that never come are named once the time is up.
+    Collective: each rank tells 32 bytes of itself, and the first of each host its name. Ranks that never come are named
+    once the time is up.
     """
     watch = Watch(parent, timeout, False, None)
     comm = _duplicate(parent, watch, 1)
     other = _duplicate(comm, watch, 2)
-    mine = np.zeros(HOST_BYTES + 24, np.uint8)
     here = this_process(MPI.Get_processor_name())
-    host = here.host.encode()[:HOST_BYTES]
-    mine[: len(host)] = np.frombuffer(host, np.uint8)
-    mine[HOST_BYTES:].view(np.int64)[:] = here.pid, here.namespace, debug
-    everyones = np.empty((comm.size, len(mine)), np.uint8)
-    _wait(comm.Iallgather(mine, everyones), watch, MAKING, parent.size, 3)
-    numbers = np.ascontiguousarray(everyones[:, HOST_BYTES:]).view(np.int64)
-    names = [row[:HOST_BYTES].tobytes().rstrip(b"\0").decode(errors="replace") for row in everyones]
-    processes = [Process(name, pid, namespace) for name, (pid, namespace, _) in zip(names, numbers.tolist())]
-    return WatchedComm(comm), other, processes, bool(numbers[:, 2].any())
+    mine, rows = row(here, debug), np.empty(comm.size, ROW)
+    _wait(comm.Iallgather(mine.view(np.uint8), rows.view(np.uint8)), watch, MAKING, parent.size, 3)
+    firsts = first_of_each(rows["host"])
+    lengths = np.zeros(comm.size, np.int32)
+    lengths[firsts] = rows["name_bytes"][firsts]
+    own, text = here.host.encode()[: lengths[comm.rank]], np.empty(lengths.sum(), np.uint8)
+    _wait(comm.Iallgatherv([own, MPI.BYTE], [text, lengths, MPI.BYTE]), watch, MAKING, parent.size, 4)
+    names = [part.tobytes().decode() for part in np.split(text, np.cumsum(lengths[firsts])[:-1])]
+    return WatchedComm(comm), other, Processes(rows, names), bool(rows["debug"].any())
 
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
@@ -80,7 +79,7 @@ def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracom
 
 def _wait(request: MPI.Request, watch: Watch, what: str, size: int, number: int) -> None:
     begun = time.perf_counter()
-    record = Ledger().begin("all", what, number, tuple(range(size)))
+    record = Ledger().begin("all", what, number, range(size))
     watch.begun["all"] = number, record.name
     while not request.Test():
         if time.perf_counter() - begun < POLL_SECONDS:

@@ -90,7 +90,7 @@ class Grid:
         duplicate, self._watch_comm, self._processes, self.debug = duplicates(parent, limit, debug)
         self.comm = duplicate
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.hosts = len({process.host for process in self._processes})
+        self.hosts = self._processes.hosts
         self.ledger = Ledger(self.rank, _or_default(log, settings.log), _or_default(trace, settings.trace))
         if self.ledger.log:
             show_notes("pmm3d.comm")
@@ -126,11 +126,12 @@ class Grid:
                 self._made.append(comm)
                 setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
 
-    def _members(self, name: str) -> list[int]:
+    def _members(self, name: str) -> range:
         if self.coords is None:
-            return [self.rank]
-        size = getattr(self.shape, name)
-        return [self.shape.rank(self.coords._replace(**{name: index})) for index in range(size)]
+            return range(self.rank, self.rank + 1)
+        first, second = (self.shape.rank(self.coords._replace(**{name: index})) for index in (0, 1))
+        step = second - first
+        return range(first, first + getattr(self.shape, name) * step, step)
 
     @property
     def active(self) -> bool:
@@ -139,8 +140,7 @@ class Grid:
     @property
     def local_rank(self) -> int:
         """This process's number among those of its host."""
-        hosts = [process.host for process in self._processes]
-        return hosts[: self.rank].count(hosts[self.rank])
+        return self._processes.local_rank(self.rank)
 
     def axis(self, name: str) -> Axis:
         return getattr(self, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Record:
 
     key: Key
     number: int
-    members: tuple[int, ...]
+    members: Sequence[int]
     begun: float
     sent: int = 0
     received: int = 0
@@ -124,7 +124,7 @@ class Ledger:
             if self.trace:
                 self._event(operation, track, begun, ended, {"phase": self._phase})
 
-    def begin(self, axis: str, operation: str, number: int, members: tuple[int, ...]) -> Record:
+    def begin(self, axis: str, operation: str, number: int, members: Sequence[int]) -> Record:
         return Record(Key(axis, self._phase, operation), number, members, time.perf_counter())
 
     def end(self, record: Record) -> None:
