@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError
 from . import collectives
 from .collectives import Counts
@@ -42,7 +42,7 @@ class Axis:
 
     def __init__(self, engine: Engine, name: str, comm: MPI.Intracomm, ranks: range):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
-        self._engine, self._comm, self._number = engine, comm, 0
+        self._engine, self._comm, self._number, self._settled = engine, comm, 0, False
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -70,9 +70,17 @@ class Axis:
         library = library_of(array)
         if array.ndim == 0:
             raise LayoutError(f"{operation.__name__}: an array without dims has no rows; use array.reshape(1)")
+        self.settle(library)
         array = library.plain(array)
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call)
+
+    def settle(self, library: NumpyLibrary) -> None:
+        """Before the first arrays of a device travel along the axis: find out how. Collective along the axis, once."""
+        transport = self._engine.transport
+        if not (library.on_host or self._settled or transport.settled):
+            self._settled, transport.settled = True, self.name == "all"
+            self.begin("trial of device memory", lambda link: transport.settle(link, library)).wait()
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.

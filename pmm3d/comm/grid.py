@@ -101,7 +101,8 @@ class Grid:
         self._watch = Watch(self._watch_comm, limit, self.debug, self._processes)
         self._watch.start()
         duplicate.waiting = self._waiting
-        transport = Transport(_or_default(device_transport, settings.device_transport), self.workspace)
+        transport = Transport(_or_default(device_transport, settings.device_transport), self.workspace,
+                              self._processes)
         self.engine = Engine(self.ledger, self._watch, transport, self.debug)
         self.everyone = Axis(self.engine, "all", self.comm, range(self.size))
         self._dropped = weakref.finalize(self, ending.dropped, self._watch_comm, self._watch)
