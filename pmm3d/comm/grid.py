@@ -94,6 +94,7 @@ class Grid:
         self.ledger = Ledger(self.rank, _or_default(log, settings.log), _or_default(trace, settings.trace))
         if self.ledger.log:
             show_notes("pmm3d.comm")
+            self.ledger.say_what_is_logged(self.size)
         self.workspace = Workspace()
         self.attached: dict[Any, Any] = {}
         self._check = _or_default(check, settings.check)
@@ -185,13 +186,16 @@ class Grid:
         return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset; collective, rank 0 writes."""
-        from .trace import write_chrome_trace
+        """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
+        events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
+        0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
+        from . import trace
 
-        events = self.comm.gather(self.ledger.events)
-        with self.together("write_trace", str(path)):
+        with self._waiting("write_trace"):
+            events = trace.node_events(self.comm, self._processes, self.ledger)
+        with self.together("write_trace", str(path), always=True):
             if events is not None:
-                write_chrome_trace(path, events)
+                trace.write_chrome_trace(trace.file_of(path, self._processes, self.rank), events)
 
     def close(self) -> None:
         """Free the communicators and the workspace; collective. Nothing may be under way.
