@@ -20,7 +20,7 @@ MAKING = "making a Grid"
 
 
 class WatchedComm(MPI.Intracomm):
-    """A communicator whose blocking calls for objects are known to the watchdog while they last.
+    """A communicator whose blocking calls are known to the watchdog while they last: these, no others.
 
     waiting   a function from the call's name to the context in which it is made
     """
@@ -38,6 +38,13 @@ class WatchedComm(MPI.Intracomm):
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         with self.waiting("gather"):
             return super().gather(sendobj, root)
+
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values, on every rank."""
+        mine, found = np.array([value], np.float64), np.empty(1, np.float64)
+        with self.waiting("largest"):
+            self.Allreduce(mine, found, MPI.MAX)
+        return float(found[0])
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         with self.waiting("bcast"):

@@ -1,15 +1,19 @@
 """What one rank of tens of thousands makes of itself: bytes and calls of MPI, counted without the other ranks."""
 
+import socket
 import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pmm3d import Grid
 from pmm3d.comm import communicator
+from pmm3d.comm import hosts as hosts_module
 from pmm3d.comm.hang import Process
+from pmm3d.comm.hosts import hosts
 from pmm3d.comm.processes import Processes, row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "apps"))
@@ -76,6 +80,35 @@ def test_processes_are_those_that_were_told():
 def test_processes_that_have_not_told_are_unknown():
     found = Processes.unknown(3)
     assert list(found) == [Process()] * 3 and found.hosts == 1 and found.neighbours(1) == []
+
+
+@pytest.mark.parametrize("on_a_node", [1, 64])
+def test_the_nodes_of_many_ranks_are_found_in_one_pass(on_a_node):
+    """Each rank may use two cores, which neighbours share; the ranks of three nodes come in turns."""
+    names = [f"n{rank % 3 * RANKS + rank // on_a_node}" for rank in range(RANKS)]
+    answers = [(name, 3 << rank % on_a_node) for rank, name in enumerate(names)]
+    found = hosts(SimpleNamespace(allgather=lambda mine: answers), 1)
+    ranks = {name: [] for name in names}
+    for rank, name in enumerate(names):
+        ranks[name].append(rank)
+    assert {host.name: list(host.ranks) for host in found} == ranks and len(found) == len(ranks)
+    assert all(host.cores == len(host.ranks) for host in found)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_nodes_have_the_cores_of_their_ranks(comm, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node{comm.rank % 2}")
+    monkeypatch.setattr(hosts_module, "cores", lambda: frozenset({comm.rank, comm.rank + 1, 99}))
+    found = hosts(comm, 8)
+    assert [host.name for host in found] == ["node0", "node1"][: comm.size]
+    assert [host.ranks for host in found] == [tuple(range(node, comm.size, 2)) for node in range(min(2, comm.size))]
+    assert [host.cores for host in found] == [5 if comm.size == 4 else 3] * len(found)
+
+
+@pytest.mark.parallel([1, 3])
+def test_the_largest_value_of_the_ranks(comm):
+    with Grid(comm) as grid:
+        assert grid.comm.largest(-grid.rank) == 0 and grid.comm.largest(2**50 + grid.rank) == 2**50 + grid.size - 1
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
