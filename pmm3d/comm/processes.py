@@ -39,7 +39,7 @@ class Processes(Sequence[Process]):
 
         >>> known = Processes(np.concatenate([row(Process(host, 1), False) for host in "aba"]), ["a", "b"])
         >>> known[2].host, known.hosts, known.first_ranks(), known.local_rank(2), known.neighbours(0)
-        ('a', 2, [0, 1], 1, [0, 2])
+        ('a', 2, [0, 1], 1, {0: 1, 2: 1})
     """
 
     def __init__(self, rows: np.ndarray, names: Sequence[str]):
@@ -82,8 +82,8 @@ class Processes(Sequence[Process]):
         """The first of these ranks on the same host as `rank`, which is one of them."""
         return ranks[int(np.argmax(self._host[np.asarray(ranks)] == self._host[rank]))]
 
-    def neighbours(self, rank: int) -> list[int]:
-        """The ranks whose processes are known and have the same numbers for it: those of its host and namespace, and
-        itself."""
+    def neighbours(self, rank: int) -> dict[int, int]:
+        """Rank -> pid of the processes that it can see under these numbers: of its host and namespace, its own too."""
         near = (self._host == self._host[rank]) & (self._namespaces == self._namespaces[rank]) & (self._pids != 0)
-        return np.flatnonzero(near).tolist()
+        ranks = np.flatnonzero(near)
+        return dict(zip(ranks.tolist(), self._pids[ranks].tolist()))

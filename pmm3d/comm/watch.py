@@ -201,8 +201,7 @@ class Watch:
 
     def _status(self, now: float) -> RankStatus:
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
-        states = {rank: state for rank in self._neighbours
-                  if (state := hang.process_state(self._processes[rank].pid))}
+        states = {rank: state for rank, pid in self._neighbours.items() if (state := hang.process_state(pid))}
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": dict(self.begun), "ending": self.ending,
                                   "states": states}
         if not waits:
