@@ -55,7 +55,7 @@ def duplicates(parent: MPI.Intracomm, timeout: float,
                debug: bool) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
     """(WatchedComm, a communicator for the watchdog, the Process of each rank, whether any asked for debug).
 
-    Collective: each rank tells 32 bytes of itself, and the first of each host its name. Ranks that never come are named
+    Collective: each rank tells 24 bytes of itself, and the first of each host its name. Ranks that never come are named
     once the time is up.
     """
     watch = Watch(parent, timeout, False, None)
