@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import itemsize, whole_number
 from . import collectives
@@ -31,7 +31,7 @@ class Axis:
     name    "x", "y", "z", "data" or "all"
     size    number of ranks along it
     index   of this rank along it
-    ranks   the members' ranks in the grid's communicator
+    ranks   the members' ranks in the grid's communicator, a range
 
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending;
     `.wait()` gives the array, of the library that came in. Arrays that are not C-contiguous are copied first.
@@ -44,9 +44,9 @@ class Axis:
         True
     """
 
-    def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: Iterable[int]):
-        self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, tuple(ranks)
-        self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
+    def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range):
+        self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
+        self._engine, self._comm, self._calls, self._skipped, self._settled = engine, comm, 0, 0, False
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -74,11 +74,19 @@ class Axis:
         library, name = library_of(array), operation.__name__
         if array.ndim == 0:
             raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
+        self.settle(library)
         array = library.plain(array)
         itemsize(library.dtype(array))
         options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
         return self.begin(name, lambda link: operation(link, library, array, **options), call)
+
+    def settle(self, library: NumpyLibrary) -> None:
+        """Before the first arrays of a device travel along the axis: find out how. Collective along the axis, once."""
+        transport = self._engine.transport
+        if not (library.on_host or self._settled or transport.settled):
+            self._settled, transport.settled = True, self.name == "all"
+            self.begin("trial of device memory", lambda link: transport.settle(link, library)).wait()
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.

@@ -13,12 +13,11 @@ from mpi4py import MPI
 
 from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
-from .hang import Process, this_process
+from .hang import this_process
 from .ledger import Ledger
+from .processes import ROW, Processes, first_of_each, row
 from .watch import POLL_SECONDS, Watch
 
-HOST_BYTES = 256
-"""Of a host's name in the message that tells of it; a name of DNS has 253 at most."""
 MAKING = "making a Grid"
 
 
@@ -37,7 +36,7 @@ class OwnedComm(MPI.Intracomm):
 
 
 class WatchedComm(OwnedComm):
-    """A communicator whose blocking calls for objects are known to the watchdog while they last.
+    """A communicator whose blocking calls are known to the watchdog while they last: these, no others.
 
     waiting   a function from the call's name to the context in which it is made
     """
@@ -55,6 +54,13 @@ class WatchedComm(OwnedComm):
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         with self.waiting("gather"):
             return super().gather(sendobj, root)
+
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values, on every rank."""
+        mine, found = np.array([value], np.float64), np.empty(1, np.float64)
+        with self.waiting("largest"):
+            self.Allreduce(mine, found, MPI.MAX)
+        return float(found[0])
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         with self.waiting("bcast"):
@@ -80,29 +86,29 @@ def _check_launcher(comm: MPI.Intracomm) -> None:
 
 
 def duplicates(parent: MPI.Intracomm, timeout: float, debug: bool,
-               made: ExitStack) -> tuple[WatchedComm, MPI.Intracomm, list[Process], bool]:
+               made: ExitStack) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
     """(WatchedComm, a communicator for the watchdog, the Process of each rank, whether any asked for debug).
 
     made   frees them at its end
 
-    Collective. Ranks that never come are named once the time is up.
+    Collective: each rank tells 24 bytes of itself, and the first of each host its name. Ranks that never come are named
+    once the time is up.
     """
     watch = Watch(parent, timeout, False, None)
     comm = WatchedComm(_duplicate(parent, watch, 1))
     made.callback(comm.Free)
     other = _duplicate(comm, watch, 2)
     made.callback(other.Free)
-    mine = np.zeros(HOST_BYTES + 24, np.uint8)
     here = this_process(MPI.Get_processor_name())
-    host = here.host.encode()[:HOST_BYTES]
-    mine[: len(host)] = np.frombuffer(host, np.uint8)
-    mine[HOST_BYTES:].view(np.int64)[:] = here.pid, here.namespace, debug
-    everyones = np.empty((comm.size, len(mine)), np.uint8)
-    _wait(comm.Iallgather(mine, everyones), watch, MAKING, parent.size, 3)
-    numbers = np.ascontiguousarray(everyones[:, HOST_BYTES:]).view(np.int64)
-    names = [row[:HOST_BYTES].tobytes().rstrip(b"\0").decode(errors="replace") for row in everyones]
-    processes = [Process(name, pid, namespace) for name, (pid, namespace, _) in zip(names, numbers.tolist())]
-    return comm, other, processes, bool(numbers[:, 2].any())
+    mine, rows = row(here, debug), np.empty(comm.size, ROW)
+    _wait(comm.Iallgather(mine.view(np.uint8), rows.view(np.uint8)), watch, MAKING, parent.size, 3)
+    firsts = first_of_each(rows["host"])
+    lengths = np.zeros(comm.size, np.int32)
+    lengths[firsts] = rows["name_bytes"][firsts]
+    own, text = here.host.encode()[: lengths[comm.rank]], np.empty(lengths.sum(), np.uint8)
+    _wait(comm.Iallgatherv([own, MPI.BYTE], [text, lengths, MPI.BYTE]), watch, MAKING, parent.size, 4)
+    names = [part.tobytes().decode() for part in np.split(text, np.cumsum(lengths[firsts])[:-1])]
+    return comm, other, Processes(rows, names), bool(rows["debug"].any())
 
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
@@ -118,7 +124,7 @@ def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracom
 
 def _wait(request: MPI.Request, watch: Watch, what: str, size: int, number: int) -> None:
     begun = time.perf_counter()
-    record = Ledger().begin("all", what, number, tuple(range(size)))
+    record = Ledger().begin("all", what, number, range(size))
     watch.begun["all"] = number, record.name
     while not request.Test():
         if time.perf_counter() - begun < POLL_SECONDS:

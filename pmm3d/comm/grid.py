@@ -110,10 +110,11 @@ class Grid:
         self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._parent, settings.timeout,
                                                                               settings.debug, made)
         self.rank, self.size = self._comm.rank, self._comm.size
-        self.hosts = len({process.host for process in self._processes})
+        self.hosts = self._processes.hosts
         self.ledger = Ledger(self.rank, settings.log, settings.trace)
         if self.ledger.log:
             show_notes("pmm3d.comm")
+            self.ledger.say_what_is_logged(self.size)
         self.workspace = Workspace()
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
@@ -121,7 +122,7 @@ class Grid:
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes)
         made.callback(self._watch.stop)
         self._comm.waiting = self._waiting
-        transport = Transport(settings.device_transport, self.workspace)
+        transport = Transport(settings.device_transport, self.workspace, self._processes)
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
         made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
@@ -141,11 +142,12 @@ class Grid:
             raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
                             "of them: close grids that are not used any more (with Grid(...) as grid:)") from None
 
-    def _members(self, name: str) -> list[int]:
+    def _members(self, name: str) -> range:
         if self.coords is None:
-            return [self.rank]
-        size = getattr(self.shape, name)
-        return [self.shape.rank(self.coords._replace(**{name: index})) for index in range(size)]
+            return range(self.rank, self.rank + 1)
+        first, second = (self.shape.rank(self.coords._replace(**{name: index})) for index in (0, 1))
+        step = second - first
+        return range(first, first + getattr(self.shape, name) * step, step)
 
     @property
     def comm(self) -> WatchedComm:
@@ -160,8 +162,7 @@ class Grid:
     @property
     def local_rank(self) -> int:
         """This process's number among those of its host."""
-        hosts = [process.host for process in self._processes]
-        return hosts[: self.rank].count(hosts[self.rank])
+        return self._processes.local_rank(self.rank)
 
     def axis(self, name: str) -> Axis:
         return getattr(self, name)
@@ -213,13 +214,16 @@ class Grid:
         return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset; collective, rank 0 writes."""
-        from .trace import write_chrome_trace
+        """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
+        events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
+        0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
+        from . import trace
 
-        events = self.comm.gather(self.ledger.events)
-        with self.together("write_trace", str(path)):
+        with self._waiting("write_trace"):
+            events = trace.node_events(self.comm, self._processes, self.ledger)
+        with self.together("write_trace", str(path), always=True):
             if events is not None:
-                write_chrome_trace(path, events)
+                trace.write_chrome_trace(trace.file_of(path, self._processes, self.rank), events)
 
     def close(self) -> None:
         """Give back what the grid made; collective. Closing it twice is nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -50,7 +51,7 @@ class Waiting:
     axis: str
     name: str
     number: int
-    members: tuple[int, ...]
+    members: Sequence[int]
     seconds: float
     line: str
 
@@ -101,7 +102,7 @@ def deadlocked(answers: dict[int, RankStatus], gone: dict[int, str]) -> dict[int
         stuck = kept
 
 
-def diagnosis(answers: dict[int, RankStatus], gone: dict[int, str], processes: list[Process], limit: str) -> str:
+def diagnosis(answers: dict[int, RankStatus], gone: dict[int, str], processes: Sequence[Process], limit: str) -> str:
     """Who waits where, who never came and where they are, in words."""
     named = [process.described(rank) for rank, process in enumerate(processes)]
     waits: dict[tuple[str, str, int, str], dict[int, float]] = {}

@@ -21,13 +21,14 @@ class Host:
 
 def hosts(comm: MPI.Intracomm, threads: int) -> list[Host]:
     """The nodes of a communicator (collective). Cores: those that the ranks are bound to, at most their threads."""
-    answers = comm.allgather((socket.gethostname(), cores()))
-    found = []
-    for name in dict.fromkeys(name for name, _ in answers):
-        ranks = tuple(rank for rank, (host, _) in enumerate(answers) if host == name)
-        usable = frozenset[int]().union(*(answers[rank][1] for rank in ranks))
-        found.append(Host(name, ranks, min(len(usable), len(ranks) * max(1, threads))))
-    return found
+    answers = comm.allgather((socket.gethostname(), sum(1 << core for core in cores())))
+    ranks: dict[str, list[int]] = {}
+    usable: dict[str, int] = {}
+    for rank, (name, mask) in enumerate(answers):
+        ranks.setdefault(name, []).append(rank)
+        usable[name] = usable.get(name, 0) | mask
+    return [Host(name, tuple(own), min(usable[name].bit_count(), len(own) * max(1, threads)))
+            for name, own in ranks.items()]
 
 
 def mpi_name() -> str:

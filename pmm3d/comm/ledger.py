@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 PREDICTIONS = 4
 """That are kept: of the products and networks that fill the memory now."""
+EVENTS = 20_000
+"""That a rank keeps for a trace, the newest: some 15 MB of memory, 3 MB of a file."""
+LOGGED_RANKS = 64
+"""The first ranks, whose lines a terminal may show; those of others are noted at the level DEBUG."""
 logger = logging.getLogger("pmm3d.comm")
 
 
@@ -42,7 +47,7 @@ class Record:
 
     key: Key
     number: int
-    members: tuple[int, ...]
+    members: Sequence[int]
     begun: float
     sent: int = 0
     received: int = 0
@@ -70,11 +75,12 @@ class Ledger:
         1
 
     rank      of this process in the grid's communicator
-    log       whether each collective is logged when it ends (logger pmm3d.comm)
+    log       whether each collective is logged when it ends (logger pmm3d.comm, INFO on the first 64 ranks, else DEBUG)
     trace     whether each collective and each GEMM is kept in `events`
     memory    name -> bytes on this rank, of what is worth knowing (arrays of networks, what recomputing saves)
     predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
-    events    what was kept, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
+    events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
+    left_out  number of earlier ones, which are kept no more
     """
 
     rank: int = 0
@@ -83,9 +89,16 @@ class Ledger:
     entries: dict[Key, Entry] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, int] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    left_out: int = 0
     _phase: str = ""
     _origin: float = field(default_factory=time.perf_counter)
+
+    def say_what_is_logged(self, ranks: int) -> None:
+        """On rank 0, where that is not all of so many ranks."""
+        if self.rank == 0 and ranks > LOGGED_RANKS:
+            logger.info("collectives of ranks 0 to %d of %d are logged; those of the others at the level DEBUG",
+                        LOGGED_RANKS - 1, ranks)
 
     def predict(self, what: str, nbytes: int) -> None:
         """Keep a prediction, of the last few."""
@@ -124,15 +137,16 @@ class Ledger:
             if self.trace:
                 self._event(operation, track, begun, ended, {"phase": self._phase})
 
-    def begin(self, axis: str, operation: str, number: int, members: tuple[int, ...]) -> Record:
+    def begin(self, axis: str, operation: str, number: int, members: Sequence[int]) -> Record:
         return Record(Key(axis, self._phase, operation), number, members, time.perf_counter())
 
     def end(self, record: Record) -> None:
         """Count a collective that has ended."""
         self._entry(record.key).__iadd__(Entry(1, record.sent, record.received))
         if self.log:
-            logger.info("rank %d: %s: sent %s, received %s bytes", self.rank, record, f"{record.sent:,}",
-                        f"{record.received:,}")
+            level = logging.INFO if self.rank < LOGGED_RANKS else logging.DEBUG
+            logger.log(level, "rank %d: %s: sent %s, received %s bytes", self.rank, record, f"{record.sent:,}",
+                       f"{record.received:,}")
         if self.trace:
             details = {"number": record.number, "sent": record.sent, "received": record.received,
                        "phase": record.key.phase}
@@ -161,10 +175,12 @@ class Ledger:
     def reset(self) -> None:
         self.entries.clear()
         self.events.clear()
+        self.left_out = 0
 
     def _entry(self, key: Key) -> Entry:
         return self.entries.setdefault(key, Entry())
 
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict[str, Any]) -> None:
+        self.left_out += len(self.events) == self.events.maxlen
         self.events.append({"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
-                             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})
+                            "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})

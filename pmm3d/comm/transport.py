@@ -16,6 +16,7 @@ from ..arrays.workspace import Ticket
 from ..errors import Pmm3dError
 from ..layout import itemsize
 from .ledger import Record
+from .processes import Processes
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
@@ -37,15 +38,18 @@ def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]
 class Transport:
     """What one rank knows about getting arrays to MPI. Belongs to a Grid.
 
-    mode   for device memory: "direct" passes device pointers to MPI; "staged" goes through pinned host memory; "auto"
-           sends some in a child process first, since MPI without support crashes rather than refuses
+    mode        for device memory: "direct" passes device pointers to MPI; "staged" goes through pinned host memory;
+                "auto" sends some in a child process first, since MPI without support crashes rather than refuses
+    processes   of the grid's ranks, the first of which on each host makes the trial (`Axis.settle`)
+    settled     whether all ranks of the grid have heard of it
     """
 
-    def __init__(self, mode: str, workspace: Workspace):
+    def __init__(self, mode: str, workspace: Workspace, processes: Processes | None = None):
         if mode not in ("auto", "direct", "staged"):
             raise Pmm3dError(f"device_transport is auto, direct or staged; got {mode!r}")
         self._mode = mode
-        self.workspace = workspace
+        self.workspace, self.processes = workspace, processes
+        self.settled = False
 
     def staged(self, library: NumpyLibrary) -> bool:
         """Whether arrays of this library go through host memory."""
@@ -54,11 +58,28 @@ class Transport:
         if self._mode == "auto":
             from .device_trial import takes_device_pointers
 
-            self._mode = "direct" if takes_device_pointers(library) else "staged"
-            if self._mode == "staged":
-                logger.warning("this MPI does not take device pointers (tried in a child process): device memory goes "
-                               "through pinned host memory")
+            self._decide(takes_device_pointers(library), True)
         return self._mode == "staged"
+
+    def settle(self, link: Link, library: NumpyLibrary) -> Collective[None]:
+        """Generator: the first rank of each host tries, unless it knows, and all ranks of the link do what works on all
+        their hosts. Rank 0 of the grid says it."""
+        from .device_trial import takes_device_pointers
+
+        members = link.record.members
+        own, direct = members[link.rank], self._mode != "staged"
+        if self._mode == "auto" and (self.processes is None or self.processes.first_near(own, members) == own):
+            direct = takes_device_pointers(library)
+        mine, least = np.array([direct], np.int64), np.empty(1, np.int64)
+        yield [link.comm.Iallreduce(mine, least, MPI.MIN)]
+        if self._mode == "auto":
+            self._decide(bool(least[0]), own == 0)
+
+    def _decide(self, direct: bool, says: bool) -> None:
+        self._mode = "direct" if direct else "staged"
+        if says and not direct:
+            logger.warning("this MPI does not take device pointers (tried in a child process): device memory goes "
+                           "through pinned host memory")
 
 
 class Link:

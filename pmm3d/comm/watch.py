@@ -18,8 +18,9 @@ from typing import Any
 from mpi4py import MPI
 
 from . import hang
-from .hang import Process, RankStatus
+from .hang import RankStatus
 from .ledger import Record
+from .processes import Processes
 
 POLL_SECONDS = 0.25
 """So often does the watchdog look: the delay of what it finds, at a cost that nobody sees."""
@@ -71,14 +72,15 @@ class Watch:
 
     TAG = 1
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: list[Process] | None):
+    def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, tuple[int, str]] = {}
         self.ending = ""
-        self._comm, self._processes = comm, processes or [Process()] * comm.size
+        self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
         self._early = min(self.timeout, soon if processes else self.timeout)
         self._leaders = _leaders(self._processes, comm.rank)
+        self._neighbours = self._processes.neighbours(comm.rank)
         self._waits: dict[int, tuple[Record, float]] = {}
         self._gone: dict[int, str] = {}
         self._complaint: Complaint | None = None
@@ -199,9 +201,7 @@ class Watch:
 
     def _status(self, now: float) -> RankStatus:
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
-        here = self._processes[self._comm.rank]
-        states = {rank: state for rank, process in enumerate(self._processes)
-                  if process.pid and here.shares_numbers_with(process) and (state := hang.process_state(process.pid))}
+        states = {rank: state for rank, pid in self._neighbours.items() if (state := hang.process_state(pid))}
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": dict(self.begun), "ending": self.ending,
                                   "states": states}
         if not waits:
@@ -219,11 +219,9 @@ class Watch:
         abort_job(self._comm, hang.diagnosis(inquiry.answers, self._gone, self._processes, limit), HUNG)
 
 
-def _leaders(processes: list[Process], own: int) -> list[int]:
+def _leaders(processes: Processes, own: int) -> list[int]:
     """Whom to complain to: the first ranks of some hosts, the first ranks, and at last oneself."""
-    hosts = [process.host for process in processes]
-    firsts = [hosts.index(host) for host in list(dict.fromkeys(hosts))[:LEADERS]]
-    return list(dict.fromkeys([*firsts, *range(min(LEADERS, len(processes)))])) + [own]
+    return list(dict.fromkeys([*processes.first_ranks()[:LEADERS], *range(min(LEADERS, len(processes)))])) + [own]
 
 
 def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:

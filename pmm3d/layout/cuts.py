@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 from operator import index
@@ -50,15 +49,19 @@ def offsets(counts: Iterable[int]) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def overlapping(starts: list[int], low: int, high: int) -> range:
-    """Indices of the parts (given by their sorted starts) that may meet low:high. Empty parts may be among them.
+def overlapping(size: int, parts: int, low: int, high: int) -> range:
+    """Indices of the parts of a dim (see `part_sizes`) that have elements of low:high.
 
-        >>> overlapping([0, 4, 7], 5, 8)
+        >>> overlapping(10, 4, 5, 7)
         range(1, 3)
     """
+    low, high = max(0, low), min(size, high)
     if low >= high:
         return range(0)
-    first = bisect_right(starts, low) - 1
-    while first > 0 and starts[first - 1] == starts[first]:
-        first -= 1
-    return range(first, bisect_right(starts, high - 1))
+    return range(_part_of(size, parts, low), _part_of(size, parts, high - 1) + 1)
+
+
+def _part_of(size: int, parts: int, position: int) -> int:
+    small, larger = divmod(size, parts)
+    border = larger * (small + 1)
+    return position // (small + 1) if position < border else larger + (position - border) // small

@@ -41,8 +41,9 @@ class Placement:
         return self.box(0).shape
 
     def row_cuts(self) -> list[int]:
-        """Where each part of the rows begins, and the end of the last."""
-        return [*(start for start, _ in cuts(self.shape[0], self.layout.rows, self.grid)), self.shape[0]]
+        """Where each part of the rows that is not empty begins, and the end of the last."""
+        rows = self.shape[0]
+        return [*(start for start, _ in cuts(rows, self.layout.rows, self.grid, 0, rows)), rows]
 
     def holder(self, rank: int, reader: int) -> int:
         """Of the ranks that hold what `rank` holds, the one that serves `reader`: itself where it is one."""
@@ -51,16 +52,10 @@ class Placement:
 
     def parts(self, box: Box) -> list[tuple[int, Box]]:
         """(a rank that holds it, its box within the given one), each element of the given box once."""
-        rows = cuts(self.shape[0], self.layout.rows, self.grid)
-        cols = cuts(self.shape[1], self.layout.cols, self.grid)
-        found = []
-        for row in overlapping([start for start, _ in rows], box.r0, box.r1):
-            for col in overlapping([start for start, _ in cols], box.c0, box.c1):
-                rank = self.grid.rank(FIRST._replace(**rows[row][1], **cols[col][1]))
-                piece = self.box(rank) & box
-                if piece.size:
-                    found.append((rank, piece))
-        return found
+        rows = cuts(self.shape[0], self.layout.rows, self.grid, box.r0, box.r1)
+        cols = cuts(self.shape[1], self.layout.cols, self.grid, box.c0, box.c1)
+        ranks = [self.grid.rank(FIRST._replace(**row, **col)) for _, row in rows for _, col in cols]
+        return [(rank, self.box(rank) & box) for rank in ranks]
 
     def replicas(self, rank: int) -> list[int]:
         """All ranks that hold what `rank` holds."""
@@ -115,17 +110,19 @@ class Whole:
         return self.ranks
 
 
-def cuts(size: int, axes: tuple[str, ...], grid: GridShape) -> list[tuple[int, dict[str, int]]]:
-    """Start of each part of a dim and the coordinates that own it, in order.
+def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int) -> list[tuple[int, dict[str, int]]]:
+    """Start of each part of a dim that has elements of low:high, and the coordinates that own it, in order. Takes as
+    many steps as there are such parts, however many there are of others.
 
-        >>> cuts(10, ("z",), GridShape(1, 1, 3))
-        [(0, {'z': 0}), (4, {'z': 1}), (7, {'z': 2})]
+        >>> cuts(10, ("z",), GridShape(1, 1, 3), 5, 10)
+        [(4, {'z': 1}), (7, {'z': 2})]
     """
-    parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {})]
+    parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {}) for _ in overlapping(size, 1, low, high)]
     for axis in axes:
         count = getattr(grid, axis)
-        parts = [(start + low, start + high, {**owner, axis: index}) for start, stop, owner in parts
-                 for index in range(count) for low, high in [part_range(stop - start, count, index)]]
+        parts = [(start + begin, start + end, {**owner, axis: index}) for start, stop, owner in parts
+                 for index in overlapping(stop - start, count, low - start, high - start)
+                 for begin, end in [part_range(stop - start, count, index)]]
     return [(start, owner) for start, _, owner in parts]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-from ..layout import Box, Placement, Whole, aligned, incoming, itemsize, outgoing, overlapping, part_range
+from ..layout import Box, Placement, Whole, aligned, incoming, itemsize, outgoing, part_range
 
 ROUND_BYTES = 2**24
 """Of the copies on a rank at once, where the caller sets no limit: messages that are long for any network."""
@@ -85,8 +87,6 @@ def in_round(box: Box, number: int, rounds: int) -> Box:
 
 
 def _side(placement: Placement | Whole, cuts: list[int], others: list[int]) -> Side:
-    """cuts: where each part of the rows begins, and the end of the last; others: likewise, on the other side."""
-    spans = list(zip(cuts, cuts[1:]))
-    largest = placement.largest()
-    pieces = max((len(overlapping(others[:-1], low, high)) for low, high in spans), default=0)
-    return Side(largest[0], largest[1], pieces)
+    """cuts: where the parts of the rows begin, and the end of the last; others: likewise, on the other side."""
+    pieces = (bisect_left(others, high) - bisect_right(others, low) + 1 for low, high in pairwise(cuts))
+    return Side(*placement.largest(), max(pieces, default=0))

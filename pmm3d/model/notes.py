@@ -24,4 +24,5 @@ def show_notes(name: str = "pmm3d") -> None:
     logger = logging.getLogger(name)
     if not logger.hasHandlers():
         logging.getLogger("pmm3d").addHandler(StderrHandler())
-    logger.setLevel(logging.INFO)
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)

@@ -6,7 +6,9 @@ memory are the plan's (`ProductPlan`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import ceil, sqrt
 
@@ -18,6 +20,11 @@ FLOPS = 5e10
 """Flop/s (a multiply-add counts two) that a rank is taken to reach: a core of a recent CPU in float64."""
 BANDWIDTH = 2e9
 """Bytes/s that a rank is taken to receive: a node's network shared by its cores."""
+
+DIGITS = 9
+"""Of a modelled time that count: costs that are equal compare equal however they were added up."""
+SLACK = 1 + 1e-8
+"""By which a bound may pass what it bounds, so that rounding leaves nothing out."""
 
 Product = tuple[int, int, int]
 """m, n, k."""
@@ -65,7 +72,11 @@ def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: in
         >>> next(ranked_grids((4096, 4096, 4096), 8))
         GridShape(x=2, y=2, z=2, data=1)
     """
-    return _ranked(product, grids(ranks), dtype, limit)
+    cost = {grid: _rounded(seconds(product, grid, dtype), DIGITS) for grid in grids(ranks)}
+    for _, equal in groupby(sorted(cost, key=cost.__getitem__), cost.__getitem__):
+        held = {grid: memory(product, grid, dtype) for grid in equal}
+        fitting = [grid for grid, nbytes in held.items() if limit is None or nbytes <= limit]
+        yield from sorted(fitting, key=lambda grid: _among_equals(grid, held[grid]))
 
 
 def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int | None = None) -> GridShape:
@@ -76,23 +87,82 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
         >>> best_grid((512, 512, 512), 13)
         GridShape(x=2, y=2, z=3, data=1)
     """
-    found = [grid for used in range(ranks, ranks // 2, -1) for grid in grids(used)]
-    best = next(_ranked(product, found, dtype, limit), None)
-    if best is None:
-        smallest = min(memory(product, grid, dtype) for grid in grids(ranks))
-        raise GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a rank; "
-                        f"the least is {smallest:,}. Use more ranks, or max_workspace= in matmul to go through k in "
-                        "panels")
-    return best
+    best = _Best(product, dtype, float("inf") if limit is None else limit)
+    for grid in _candidates(best, ranks):
+        best.offer(grid)
+    if best.grids:
+        return min(best.grids, key=lambda grid: _among_equals(grid, memory(product, grid, dtype)))
+    smallest = min(memory(product, grid, dtype) for grid in grids(ranks))
+    raise GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes a rank; "
+                    f"the least is {smallest:,}. Use more ranks, or max_workspace= in matmul to go through k in "
+                    "panels")
 
 
-def _ranked(product: Product, found: list[GridShape], dtype: str, limit: int | None) -> Iterator[GridShape]:
-    """The grids, best first; memory, which takes longer to work out than time, is asked for where it decides."""
-    cost = {grid: _rounded(seconds(product, grid, dtype), 9) for grid in found}
-    for _, equal in groupby(sorted(found, key=cost.__getitem__), cost.__getitem__):
-        held = {grid: memory(product, grid, dtype) for grid in equal}
-        fitting = [grid for grid, nbytes in held.items() if limit is None or nbytes <= limit]
-        yield from sorted(fitting, key=lambda grid: (-grid.size, _rounded(held[grid], 2), grid.y, -grid.z))
+@dataclass
+class _Best:
+    """The grids of least (rounded) time among those offered that keep the limit, and of those the largest."""
+
+    product: Product
+    dtype: str
+    limit: float
+    seconds: float = float("inf")
+    size: int = 0
+    grids: list[GridShape] = field(default_factory=list)
+
+    def offer(self, grid: GridShape) -> None:
+        cost = _rounded(seconds(self.product, grid, self.dtype), DIGITS)
+        key, best = (cost, -grid.size), (self.seconds, -self.size)
+        if key > best or (self.limit < float("inf") and memory(self.product, grid, self.dtype) > self.limit):
+            return
+        if key < best:
+            self.seconds, self.size, self.grids = cost, grid.size, []
+        self.grids.append(grid)
+
+
+def _candidates(best: _Best, ranks: int) -> Iterator[GridShape]:
+    """The grids of more than half of the ranks that may be better than the best so far, or as good.
+
+    With W the time of all multiply-adds and v_x, v_y, v_z those of receiving all of A, C and B, a grid takes at least
+    (W + v_x (x-1) + v_y (y-1) + v_z (z-1)) / xyz: for x alone bounded by the means of y and z, and for x and y of the
+    form b + a/z, as are the bytes that it holds. Only z that keep both bounds remain.
+    """
+    m, n, k = best.product
+    work, second = 2 * m * n * k / FLOPS, itemsize(best.dtype) / BANDWIDTH
+    a, c, b = second * m * k, second * m * n, second * k * n
+
+    def least(x: int) -> float:
+        others = 2 * sqrt(b * c * (ranks // 2 / x)) - b - c
+        return (work + a * (x - 1) + max(0.0, others)) / ranks
+
+    for bound, x in sorted((least(x), x) for x in range(1, ranks + 1)):
+        if bound > best.seconds * SLACK:
+            return
+        for y in range(1, ranks // x + 1):
+            fixed, falling = b / (x * y), (work + a * (x - 1) + c * (y - 1) - b) / (x * y)
+            last = ranks // (x * y)
+            first = max(ranks // 2 // (x * y) + 1, _from(falling, best.seconds * SLACK - fixed),
+                        _holding(best, x, y, last))
+            for z in range(last, first - 1, -1):
+                if x * y * z >= best.size or fixed + falling / z < best.seconds:
+                    yield GridShape(x, y, z)
+
+
+def _holding(best: _Best, x: int, y: int, last: int) -> int:
+    """The least z, up to the last, of which a rank may keep the limit: with divisible sizes, shards and blocks."""
+    if best.limit == float("inf"):
+        return 1
+    m, n, k = best.product
+    size = itemsize(best.dtype)
+    falling = (m * k + k * n + m * n) / (x * y) + (x > 1) * m * k / y + (y > 1) * (2 - 1 / y) * m * n / x
+    fixed = (last > 1) * k * n / (x * y)
+    return _from(size * falling, best.limit * SLACK - size * fixed)
+
+
+def _from(falling: float, rest: float) -> int:
+    """The least z with falling / z <= rest, or one that is too large for any grid."""
+    if falling <= 0:
+        return 1
+    return max(1, ceil(min(falling / rest, sys.maxsize))) if rest > 0 else sys.maxsize
 
 
 def lower_bound(product: Product, ranks: int, dtype: str = "float64") -> float:
@@ -115,7 +185,10 @@ def lower_bound(product: Product, ranks: int, dtype: str = "float64") -> float:
     return itemsize(dtype) * max(0.0, accessed - owned)
 
 
+def _among_equals(grid: GridShape, held: int) -> tuple[float, int, int]:
+    """What orders grids of equal time and size: sizes of memory compare equal where parts differ by a row."""
+    return _rounded(held, 2), grid.y, -grid.z
+
+
 def _rounded(value: float, digits: int) -> float:
-    """Nine digits: costs that are equal compare equal however they were added up. Two: so do sizes whose parts differ
-    by a row."""
     return float(f"{value:.{digits}g}")

@@ -24,6 +24,7 @@ class StoredMatrix:
         self.grid, self.local, self.layout, self.order = grid, local, layout, order
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(local)
+        grid.everyone.settle(self.library)
         self.dtype = self.library.dtype(local)
 
     @property

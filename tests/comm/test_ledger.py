@@ -1,13 +1,17 @@
 """pmm3d.comm.ledger and pmm3d.model.environment: what is counted, logged and read from the environment."""
 
 import json
+from collections import Counter
 
+import numpy as np
 import pytest
 
-from pmm3d import Pmm3dError
-from pmm3d.comm import Ledger
-from pmm3d.comm.trace import write_chrome_trace
+from pmm3d import Grid, Pmm3dError
+from pmm3d.comm import Ledger, communicator
+from pmm3d.comm.ledger import EVENTS, LOGGED_RANKS
+from pmm3d.comm.trace import rank_events, write_chrome_trace
 from pmm3d.model.environment import Settings
+from pmm3d.model.notes import show_notes
 
 VARIABLES = ("PMM3D_TIMEOUT", "PMM3D_LOG", "PMM3D_TRACE", "PMM3D_CHECK", "PMM3D_DEVICE_TRANSPORT")
 
@@ -70,16 +74,65 @@ def test_waiting_and_computing_are_seconds():
     assert ledger.total(phase="multiply").computed > 0 and ledger.total(phase="multiply").calls == 1
 
 
+def in_file(folder, *ledgers):
+    """The events of a file that holds what these ledgers kept."""
+    write_chrome_trace(folder / "trace.json", [rank_events(ledger, "n1") for ledger in ledgers])
+    return json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_newest_events_are_kept_and_the_file_says_what_is_left_out(tmp_path):
+    ledger = Ledger(rank=3, trace=True)
+    for number in range(EVENTS + 1234):
+        ledger.waited(ledger.begin("x", "shift", number, range(2)), 0)
+    assert len(ledger.events) == EVENTS and ledger.left_out == 1234
+    name, *events = in_file(tmp_path, ledger)
+    assert name["args"]["name"] == "rank 3 (n1), without its first 1,234 events"
+    assert [event["args"]["number"] for event in events] == list(range(1234, EVENTS + 1234))
+    ledger.reset()
+    assert not ledger.events and ledger.left_out == 0
+
+
+@pytest.mark.parallel([1, 2, 5])
+def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
+    """Nodes of two ranks, made up; the file of rank 0's node is that which was asked for."""
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"rack/{comm.rank // 2}.local")
+    folder = comm.bcast(tmp_path)
+    with Grid(comm, trace=True) as grid:
+        for _ in range(3):
+            grid.everyone.all_reduce(np.ones(2)).wait()
+        grid.write_trace(folder / "trace.json")
+        names = {node: f"trace.rack_{node}.local.json" if node else "trace.json" for node in range(-(-comm.size // 2))}
+        assert {path.name for path in folder.iterdir()} == set(names.values())
+        for node, name in names.items():
+            events = json.loads((folder / name).read_text())["traceEvents"]
+            ranks = [rank for rank in range(comm.size) if rank // 2 == node]
+            named = [event["args"]["name"] for event in events if event["ph"] == "M"]
+            assert named == [f"rank {rank} (rack/{node}.local)" for rank in ranks]
+            calls = Counter(event["pid"] for event in events if event["name"] == "all_reduce")
+            assert calls == dict.fromkeys(ranks, 3)
+
+
+@pytest.mark.parallel([3, 4])
+def test_a_trace_that_one_node_cannot_write_is_an_error_of_all(comm, tmp_path, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{comm.rank // 2}")
+    folder = comm.bcast(tmp_path)
+    if comm.rank == 0:
+        (folder / "trace.node1.json").mkdir()
+    comm.Barrier()
+    with Grid(comm, trace=True, check=False) as grid:
+        with pytest.raises(Pmm3dError, match="write_trace failed on 1 of .* ranks. rank 2: IsADirectoryError"):
+            grid.write_trace(folder / "trace.json")
+
+
 def test_only_a_traced_ledger_keeps_events(tmp_path):
     silent, traced = Ledger(), Ledger(rank=3, trace=True)
     for ledger in (silent, traced):
         ledger.waited(run(ledger, "x", "shift", 7, 8, "phase"), 0)
         with ledger.computing("gemm"):
             pass
-    assert silent.events == []
-    write_chrome_trace(tmp_path / "trace.json", [silent.events, traced.events])
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
+    assert not silent.events
+    events = in_file(tmp_path, silent, traced)
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0 (n1)", "rank 3 (n1)"]
     timed = {event["name"]: event for event in events if event["ph"] == "X"}
     assert set(timed) == {"shift", "wait shift", "gemm"} and {event["pid"] for event in timed.values()} == {3}
     assert timed["shift"]["args"] == {"number": 1, "sent": 7, "received": 8, "phase": "phase"}
@@ -91,6 +144,26 @@ def test_a_logged_collective_says_its_bytes(caplog):
     assert not caplog.messages
     run(Ledger(rank=2, log=True), "x", "shift", 1000, 2)
     assert caplog.messages == ["rank 2: shift #1 on axis x: sent 1,000, received 2 bytes"]
+
+
+def test_the_lines_of_the_first_ranks_are_shown_and_those_of_others_on_demand(caplog):
+    caplog.set_level("INFO", "pmm3d.comm")
+    for rank in (LOGGED_RANKS - 1, LOGGED_RANKS, 9999):
+        run(Ledger(rank=rank, log=True), "x", "shift", 1, 2)
+    assert [line.partition(":")[0] for line in caplog.messages] == ["rank 63"]
+    caplog.clear()
+    caplog.set_level("DEBUG", "pmm3d.comm")
+    show_notes("pmm3d.comm")
+    run(Ledger(rank=9999, log=True), "x", "shift", 1, 2)
+    assert caplog.messages == ["rank 9999: shift #1 on axis x: sent 1, received 2 bytes"]
+
+
+def test_what_is_not_shown_is_said_once(caplog):
+    caplog.set_level("INFO", "pmm3d.comm")
+    for rank, ranks in ((0, LOGGED_RANKS), (1, 1000), (0, 1000)):
+        Ledger(rank, log=True).say_what_is_logged(ranks)
+    said = "collectives of ranks 0 to 63 of 1000 are logged; those of the others at the level DEBUG"
+    assert caplog.messages == [said]
 
 
 GRIDS = """

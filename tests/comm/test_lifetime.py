@@ -260,7 +260,7 @@ def test_the_end_of_a_block_gives_the_rest_back_where_close_refuses(comm, fails)
 @several
 def test_a_rank_that_closes_while_others_do_not_is_told_and_all_go_on(comm):
     with Grid(comm) as grid:
-        with pytest.raises(DisagreementError, match=r"rank 0: Grid.close\(\); ranks 1-2: DistMatrix.empty"):
+        with pytest.raises(DisagreementError, match="rank 0: Grid.close at .*; ranks 1-2: DistMatrix.empty at"):
             DistMatrix.empty(grid, (2, 2)) if grid.rank else grid.close()
         assert grid.everyone.all_reduce(np.ones(1)).wait() == grid.size
 

@@ -12,9 +12,11 @@ from pmm3d import GridError, LayoutError
 from pmm3d.layout import (
     AXES,
     EMPTY,
+    FIRST,
     Box,
     GridShape,
     Layout,
+    Placement,
     cuts,
     offsets,
     overlapping,
@@ -132,15 +134,28 @@ def test_parts_are_ceil_or_floor_larger_first(size, parts):
 @given(extents, st.permutations(AXES), st.integers(0, 4), small_grids, extents, extents)
 def test_cuts_name_the_owner_of_each_part(size, axes, used, grid, low, high):
     axes = tuple(axes[:used])
-    found = cuts(size, axes, grid)
-    starts = [start for start, _ in found]
-    assert len(found) == grid.along(axes)
-    meeting = overlapping(starts, low, min(high, size))
-    for index, (start, owner) in enumerate(found):
-        box = Layout(rows=axes).box((size, 1), grid, GridShape(0, 0, 0, 0)._replace(**owner))
-        assert box.r0 == start
-        meets = (box & Box(low, min(high, size), 0, 1)).size > 0
-        assert index in meeting or not meets
+    wanted, layout = Box(low, min(high, size), 0, 1), Layout(rows=axes)
+    expected = {box.r0: box for box in (layout.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
+                if (box & wanted).size}
+    found = cuts(size, axes, grid, low, high)
+    assert [start for start, _ in found] == sorted(expected)
+    for start, owner in found:
+        assert layout.box((size, 1), grid, FIRST._replace(**owner)) == expected[start]
+
+
+@given(st.integers(0, 50), st.integers(1, 20), st.integers(-5, 60), st.integers(-5, 60))
+def test_parts_that_overlap_a_range_are_found_by_arithmetic(size, parts, low, high):
+    meeting = [index for index in range(parts) if set(range(low, high)) & set(range(*part_range(size, parts, index)))]
+    assert list(overlapping(size, parts, low, high)) == meeting
+
+
+def test_few_steps_find_the_parts_of_many():
+    """A rank's pieces among those of 2^60 ranks."""
+    grid = GridShape(2**20, 2**20, 2**20)
+    placement = Placement((2**62, 5), Layout(("z", "y", "x")), grid)
+    assert placement.parts(Box(2**61 + 1, 2**61 + 5, 1, 3)) == [
+        (2**59, Box(2**61 + 1, 2**61 + 4, 1, 3)), (2**59 + 1, Box(2**61 + 4, 2**61 + 5, 1, 3)),
+    ]
 
 
 def test_blocks_meet_and_cut():

@@ -104,6 +104,13 @@ def test_the_fullest_rank_is_found_at_the_corners(plan):
 
 
 @given(plans)
+def test_so_is_the_rank_that_sends_most(plan):
+    for axis in "xyz":
+        everyones = [plan.on_rank(coords).bytes_sent[axis] for coords in ranks_of(plan)]
+        assert max(rank.bytes_sent[axis] for rank in plan.fullest) == max(everyones)
+
+
+@given(plans)
 def test_strips_of_c_are_its_columns(plan):
     rank = plan.on_rank(FIRST)
     assert indices(rank.strips) == list(range(rank.cols))

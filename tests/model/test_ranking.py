@@ -1,7 +1,8 @@
 """pmm3d.model.ranking: the lower bound, the ranking of grids and what they hold."""
 
 import math
-from itertools import permutations
+from functools import cache
+from itertools import permutations, product
 
 import pytest
 from hypothesis import given
@@ -96,3 +97,44 @@ def test_one_rank_alone_moves_nothing_and_ranks_share_the_work(size, ranks):
     alone = ranking.seconds(size, GridShape(1, 1, 1), "float64")
     for grid in ranking.grids(ranks):
         assert ranking.seconds(size, grid, "float64") * ranks >= alone * (1 - 1e-9)
+
+
+PRODUCTS = [((4096, 4096, 4096), "float64"), ((65536, 512, 512), "float32"), ((7, 30, 11), "float16"),
+            ((1000, 1, 100000), "complex128"), ((64, 64, 0), "float64"), ((0, 0, 0), "float32")]
+
+
+def all_in_order(size, dtype, largest):
+    """(grid, its memory) of every grid of at most so many ranks, best first, by what the words say."""
+    found = []
+    for grid in (grid for ranks in range(1, largest + 1) for grid in ranking.grids(ranks)):
+        held = ranking.memory(size, grid, dtype)
+        key = float(f"{ranking.seconds(size, grid, dtype):.9g}"), -grid.size, float(f"{held:.2g}"), grid.y, -grid.z
+        found.append((key, grid, held))
+    return [(grid, held) for _, grid, held in sorted(found)]
+
+
+@pytest.mark.parametrize("size, dtype", PRODUCTS)
+def test_the_best_grid_is_the_best_of_all(size, dtype, monkeypatch):
+    """On every number of ranks up to 200, without a limit of memory and with limits that leave out most or all."""
+    monkeypatch.setattr(ranking, "memory", cache(ranking.memory))
+    ordered = all_in_order(size, dtype, 200)
+    limits = [None, *sorted(held for _, held in ordered)[:: len(ordered) // 3]]
+    for ranks, limit in product(range(1, 201), limits):
+        best = next((grid for grid, held in ordered
+                     if ranks // 2 < grid.size <= ranks and (limit is None or held <= limit)), None)
+        if best is not None:
+            assert ranking.best_grid(size, ranks, dtype, limit) == best
+        else:
+            with pytest.raises(GridError, match=f"no grid of {ranks} ranks keeps"):
+                ranking.best_grid(size, ranks, dtype, limit)
+
+
+@pytest.mark.parametrize("ranks", [8192, 32749, 32768])
+@pytest.mark.parametrize("limit", [None, 2 * 10**6])
+def test_few_of_the_grids_of_many_ranks_are_looked_at(ranks, limit, monkeypatch):
+    """Of hundreds of thousands: a bound leaves out the others."""
+    looked_at = []
+    seconds = ranking.seconds
+    monkeypatch.setattr(ranking, "seconds", lambda *asked: looked_at.append(asked) or seconds(*asked))
+    best = ranking.best_grid((4096, 4096, 4096), ranks, limit=limit)
+    assert 0.9 * ranks < best.size <= ranks and len(looked_at) < 5000

@@ -9,7 +9,8 @@ import standin_far  # noqa: F401, so that library_named knows it
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
-from pmm3d.arrays import take_device
+from pmm3d.arrays import library_named, take_device
+from pmm3d.comm import communicator, device_trial
 from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([2, 4])
@@ -83,8 +84,54 @@ def test_a_product_is_done_when_it_returns(comm, grid_shape):
 def test_the_trial_decides_how_memory_travels(comm, caplog, library, staged):
     with Grid(comm, (comm.size, 1, 1), device_transport="auto") as grid:
         assert_products_are_right(grid, library)
-        said = "does not take device pointers" in caplog.text
-    assert said == staged
+    assert caplog.text.count("does not take device pointers") == (staged and comm.rank == 0)
+
+
+@pytest.fixture
+def trials(comm, monkeypatch):
+    """What ranks tried, on made-up nodes of two ranks: MPI takes no device pointers on the last of them."""
+    tried = []
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node {comm.rank // 2}")
+    monkeypatch.setattr(device_trial, "takes_device_pointers",
+                        lambda library: tried.append(library.name) or comm.rank < 2 * ((comm.size - 1) // 2))
+    return tried
+
+
+@pytest.mark.parallel([1, 2, 5])
+def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
+    with Grid(comm, device_transport="auto") as grid:
+        assert_products_are_right(grid, "numpy")
+        assert comm.allreduce(len(trials)) == 0
+        for _ in range(2):
+            assert_products_are_right(grid, "standin")
+            grid.everyone.all_gather(standin.asarray(np.ones(3))).wait()
+        assert len(trials) == (comm.rank % 2 == 0)
+        assert grid.engine.transport.staged(library_named("standin"))
+    assert caplog.text.count("does not take device pointers") == (comm.rank == 0)
+
+
+@pytest.mark.parallel([2, 4])
+def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, caplog):
+    """Before any matrix: those along x first, in other groups those along y, and then all."""
+    with Grid(comm, (2, comm.size // 2, 1), device_transport="auto") as grid:
+        ones = standin.asarray(np.ones(3))
+        expected = [2.0, comm.size / 2, float(comm.size)]
+        if grid.coords.y == 0:
+            assert to_numpy(grid.x.all_reduce(ones).wait(), "standin")[0] == expected[0]
+        assert comm.allreduce(len(trials)) == 1
+        assert to_numpy(grid.y.all_reduce(ones).wait(), "standin")[0] == expected[1]
+        assert to_numpy(grid.everyone.all_reduce(ones).wait(), "standin")[0] == expected[2]
+        assert len(trials) <= 1 and comm.allreduce(len(trials)) <= comm.size - 1
+        assert_products_are_right(grid, "standin")
+    assert caplog.text.count("does not take device pointers") <= (comm.rank == 0)
+
+
+@pytest.mark.parallel([2, 4])
+def test_ranks_told_how_memory_travels_stay_with_it(comm, trials):
+    """One rank alone has the setting: it follows it, the others try, and their messages fit together."""
+    with Grid(comm, device_transport="staged" if comm.rank == 0 else "auto") as grid:
+        assert_products_are_right(grid, "standin")
+    assert len(trials) == (comm.rank % 2 == 0 and comm.rank > 0)
 
 
 def test_arrays_go_on_being_used_by_other_threads(comm):

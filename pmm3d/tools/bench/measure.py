@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +15,7 @@ from threadpoolctl import threadpool_limits
 from ...arrays import Workspace, library_named, take_device
 from ...comm import Grid
 from ...comm.hosts import Host, hosts, mpi_name
-from ...layout import FIRST, Coords, Layout
+from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
@@ -91,22 +90,21 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
                   square_core_gflops=square, ratio=rate / (cores * core) if core else 0.0, phases=phases,
                   computed_seconds=computed, waited_seconds=waited)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
-    memory = Memory(plan.memory, plan.workspace, max(grid.comm.allgather(machine.peak_memory())),
-                    max(grid.comm.allgather(growth)))
+    memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
+                    int(grid.comm.largest(growth)))
     return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes))
 
 
 def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
     """Bytes sent along each axis by the rank that sends most, as the plan says."""
-    everyone = [Coords(x, y, z) for x, y, z in product(*map(range, plan.grid[:3]))]
-    return {axis: max(plan.on_rank(coords).bytes_sent[axis] for coords in everyone) for axis in AXES}
+    return {axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES}
 
 
 def _timed(grid: Grid, work: Callable[[], Any]) -> float:
     grid.comm.Barrier()
     begun = time.perf_counter()
     work()
-    return max(grid.comm.allgather(time.perf_counter() - begun))
+    return grid.comm.largest(time.perf_counter() - begun)
 
 
 def shrunk(m: int, n: int, k: int, most: int) -> tuple[int, int, int]:
@@ -140,18 +138,23 @@ def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
 
 
 def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
-    """Of one product, from every rank's ledger: bytes sent and received by axis, seconds by phase."""
+    """Of one product, from every rank's ledger: bytes sent and received by axis, seconds by phase. Collective."""
     ledger = grid.ledger
-    axes, ranks_phases = zip(*grid.comm.allgather(
-        ({axis: ledger.total(axis=axis) for axis in AXES},
-         {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()})))
+    everyones = grid.comm.gather(({axis: ledger.total(axis=axis) for axis in AXES},
+                                  {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()}))
+    return grid.comm.bcast(_together(everyones, repeat) if everyones else None)
+
+
+def _together(everyones: list[Any], repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
+    """`_of_one_product` from every rank's (totals by axis, totals by phase)."""
+    axes, ranks_phases = zip(*everyones)
     sent = {axis: max(rank[axis].sent for rank in axes) // repeat for axis in AXES}
     received = {axis: max(rank[axis].received for rank in axes) // repeat for axis in AXES}
     phases = {}
     for name in dict.fromkeys(name for rank in ranks_phases for name in rank):
         entries = [rank[name] for rank in ranks_phases if name in rank]
-        phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / grid.size,
-                        "waited": sum(entry.waited for entry in entries) / repeat / grid.size,
+        phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / len(everyones),
+                        "waited": sum(entry.waited for entry in entries) / repeat / len(everyones),
                         "waited_max": max(entry.waited for entry in entries) / repeat}
     return sent, received, phases
 

@@ -1,0 +1,89 @@
+"""Where the ranks of a communicator run: a few bytes for each, and the name of each host once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from .hang import Process
+
+ROW = np.dtype([("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16),
+                ("debug", np.uint8)], align=True)
+"""What each rank tells all others when a Grid is made. host: a digest of its name."""
+
+
+def row(process: Process, debug: bool) -> np.ndarray:
+    """One ROW: that of this process."""
+    name = process.host.encode()
+    digest = int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
+    return np.array([(digest, process.namespace, process.pid, len(name), debug)], ROW)
+
+
+def first_of_each(values: np.ndarray) -> np.ndarray:
+    """The index of the first of each value, ascending.
+
+        >>> first_of_each(np.array([7, 7, 2, 7, 2])).tolist()
+        [0, 2]
+    """
+    return np.sort(np.unique(values, return_index=True)[1])
+
+
+class Processes(Sequence[Process]):
+    """The Process of each rank, made when it is asked for.
+
+    rows    a ROW of each rank;   names: of the hosts, in the order of their first ranks
+    hosts   number of them
+
+        >>> known = Processes(np.concatenate([row(Process(host, 1), False) for host in "aba"]), ["a", "b"])
+        >>> known[2].host, known.hosts, known.first_ranks(), known.local_rank(2), known.neighbours(0)
+        ('a', 2, [0, 1], 1, {0: 1, 2: 1})
+    """
+
+    def __init__(self, rows: np.ndarray, names: Sequence[str]):
+        _, firsts, host = np.unique(rows["host"], return_index=True, return_inverse=True)
+        order = np.argsort(firsts)
+        self._firsts, self._host = firsts[order], np.argsort(order).astype(np.int32)[host]
+        self._pids, self._namespaces = rows["pid"].copy(), rows["namespace"].copy()
+        self._names = list(names)
+        self.hosts = len(self._firsts)
+
+    @classmethod
+    def unknown(cls, size: int) -> Processes:
+        """Of so many ranks that have not told where they run."""
+        return cls(np.zeros(size, ROW), [""])
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[index] for index in range(*rank.indices(len(self)))]
+        return Process(self._names[self._host[rank]], int(self._pids[rank]), int(self._namespaces[rank]))
+
+    def host_of(self, rank: int) -> str:
+        return self._names[self._host[rank]]
+
+    def node_of(self, rank: int) -> int:
+        """The number of its host, in the order of their first ranks."""
+        return int(self._host[rank])
+
+    def first_ranks(self) -> list[int]:
+        """The first rank of each host."""
+        return self._firsts.tolist()
+
+    def local_rank(self, rank: int) -> int:
+        """Its number among the ranks of its host."""
+        return int(np.count_nonzero(self._host[:rank] == self._host[rank]))
+
+    def first_near(self, rank: int, ranks: Sequence[int]) -> int:
+        """The first of these ranks on the same host as `rank`, which is one of them."""
+        return ranks[int(np.argmax(self._host[np.asarray(ranks)] == self._host[rank]))]
+
+    def neighbours(self, rank: int) -> dict[int, int]:
+        """Rank -> pid of the processes that it can see under these numbers: of its host and namespace, its own too."""
+        near = (self._host == self._host[rank]) & (self._namespaces == self._namespaces[rank]) & (self._pids != 0)
+        ranks = np.flatnonzero(near)
+        return dict(zip(ranks.tolist(), self._pids[ranks].tolist()))
