@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError
 from . import collectives
 from .collectives import Counts
@@ -72,16 +72,20 @@ class Axis:
             raise LayoutError(f"{operation.__name__}: an array without dims has no rows; use array.reshape(1)")
         array = library.plain(array)
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call)
+        return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call, library)
 
-    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
+    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
+              library: NumpyLibrary | None = None) -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
 
-        call   what the members' calls must have in common, in words; the name if left out (compared with debug)
+        call      what the members' calls must have in common, in words; the name if left out (compared with debug)
+        library   of the arrays, if they may be on a device: it works there after what was asked for in the caller's
+                  current stream, in a stream of its own
         """
-        record = self.next_record(name)
-        link = Link(self._comm, record.number % LARGEST_TAG, record, self._engine.transport)
-        collective = make_collective(link)
+        record, transport = self.next_record(name), self._engine.transport
+        stream = None if library is None or library.on_host else transport.communication_stream(library)
+        link = Link(self._comm, record.number % LARGEST_TAG, record, transport, stream)
+        collective = link.run(make_collective)
         if self._engine.debug and self.size > 1:
             collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
         return self._engine.start(collective, record)

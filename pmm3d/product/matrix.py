@@ -78,7 +78,8 @@ class DistMatrix(StoredMatrix):
         local = library.empty(target.box(grid.rank).shape, dtype)
         source = Whole(shape, (root,))
         with grid.ledger.phase("scatter"):
-            grid.everyone.begin("scatter", lambda link: move(link, library, array, source, target, local)).wait()
+            grid.everyone.begin("scatter", lambda link: move(link, library, array, source, target, local),
+                                library=library).wait()
         return cls(grid, local, shape, layout)
 
     @classmethod
@@ -181,7 +182,7 @@ class DistMatrix(StoredMatrix):
             out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
         gathering = lambda link: move(link, self.library, self.local, self.placement(), whole, out)
         with self.grid.ledger.phase("gather"):
-            self.grid.everyone.begin("gather", gathering).wait()
+            self.grid.everyone.begin("gather", gathering, library=self.library).wait()
         return out if self.grid.rank in whole.ranks else None
 
 

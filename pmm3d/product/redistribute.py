@@ -51,4 +51,4 @@ def move_into(matrix: StoredMatrix, out: StoredMatrix) -> None:
     library, local, order = matrix.library, matrix.local, matrix.order
     moving = lambda link: move(link, library, local, source, target, out.local, order)
     with matrix.grid.ledger.phase("redistribute"):
-        matrix.grid.everyone.begin("redistribute", moving).wait()
+        matrix.grid.everyone.begin("redistribute", moving, library=library).wait()
