@@ -153,8 +153,8 @@ class Link:
             yield self._posted(library, sends, receives)
             return
         if self.stream is None:
-            raise Pmm3dError(f"{self.record}: a collective on {library.name} arrays is begun with library=, so that it "
-                             "works on the device and in the stream of its caller")
+            raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays, which says on what "
+                             "device, and after what, the collective works")
         if self.transport.staged(library):
             yield from self._staged(library, self.stream.own, sends, receives)
             return

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,22 +109,29 @@ def test_results_and_arrays_may_be_freed_at_once(comm):
 def test_work_arrays_of_a_gemm_and_of_a_sum_are_not_the_same(comm):
     """Both are lent by the grid's workspace, and given back before the device has used them."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
-        library, whole = library_named("standin"), integers((20, 20), seed=grid.rank)
-        a, c = to_library(whole, "standin"), to_library(np.zeros((20, 20)), "standin")
-        sums = to_library(np.ones((20 * grid.size, 20)), "standin")
+        library, whole, go_on = library_named("standin"), integers((60, 60), seed=grid.rank), SimpleNamespace(done=False)
+        a, c = to_library(whole, "standin"), to_library(np.ones((60, 60)), "standin")
+        sums = to_library(np.ones((20, 20)), "standin")
         stream.synchronize()
+
+        def later(link):
+            yield [go_on]
+            yield from sum_arrays(link, library, sums, sums)
+
+        pending = grid.x.begin("sum", later, library=library)
         library.gemm(a, a, c, 2, 1, grid.workspace)
-        pending = grid.x.begin("sum", lambda link: sum_arrays(link, library, sums, sums), library=library)
-        library.gemm(a, a, c, 2, 1, grid.workspace)
+        product_is_there = stream.record()
+        assert not product_is_there.done and not product_is_there.done  # two of the three pieces of work
+        go_on.done = True
         by_the_helper_alone(grid, pending)
-        assert np.array_equal(to_numpy(c, "standin"), 4 * (whole @ whole))
-        assert np.array_equal(to_numpy(sums, "standin"), np.full((20 * grid.size, 20), grid.size))
+        assert np.array_equal(to_numpy(sums, "standin"), np.full((20, 20), grid.size))
+        assert np.array_equal(to_numpy(c, "standin"), 2 * (whole @ whole) + 1)
 
 
 def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         library, array = library_named("standin"), to_library(np.ones((5, 1)), "standin")
-        with pytest.raises(Pmm3dError, match="a collective on cupy arrays is begun with library="):
+        with pytest.raises(Pmm3dError, match="Axis.begin needs library= for cupy arrays"):
             grid.x.begin("sum", lambda link: sum_arrays(link, library, array, array)).wait()
 
 
