@@ -36,7 +36,7 @@ class Queue:
 
 
 class Here(threading.local):
-    """What is current in this thread, beside that of its contexts. taken: the devices that were made current by `use`."""
+    """What is current in this thread. taken: the devices that were made current by `use`."""
 
     def __init__(self):
         self.device, self.streams, self.taken = 0, [Stream.null] * DEVICES, []

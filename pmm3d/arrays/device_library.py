@@ -22,6 +22,10 @@ class DeviceLibrary(NumpyLibrary):
     name: ClassVar[str] = "cupy"
 
     @property
+    def kind(self) -> str:
+        return self.module
+
+    @property
     def on_host(self) -> bool:
         return False
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 
 from ..errors import DTypeError, Pmm3dError
 from ..layout import MATRIX_DTYPES
-from .numpy_library import Array, NumpyLibrary
+from .numpy_library import Array, NumpyLibrary, dtype_name
 
 
 def library_of(array: Array) -> NumpyLibrary:
     """The library that an array belongs to.
 
+    Raises DTypeError for what is no array, and for those of numpy whose elements are not all that they hold: a mask, a
+    unit, the operators of a numpy.matrix would be lost.
+
         >>> library_of(np.zeros(3)).name
         'numpy'
     """
+    if type(array) is np.ndarray:
+        return NumpyLibrary()
     if isinstance(array, (np.ndarray, np.generic)):
+        _check_plain(array)
         return NumpyLibrary()
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         from .torch_library import TorchLibrary
@@ -31,6 +38,15 @@ def library_of(array: Array) -> NumpyLibrary:
     raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
 
 
+def _check_plain(array: np.ndarray | np.generic) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise DTypeError("a masked array has elements that do not count, and a matrix has none: array.filled(value) "
+                         "first")
+    if not isinstance(array, (np.memmap, np.generic)):
+        raise DTypeError(f"{type(array).__name__} is a numpy.ndarray with a meaning of its own, which would be lost: "
+                         "numpy.asarray(array) first")
+
+
 def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     """The library called "numpy", "torch" (host), "torch:DEVICE" or "cupy"; a library passes through.
 
@@ -39,12 +55,12 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
         >>> library_named("numpy").on_host
         True
     """
-    if not isinstance(name, str):
+    if isinstance(name, NumpyLibrary):
         return name
-    kind, _, device = name.partition(":")
-    if kind == "numpy":
+    kind, _, device = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if name == "numpy":
         return NumpyLibrary()
-    if kind not in ("torch", "cupy") and kind not in sys.modules:
+    if kind not in ("torch", "cupy") and not hasattr(sys.modules.get(kind), "cuda"):
         raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
     try:
         import_module(kind)
@@ -53,10 +69,53 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     if kind == "torch":
         from .torch_library import TorchLibrary
 
+        try:
+            import_module("torch").device(device or "cpu")
+        except RuntimeError:
+            raise Pmm3dError(f"unknown array library {name!r}: torch has no device of that name") from None
         return TorchLibrary(device or "cpu")
     from .device_library import DeviceLibrary
 
     return DeviceLibrary(kind)
+
+
+def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
+    """As `library_named`; also raises Pmm3dError where this process has no such device. Makes nothing on it."""
+    from .torch_library import TorchLibrary
+
+    library = library_named(name)
+    if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":
+        torch: Any = library.xp
+        found, number = torch.cuda.device_count(), torch.device(library.device).index or 0
+        if number >= found:
+            raise Pmm3dError(f"library {name!r}: torch finds {found} CUDA devices here")
+    return library
+
+
+def library_kind(library: Any) -> str:
+    """What a library, or the name of one, has to be on all ranks: the name without a device's number. Never raises.
+
+        >>> library_kind("torch:cuda:1"), library_kind("torch:cpu"), library_kind(NumpyLibrary())
+        ('torch:cuda', 'torch', 'numpy')
+    """
+    if isinstance(library, NumpyLibrary):
+        return library.kind
+    kind, *device = str(library).split(":")
+    return f"{kind}:{device[0]}" if device and device[0] not in ("", "cpu") else kind
+
+
+def dtype_named(dtype: Any) -> str:
+    """ "float32" of that name or another one for it ("f4"), a numpy dtype or type, or a torch dtype.
+
+    Raises DTypeError for what names no element type.
+    """
+    text = dtype if isinstance(dtype, str) else str(dtype)
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    try:
+        return text if text == "bfloat16" else dtype_name(np.dtype(dtype if dtype is not None else ""))
+    except Exception:
+        raise DTypeError(f"{dtype!r} names no element type; one is named as in \"float32\"") from None
 
 
 def check_matrix_dtype(dtype: str, library: NumpyLibrary) -> str:

@@ -20,6 +20,8 @@ Array = Any
 """A numpy.ndarray, torch.Tensor or cupy.ndarray: no type says so for all of them."""
 HUGE_PAGE = 2**21
 """Bytes, of x86-64 and of Arm with pages of 4 KiB."""
+ADDRESSED = 2**62
+"""Bytes that an array may have; numpy knows no more of its sizes than 64 bits hold."""
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
 
@@ -35,6 +37,11 @@ class NumpyLibrary:
     """
 
     name: ClassVar[str] = "numpy"
+
+    @property
+    def kind(self) -> str:
+        """What the ranks have in common: a name that `library_named` takes, without the number of a device."""
+        return self.name
 
     @property
     def on_host(self) -> bool:
@@ -55,6 +62,8 @@ class NumpyLibrary:
         nbytes = prod(shape) * itemsize(dtype)
         if nbytes < HUGE_PAGE:
             return np.empty(shape, dtype)
+        if nbytes > ADDRESSED:
+            raise MemoryError(f"Unable to allocate {nbytes / 2**40:.3g} TiB")
         pages = np.empty(max(nbytes + HUGE_PAGE, NUMPY_ADVISES), np.uint8)
         start = -self.address(pages) % HUGE_PAGE
         return self.view(pages[start:], shape, dtype)
@@ -159,4 +168,7 @@ class NumpyLibrary:
 def dtype_name(dtype: Any) -> str:
     """ "float32" of a numpy or torch dtype; numpy takes microseconds to work its own out."""
     text = str(dtype)
-    return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    numpys = np.dtype(dtype)
+    return "object" if numpys.hasobject else numpys.name

@@ -53,6 +53,8 @@ def fill(out: np.ndarray, box: Box, columns: int, seed: int, distribution: str) 
         array([[-1.,  3., -2.],
                [-1.,  3.,  4.]])
     """
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise Pmm3dError(f"a seed is a whole number; got {seed!r}")
     if distribution not in DISTRIBUTIONS:
         raise Pmm3dError(f"unknown distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
     cols = np.arange(box.c0, box.c1, dtype=np.uint64)

@@ -25,6 +25,10 @@ class TorchLibrary(NumpyLibrary):
     name: ClassVar[str] = "torch"
 
     @property
+    def kind(self) -> str:
+        return "torch" if self.on_host else f"torch:{self.device.partition(':')[0]}"
+
+    @property
     def on_host(self) -> bool:
         return self.device == "cpu"
 

@@ -4,28 +4,66 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..errors import DisagreementError, Pmm3dError
+from .hang import source_line
 from .transport import Collective, Link
 from .words import ranks_in_words
+
+MOST_TEXTS = 8
+"""Different texts that an error lists, each with the ranks whose it is."""
+MOST_CHARACTERS = 1000
+"""Of each of them."""
 
 
 class Terms(NamedTuple):
     """What a rank brings to an agreement.
 
-    compared   must be the same on all ranks;   shown: what the message says in its place, if that is more
+    compared   must be the same on all ranks
+    shown      what the message says in its place, if that is more; a function is called only if there is a message
     error      what went wrong here, if anything did
+    call       the operation, where the ranks may be in different ones: then the message says so, with their lines
     """
 
     compared: str
-    shown: str = ""
+    shown: str | Callable[[], str] = ""
     error: Exception | None = None
+    call: str = ""
+
+
+class Said(NamedTuple):
+    """A text, the ranks that say it, and of which kind their error is."""
+
+    ranks: list[int]
+    text: str
+    kind: type[Pmm3dError]
+
+
+class Heard(NamedTuple):
+    """The first different texts, and the ranks that say others."""
+
+    said: list[Said]
+    others: list[int]
+
+    @property
+    def ranks(self) -> int:
+        """How many say anything."""
+        return sum(len(one.ranks) for one in self.said) + len(self.others)
+
+    def __str__(self) -> str:
+        """ "rank 0: one text; ranks 1-3: another; other texts of 9,992 more ranks"."""
+        texts = [f"{ranks_in_words(one.ranks)}: {one.text}" for one in self.said]
+        if self.others:
+            texts.append(f"other texts of {len(self.others):,} more rank{'s' * (len(self.others) != 1)}")
+        return "; ".join(texts)
 
 
 def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | None = None,
@@ -35,26 +73,23 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     what       the operation;   headline: how the message begins where terms differ, as an error of that kind
     numbers    what the ranks tell each other besides, which may differ: as many on each. Returns one row a rank
 
-    Costs an all-reduce of 24 bytes by MPI, or, with numbers, a message to each other rank.
+    Costs an all-reduce of 24 bytes by MPI, or, with numbers, a row to each other rank. Where there is an error, each
+    text crosses once, however many ranks say it, and the first few texts only.
     """
-    digest = int.from_bytes(hashlib.blake2b(terms.compared.encode(), digest_size=7).digest(), "big")
-    failed, rows = terms.error is not None, None
+    digest, failed, rows = _digest(terms.compared), terms.error is not None, None
     if numbers is None:
-        mine, largest = np.array([digest, -digest, failed], np.int64), np.empty(3, np.int64)
-        yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
-        agreed = largest[2] == 0 and largest[0] == -largest[1]
+        same, any_failed = yield from _compared(link, digest, failed)
     else:
         all_rows = yield from exchanged(link, np.array([digest, failed, *numbers], np.int64), 2 + len(numbers))
-        agreed, rows = not all_rows[:, 1].any() and len(set(all_rows[:, 0])) == 1, all_rows[:, 2:]
-    if agreed:
+        same, any_failed = bool(np.all(all_rows[:, 0] == digest)), bool(all_rows[:, 1].any())
+        rows = all_rows[:, 2:]
+    if same and not any_failed:
         return rows
-    text = np.frombuffer(pickle.dumps((terms.compared, terms.shown or terms.compared, *_packed(terms.error))), np.uint8)
-    lengths = (yield from exchanged(link, np.array([len(text)], np.int64), 1))[:, 0]
-    padded = np.zeros(max(lengths), np.uint8)
-    padded[: len(text)] = text
-    texts = yield from exchanged(link, padded, len(padded))
-    everyones = [pickle.loads(text.tobytes()) for text in texts]
-    raise _common_error(what, headline, everyones, link.record.members, kind)
+    failures = (yield from _heard(link, *_told(terms.error))) if any_failed else Heard([], [])
+    error = _failure(link, what, terms.error, failures) if same else (
+        yield from _disagreement(link, headline, terms, kind, f". And it failed: {failures}" if any_failed else ""))
+    error.everywhere = True  # type: ignore[attr-defined]
+    raise error
 
 
 def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarray]:
@@ -68,35 +103,67 @@ def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarra
     return rows
 
 
-def _packed(error: Exception | None) -> tuple[str, bytes]:
-    """Its text, and the error in bytes; a Pmm3dError with that text if it cannot be pickled."""
-    if error is None:
-        return "", b""
-    text = f"{type(error).__name__}: {error}"
-    try:
-        whole = pickle.dumps(error)
-        pickle.loads(whole)
-        return text, whole
-    except Exception:
-        return text, pickle.dumps(Pmm3dError(text))
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
-def _common_error(what: str, headline: str, everyones: list[Any], ranks: Sequence[int],
-                  kind: type[Pmm3dError]) -> Exception:
-    """The one error that all ranks raise, from everyone's (compared, shown, text of the error, the error)."""
-    failed = {rank: text for rank, (_, _, text, _) in zip(ranks, everyones) if text}
-    listed = "; ".join(f"rank {rank}: {failed[rank]}" for rank in list(failed)[:4])
-    listed += f" (and {len(failed) - 4} more ranks)" if len(failed) > 4 else ""
-    if len({compared for compared, *_ in everyones}) > 1:
-        groups: dict[str, list[int]] = {}
-        for rank, (_, shown, *_) in zip(ranks, everyones):
-            groups.setdefault(shown, []).append(rank)
-        passed = "; ".join(f"{ranks_in_words(members)}: {shown}" for shown, members in groups.items())
-        error: Exception = kind(f"{headline} {passed}" + (f". And it failed: {listed}" if failed else ""))
-    else:
-        error = pickle.loads(next(whole for *_, whole in everyones if whole))
-        if len(failed) < len(everyones) or len(set(failed.values())) > 1:
-            kind = type(error) if isinstance(error, Pmm3dError) else Pmm3dError
-            error = kind(f"{what} failed on {len(failed)} of {len(everyones)} ranks. {listed}")
-    error.everywhere = True  # type: ignore[attr-defined]
+def _compared(link: Link, digest: int, failed: bool = False) -> Collective[tuple[bool, bool]]:
+    """Generator: (whether all digests are the same, whether any rank failed)."""
+    mine, largest = np.array([digest, -digest, failed], np.int64), np.empty(3, np.int64)
+    yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
+    return bool(largest[0] == -largest[1]), bool(largest[2])
+
+
+def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],
+                  failed: str) -> Collective[Exception]:
+    """Generator: the error that says who brought what; who made which call where, if those differ."""
+    same_call, _ = yield from _compared(link, _digest(terms.call))
+    if same_call:
+        shown = terms.shown() if callable(terms.shown) else terms.shown or terms.compared
+        passed = yield from _heard(link, shown)
+        return kind(f"{headline} {passed}{failed}")
+    calls = yield from _heard(link, f"{terms.call} at {source_line(sys._getframe())}")
+    return DisagreementError(f"the ranks made different calls. {calls}{failed}")
+
+
+def _failure(link: Link, what: str, mine: Exception | None, failures: Heard) -> Exception:
+    """The error of ranks that agree, where some could not do their part: their own, if all failed in the same way."""
+    if mine is not None and len(failures.said) == 1 and failures.ranks == link.size:
+        return mine
+    error = failures.said[0].kind(f"{what} failed on {failures.ranks:,} of {link.size:,} ranks. {failures}")
+    error.__suppress_context__ = isinstance(mine, Pmm3dError)  # whose text is there already
     return error
+
+
+def _told(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
+    """(what the other ranks hear of an error, the kind of the common one)."""
+    if error is None:
+        return "", Pmm3dError
+    return f"{type(error).__name__}: {error}", type(error) if isinstance(error, Pmm3dError) else Pmm3dError
+
+
+def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Heard]:
+    """Generator: what the ranks say. An empty text is not said; the first rank of those that say the same sends it."""
+    packed = _packed(text, kind) if text else b""
+    rows = yield from exchanged(link, np.array([_digest(text), len(packed)], np.int64), 2)
+    speaking, members = np.flatnonzero(rows[:, 1]), link.record.members
+    _, firsts, groups = np.unique(rows[speaking, 0], return_index=True, return_inverse=True)
+    heard = np.sort(firsts)[:MOST_TEXTS]
+    counts = np.zeros(link.size, np.int64)
+    counts[speaking[heard]] = rows[speaking[heard], 1]
+    starts = [0, *accumulate(counts.tolist())]
+    texts = bytearray(starts[-1])
+    yield [link.comm.Iallgatherv([packed[: counts[link.rank]], MPI.BYTE],
+                                 [texts, (counts.tolist(), starts[:-1]), MPI.BYTE])]
+    said = [Said([members[rank] for rank in speaking[groups == groups[first]]],
+                 *pickle.loads(texts[starts[speaking[first]] : starts[speaking[first] + 1]])) for first in heard]
+    return Heard(said, [members[rank] for rank in speaking[~np.isin(groups, groups[heard])]])
+
+
+def _packed(text: str, kind: type[Pmm3dError]) -> bytes:
+    """The text, bounded, and the kind of the error; Pmm3dError in place of one that has no name to be found by."""
+    bounded = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    try:
+        return pickle.dumps((bounded, kind))
+    except Exception:
+        return pickle.dumps((bounded, Pmm3dError))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from numbers import Complex
 from typing import Any
 
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..errors import LayoutError
+from ..errors import DTypeError, LayoutError
+from ..layout import itemsize, whole_number
 from . import collectives
 from .collectives import Counts
 from .engine import Engine, Pending
@@ -19,7 +21,6 @@ from .transport import Collective, Link
 
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
-
 
 class Axis:
     """One axis of a grid, or the whole grid ("all"): a group of ranks and the collectives among them.
@@ -67,12 +68,14 @@ class Axis:
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
-        library = library_of(array)
+        library, name = library_of(array), operation.__name__
         if array.ndim == 0:
-            raise LayoutError(f"{operation.__name__}: an array without dims has no rows; use array.reshape(1)")
+            raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
         array = library.plain(array)
+        itemsize(library.dtype(array))
+        options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(operation.__name__, lambda link: operation(link, library, array, **options), call, library)
+        return self.begin(name, lambda link: operation(link, library, array, **options), call, library)
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
               library: NumpyLibrary | None = None) -> Pending:
@@ -97,3 +100,18 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"
+
+
+def _checked(operation: str, option: str, value: Any) -> Any:
+    """An option of a collective, its numbers as Python's; raises where they are none."""
+    try:
+        if option in ("counts", "received") and value is not None:
+            return [whole_number(rows) for rows in value]
+        if option == "by":
+            return whole_number(value)
+    except TypeError:
+        wanted = "a whole number" if option == "by" else "a list of whole numbers, the rows of each rank's part"
+        raise LayoutError(f"{operation}: {option} is {wanted}; got {value!r}") from None
+    if option == "beta" and (not isinstance(value, Complex) or isinstance(value, bool)):
+        raise DTypeError(f"{operation}: beta is a number; got {value!r}")
+    return value

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from ..model.ranking import Product
 from . import ending
 from .agreement import Terms, agree
 from .axis import Axis
+from .canonical import canonical, in_words
 from .communicator import duplicates
 from .engine import Engine
 from .ledger import Ledger
@@ -150,7 +152,7 @@ class Grid:
         """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
-        arguments    must be equal on all ranks (compared by their repr)
+        arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
         always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
 
         All ranks must enter. Costs one all-reduce of 24 bytes.
@@ -163,7 +165,7 @@ class Grid:
             yield
         except Exception as raised:
             error = self._explained(raised)
-        terms = Terms(f"{what}{arguments!r}", error=error)
+        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
         headline = f"{what}: the ranks passed different arguments."
         self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms)).wait()
 

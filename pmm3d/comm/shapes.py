@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from numbers import Real
+from typing import Any
 
-from ..errors import GridError
-from ..layout import GridShape, parse_shape
+from ..arrays import dtype_named
+from ..errors import DTypeError, GridError
+from ..layout import MATRIX_DTYPES, GridShape, parse_shape, whole_number
 from ..model.ranking import Product, best_grid, ranked_grids
 
 FAMILIES = ("ddp", "fsdp", "hsdp", "megatron")
@@ -14,26 +17,35 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
-def chosen_shape(shape: str | Sequence[int], data: int, ranks: int, product: Product | None, dtype: str,
-                 memory: int | None) -> GridShape:
-    """The grid that the arguments of a Grid ask for on that many ranks. Raises GridError."""
-    if shape in FAMILIES:
-        shape, data = _family(str(shape), data, ranks)
-    elif isinstance(shape, str) and shape != "auto":
-        shape = parse_shape(shape)[:3]
-    if not isinstance(data, int) or data < 1:
-        raise GridError(f"data is a number of ranks, at least 1; got {data!r}")
+def chosen_shape(shape: str | Sequence[int], data: int, ranks: int, product: Product | None, dtype: Any,
+                 memory: float | None) -> GridShape:
+    """The grid that the arguments of a Grid ask for on that many ranks. Raises GridError, DTypeError."""
+    data = _checked_data(data)
+    product, dtype = _checked_product(product), _checked_dtype(dtype)
+    memory = _checked_memory(memory)
     if isinstance(shape, str):
+        if shape not in FAMILIES and shape != "auto":
+            return _fitting(parse_shape(shape)[:3], data, ranks, product, dtype)
+        if shape != "auto":
+            return _fitting(*_family(shape, data, ranks), ranks, product, dtype)
         if ranks % data:
             raise GridError(f"data {data} does not divide the communicator's {ranks} ranks")
-        return best_grid(product or CUBE, ranks // data, dtype, memory)._replace(data=data)
-    if len(shape) != 3 or any(not hasattr(extent, "__index__") or extent < 1 for extent in shape):
+        return best_grid(product, ranks // data, dtype, memory)._replace(data=data)
+    return _fitting(shape, data, ranks, product, dtype)
+
+
+def _fitting(shape: Any, data: int, ranks: int, product: Product, dtype: str) -> GridShape:
+    """The grid of three sizes, if it is one of that many ranks."""
+    try:
+        x, y, z = map(whole_number, shape)
+    except (TypeError, ValueError):
+        x = y = z = 0
+    if min(x, y, z) < 1:
         raise GridError(f'a grid shape is three numbers of at least 1, or "auto"; got {shape!r}')
-    x, y, z = map(int, shape)
     wanted = GridShape(x, y, z, data)
     if wanted.size != ranks:
         some = ranks // data or ranks
-        fitting = ", ".join(map(str, islice(ranked_grids(product or CUBE, some, dtype), 3)))
+        fitting = ", ".join(map(str, islice(ranked_grids(product, some, dtype), 3)))
         raise GridError(f"grid {x}x{y}x{z} (data {data}) needs {wanted.size} ranks; the communicator has {ranks}. "
                         f"Grids that fit {some} ranks, by modelled cost: {fitting}")
     return wanted
@@ -45,7 +57,44 @@ def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int
         return (1, 1, 1), ranks
     if name == "fsdp" and data != 1:
         raise GridError(f'"fsdp" shards everything over all ranks; with data {data} that is "hsdp"')
-    if not isinstance(data, int) or data < 1 or ranks % data:
+    if ranks % data:
         raise GridError(f'"{name}" with data {data!r} on {ranks} ranks: data must divide the ranks')
     rest = ranks // data
     return ((rest, 1, 1) if name == "megatron" else (1, 1, rest)), data
+
+
+def _checked_data(data: Any) -> int:
+    try:
+        number = whole_number(data)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise GridError(f"data is a number of ranks, at least 1; got {data!r}")
+    return number
+
+
+def _checked_product(product: Any) -> Product:
+    if product is None:
+        return CUBE
+    try:
+        m, n, k = map(whole_number, product)
+    except (TypeError, ValueError):
+        m = n = k = -1
+    if min(m, n, k) < 0:
+        raise GridError(f"product is the sizes (m, n, k) that the grid is for, three numbers of at least 0; got "
+                        f"{product!r}")
+    return m, n, k
+
+
+def _checked_dtype(dtype: Any) -> str:
+    name = dtype_named(dtype)
+    if name not in MATRIX_DTYPES:
+        raise DTypeError(f"matrices have the types {', '.join(MATRIX_DTYPES)}; a grid was asked for {name}")
+    return name
+
+
+def _checked_memory(memory: Any) -> int | None:
+    number = isinstance(memory, Real) and not isinstance(memory, bool)
+    if memory is not None and not (number and 0 < float(memory) < float("inf")):
+        raise GridError(f"memory is a number of bytes a rank, None for no limit; got {memory!r}")
+    return None if memory is None else int(memory)

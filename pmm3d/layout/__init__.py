@@ -1,13 +1,13 @@
 """Where the elements of a matrix live, and how large they are: plain arithmetic for any rank of any grid."""
 
-from .cuts import offsets, overlapping, part_range, part_sizes
+from .cuts import offsets, overlapping, part_range, part_sizes, whole_number
 from .dtypes import LOW_PRECISION, MATRIX_DTYPES, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, batch_layout
-from .placement import Placement, Whole, cuts, incoming, outgoing
+from .placement import Placement, Whole, cuts, incoming, matrix_shape, outgoing
 from .shape import AXES, FIRST, Coords, GridShape, parse_shape
 
 __all__ = [
     "AXES", "EMPTY", "FIRST", "LOW_PRECISION", "MATRIX_DTYPES", "Box", "Coords", "GridShape", "Layout", "Placement",
-    "Whole", "batch_layout", "check_same_dtype", "cuts", "incoming", "itemsize", "offsets", "outgoing", "overlapping",
-    "parse_shape", "part_range", "part_sizes",
+    "Whole", "batch_layout", "check_same_dtype", "cuts", "incoming", "itemsize", "matrix_shape", "offsets", "outgoing",
+    "overlapping", "parse_shape", "part_range", "part_sizes", "whole_number",
 ]  # fmt: skip

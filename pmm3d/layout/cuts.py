@@ -1,10 +1,23 @@
-"""How a dim is cut into parts: sizes, ranges, who owns what."""
+"""How a dim is cut into parts: sizes, ranges, who owns what; and what counts as a number of them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
+from operator import index
+from typing import Any
+
+
+def whole_number(value: Any) -> int:
+    """The int, of an int or numpy's. Raises TypeError for all else: a bool is a switch, a float may have a fraction.
+
+        >>> whole_number(3)
+        3
+    """
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number")
+    return index(value)
 
 
 def part_sizes(size: int, parts: int) -> list[int]:

@@ -67,6 +67,8 @@ class Layout:
 
     def __init__(self, rows: Axes = (), cols: Axes = ()):
         for name, value in (("rows", rows), ("cols", cols)):
+            if not isinstance(value, (str, tuple, list)):
+                raise LayoutError(f"the {name} of a layout are split by an axis, or a tuple of them; got {value!r}")
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for axis in self.splitting:
             if axis not in AXES:

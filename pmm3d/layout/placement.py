@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from ..errors import LayoutError
-from .cuts import overlapping, part_range
+from .cuts import overlapping, part_range, whole_number
 from .layout import EMPTY, Box, Layout
 from .shape import AXES, FIRST, GridShape
 
@@ -29,8 +30,7 @@ class Placement:
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
             raise LayoutError(f"a layout is a pmm3d.Layout; got {self.layout!r}")
-        if len(self.shape) != 2 or any(extent < 0 for extent in self.shape):
-            raise LayoutError(f"a matrix has two dims of at least 0; got the shape {tuple(self.shape)}")
+        object.__setattr__(self, "shape", matrix_shape(self.shape))
 
     def box(self, rank: int) -> Box:
         """What the rank holds."""
@@ -60,6 +60,21 @@ class Placement:
         free = [axis for axis in AXES if axis not in self.layout.splitting]
         others = product(*(range(getattr(self.grid, axis)) for axis in free))
         return [self.grid.rank(here._replace(**dict(zip(free, indices)))) for indices in others]
+
+
+def matrix_shape(shape: Any) -> tuple[int, int]:
+    """The shape as two ints. Raises LayoutError for anything but two whole numbers of at least 0.
+
+        >>> matrix_shape([4, 3])
+        (4, 3)
+    """
+    try:
+        rows, cols = map(whole_number, shape)
+    except (TypeError, ValueError):
+        rows, cols = -1, -1
+    if rows < 0 or cols < 0:
+        raise LayoutError(f"a matrix has two dims of at least 0, whole numbers; got the shape {shape!r}")
+    return rows, cols
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,28 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_named, library_of, random
+from ..arrays import (
+    Array,
+    NumpyLibrary,
+    check_matrix_dtype,
+    dtype_named,
+    library_here,
+    library_kind,
+    library_of,
+    random,
+)
 from ..comm import Grid
-from ..errors import GridError, LayoutError, Pmm3dError, needs
+from ..errors import DataError, GridError, LayoutError, Pmm3dError, needs
 from ..layout import EMPTY, Layout, Placement, Whole
+from .checks import (
+    array_signature,
+    check_root,
+    compared_dtype,
+    contents,
+    evaluated,
+    signature_of,
+    together,
+)
 from .multiply import matmul
 from .redistribute import move, move_into
 from .stored import StoredMatrix
@@ -45,18 +63,22 @@ class DistMatrix(StoredMatrix):
     def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
               library: Library = "numpy") -> DistMatrix:
         """Arbitrary contents."""
-        with grid.together("DistMatrix.empty", shape, str(dtype), layout, library):
-            library = library_named(library)
+        with together(grid, "DistMatrix.empty", shape, compared_dtype(dtype), layout, library_kind(library)):
+            library = library_here(library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
-            local = library.empty(box.shape, check_matrix_dtype(_name(dtype), library))
+            local = library.empty(box.shape, check_matrix_dtype(dtype_named(dtype), library))
         return cls(grid, local, shape, layout)
 
     @classmethod
     def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None) -> DistMatrix:
-        """From the whole matrix: the same on all ranks (each copies its shard), or, with root, on that rank alone."""
+        """From the whole matrix: the same on all ranks (each copies its shard), or, with root, on that rank alone.
+
+        With root each rank's shard is made on its own current device. That all ranks pass the same elements is
+        compared with PMM3D_DEBUG=1 only.
+        """
         if root is not None:
             return cls._scattered(grid, array, layout, root)
-        with grid.together("DistMatrix.from_global", *_described(array), layout):
+        with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
             library = library_of(array)
             check_matrix_dtype(library.dtype(array), library)
             box = Placement(tuple(array.shape), layout, grid.shape).box(grid.rank)
@@ -66,17 +88,18 @@ class DistMatrix(StoredMatrix):
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int) -> DistMatrix:
         described = None
-        with grid.together("DistMatrix.from_global", layout, root):
-            if not 0 <= root < grid.size:
-                raise GridError(f"root {root} is not a rank of {grid.size}")
+        with together(grid, "DistMatrix.from_global", layout, root):
+            check_root("DistMatrix.from_global", root, grid)
             if grid.rank == root:
                 library = library_of(array)
-                described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library
+                described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library.kind
                 Placement(described[0], layout, grid.shape)
-        shape, dtype, library = grid.comm.bcast(described, root)
-        target = Placement(shape, layout, grid.shape)
-        local = library.empty(target.box(grid.rank).shape, dtype)
-        source = Whole(shape, (root,))
+        shape, dtype, kind = grid.comm.bcast(described, root)
+        target, source = Placement(shape, layout, grid.shape), Whole(shape, (root,))
+        with grid.together("DistMatrix.from_global", shape, dtype, kind):
+            library = library_of(array) if grid.rank == root else library_here(kind)
+            local = library.empty(target.box(grid.rank).shape, dtype)
+        library = library_of(local)
         with grid.ledger.phase("scatter"):
             grid.everyone.begin("scatter", lambda link: move(link, library, array, source, target, local),
                                 library=library).wait()
@@ -85,25 +108,29 @@ class DistMatrix(StoredMatrix):
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
                       dtype: Any = "float64", layout: Layout = Layout.A, library: Library = "numpy") -> DistMatrix:
-        """From function(i, j) of global row indices (a column) and column indices (a row), as in np.fromfunction."""
-        with grid.together("DistMatrix.from_function", shape, str(dtype), layout, library):
-            library = library_named(library)
+        """From function(i, j) of global row indices (a column) and column indices (a row).
+
+        It gives the values, of two dims that numpy broadcasts to those of i and j together, or one number for all.
+        """
+        with together(grid, "DistMatrix.from_function", shape, compared_dtype(dtype), layout, library_kind(library)):
+            library = library_here(library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
-            rows, cols = np.arange(box.r0, box.r1)[:, None], np.arange(box.c0, box.c1)[None, :]
-            values = np.broadcast_to(np.asarray(function(rows, cols)), box.shape)
-            local = library.from_numpy(values, check_matrix_dtype(_name(dtype), library))
+            dtype = check_matrix_dtype(dtype_named(dtype), library)
+            local = library.from_numpy(evaluated(function, box, dtype), dtype)
         return cls(grid, local, shape, layout)
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A) -> DistMatrix:
         """From each rank's shard, which is used in place if it is C-contiguous and copied if not."""
-        with grid.together("DistMatrix.from_local", shape, layout, _described(local)[1:]):
+        with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = library_of(local)
             check_matrix_dtype(library.dtype(local), library)
-            box = Placement(shape, layout, grid.shape).box(grid.rank)
+            placement = Placement(shape, layout, grid.shape)
+            box = placement.box(grid.rank)
             if tuple(local.shape) != box.shape:
-                raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {shape[0]} "
-                                  f"x {shape[1]} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
+                rows, cols = placement.shape
+                raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
+                                  f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
             local = library.plain(local)
         return cls(grid, local, shape, layout)
@@ -113,14 +140,14 @@ class DistMatrix(StoredMatrix):
                   layout: Layout = Layout.A, library: Library = "numpy") -> DistMatrix:
         """From a 2D array in a .npy file or a data set in an HDF5 file; each rank reads its own slice, no other."""
         shape = 0, 0
-        with grid.together("DistMatrix.from_file", str(path), dataset, layout, library):
-            library = library_named(library)
+        with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library)):
+            library = library_here(library)
             with _opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = Placement(shape, layout, grid.shape).box(grid.rank)
                 values = np.asarray(source[box.r0 : box.r1, box.c0 : box.c1])
             local = library.from_numpy(values, check_matrix_dtype(values.dtype.name, library))
-        with grid.together("DistMatrix.from_file", str(path), shape, library.dtype(local)):
+        with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
             pass
         return cls(grid, local, shape, layout)
 
@@ -128,12 +155,13 @@ class DistMatrix(StoredMatrix):
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
                library: Library = "numpy", distribution: str = "uniform") -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
-        with grid.together("DistMatrix.random", shape, seed, str(dtype), layout, library, distribution):
-            library = library_named(library)
-            dtype = check_matrix_dtype(_name(dtype), library)
+        passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution
+        with together(grid, "DistMatrix.random", *passed):
+            library = library_here(library)
+            dtype = check_matrix_dtype(dtype_named(dtype), library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
             drawn = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)
-            random.fill(drawn, box, shape[1], seed, distribution)
+            random.fill(drawn, box, int(shape[1]), seed, distribution)
             local = library.from_numpy(drawn, dtype)
         return cls(grid, local, shape, layout)
 
@@ -153,31 +181,55 @@ class DistMatrix(StoredMatrix):
         """C = A B; see `pmm3d.matmul`."""
         return matmul(self, other)
 
+    __array_ufunc__ = None
+
+    def __rmatmul__(self, other: Any) -> DistMatrix:
+        """array @ matrix: refused as `matmul` does."""
+        return matmul(other, self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise Pmm3dError("numpy has no array of a DistMatrix, which is spread over the ranks: use A.gather() for the "
+                         "whole matrix on every rank (a collective call), A.local for the shard of this one")
+
     def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None) -> DistMatrix:
         """The same matrix in another layout, on this grid or on another one over the same processes.
 
         Each rank receives, from one rank per piece, what it did not hold before. Raises GridError for a grid over
-        other processes, LayoutError for an `out` that does not fit.
+        other processes and for an `out` on another grid, LayoutError for an `out` that does not fit.
         """
         grid = self.grid if grid is None else grid
-        with self.grid.together("redistribute", self.signature(), layout, grid.shape, out and out.signature()):
-            if MPI.Comm.Compare(self.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
-                raise GridError("redistribute: the two grids are not over the same processes in the same order")
+        shape = grid.shape if isinstance(grid, Grid) else f"a {type(grid).__name__}"
+        with self.grid.together("redistribute", self.signature(), layout, shape, signature_of(out)):
+            self._check_target(layout, grid, out)
             if out is None:
                 memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
                 out = self.over(memory, layout, grid)
-            elif out.signature() != DistMatrix(grid, self.local, self.shape, layout, self.order).signature():
-                raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-            elif not out.library.writable(out.local):
-                raise LayoutError("redistribute: out is read-only")
         move_into(self, out)
         return out
+
+    def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:
+        if not isinstance(grid, Grid):
+            raise GridError(f"redistribute: the grid is a pmm3d.Grid; got {grid!r}")
+        if MPI.Comm.Compare(self.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise GridError("redistribute: the two grids are not over the same processes in the same order")
+        if out is None:
+            return
+        if not isinstance(out, StoredMatrix):
+            raise Pmm3dError(f"redistribute: out is a {type(out).__name__}; it must be a DistMatrix")
+        if out.grid is not grid:
+            raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
+                            f"({grid.shape}); pass grid=out.grid")
+        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, self.library.kind
+        if out.signature() != needed or out.library != self.library:
+            raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
+        if not out.library.writable(out.local):
+            raise LayoutError("redistribute: out is read-only")
 
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere)."""
         with self.grid.together("gather", self.signature(), root):
-            if root is not None and not 0 <= root < self.grid.size:
-                raise GridError(f"gather: root {root} is not a rank of {self.grid.size}")
+            if root is not None:
+                check_root("gather", root, self.grid)
             whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))
             out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
         gathering = lambda link: move(link, self.library, self.local, self.placement(), whole, out)
@@ -186,27 +238,25 @@ class DistMatrix(StoredMatrix):
         return out if self.grid.rank in whole.ranks else None
 
 
-def _name(dtype: Any) -> str:
-    """ "float32" from that name, a numpy dtype or type, or a torch dtype."""
-    text = dtype if isinstance(dtype, str) else str(dtype)
-    if text.startswith("torch."):
-        return text.removeprefix("torch.")
-    return text if text == "bfloat16" else np.dtype(dtype).name
-
-
-def _described(array: Any) -> tuple[Any, ...]:
-    return tuple(getattr(array, "shape", ())), str(getattr(array, "dtype", "")), type(array).__name__
+def _contents(grid: Grid, array: Any) -> tuple[str, ...]:
+    return (contents(array),) if getattr(grid, "debug", False) else ()
 
 
 @contextmanager
 def _opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
     """A sliceable 2D source with .shape: the array of a .npy file or a data set of an HDF5 file."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise DataError(f"DistMatrix.from_file: the path is a str or a Path; got {path!r}")
     if str(path).endswith(".npy"):
-        yield np.load(path, mmap_mode="r")
+        try:
+            source = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{path} is no .npy file of numbers: {error}") from None
+        yield source
         return
     with needs("io", "HDF5 files"):
         import h5py
     with h5py.File(path, "r") as file:
-        if dataset is None or dataset not in file:
+        if not isinstance(dataset, str) or not isinstance(file.get(dataset), h5py.Dataset):
             raise Pmm3dError(f"{path}: name one of its data sets: {', '.join(map(repr, file))}; got {dataset!r}")
         yield file[dataset]

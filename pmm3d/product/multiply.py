@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from numbers import Number, Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..arrays import Array
-from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Layout, check_same_dtype
+from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan, plan_product
+from .checks import check_operands, check_options, grid_of, scalar, signature_of
 from .panels import OperandPanels, ResultStrips
+from .plans import RecentPlans
 from .redistribute import move_into
 from .stored import StoredMatrix
 
@@ -53,9 +53,12 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [11.,  2.],
                [14.,  2.]])
     """
-    grid = a.grid
-    with grid.together("matmul", a.signature(), _signature(b), _signature(out), alpha, beta, panels, max_workspace):
-        _check(a, b, out, alpha, beta)
+    grid = grid_of(a, b)
+    passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace
+    with grid.together("matmul", *passed):
+        check_operands(a, b, out, beta)
+        check_options(panels, max_workspace)
+        alpha, beta = scalar("alpha", alpha, a.dtype), scalar("beta", beta, a.dtype)
         turned = out is not None and out.order == "F"
         first, second = (b.T, a.T) if turned else (a, b)
         plan, mine = _planned(first, second, out.T if out is not None and turned else out, panels, max_workspace)
@@ -77,49 +80,22 @@ def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
 
 def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
              max_workspace: int | None) -> tuple[ProductPlan, RankPlan | None]:
-    """The plan, and this rank's part of it if it has one; kept with the grid."""
+    """The plan, and this rank's part of it if it has one; the recent ones are kept with the grid."""
     grid, c = a.grid, None if out is None else _operand(out)
-    plans = grid.attached.setdefault(ProductPlan, {})
-    key = _operand(a), _operand(b), c, a.dtype, panels, max_workspace
-    if key not in plans:
-        if panels is None:
-            panels = 1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS
-        plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=panels,
+    plans = grid.attached.setdefault(ProductPlan, RecentPlans())
+
+    def make() -> tuple[ProductPlan, RankPlan | None]:
+        wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
+        plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
                             max_workspace=max_workspace)
-        plans[key] = plan, None if grid.coords is None else plan.on_rank(grid.coords)
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
-    return plans[key]
+        return plan, None if grid.coords is None else plan.on_rank(grid.coords)
+
+    return plans.get((_operand(a), _operand(b), c, a.dtype, panels, max_workspace), make)
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
     return Operand(matrix.shape, matrix.layout, matrix.order)
-
-
-def _signature(matrix: Any) -> Any:
-    return matrix.signature() if isinstance(matrix, StoredMatrix) else type(matrix).__name__
-
-
-def _check(a: StoredMatrix, b: Any, out: Any, alpha: complex, beta: complex) -> None:
-    for name, matrix in (("b", b), ("out", out)):
-        if not isinstance(matrix, StoredMatrix) and not (name == "out" and matrix is None):
-            raise Pmm3dError(f"matmul: {name} is a {type(matrix).__name__}; it must be a DistMatrix")
-        if matrix is not None and matrix.grid is not a.grid:
-            raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
-                            f"bring it over with {name}.redistribute(layout, grid)")
-    check_same_dtype(a.dtype, b.dtype, out and out.dtype)
-    if a.library != b.library or (out is not None and out.library != a.library):
-        raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
-    for name, scalar in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(scalar, Number if a.dtype.startswith("complex") else Real):
-            raise DTypeError(f"matmul: {name} is {scalar!r}, which cannot scale a {a.dtype} matrix")
-    if out is None:
-        if beta != 0:
-            raise LayoutError("matmul: beta needs out=, the C that it scales")
-        return
-    if not out.library.writable(out.local):
-        raise LayoutError("matmul: out is read-only")
-    if any(a.library.share_memory(out.local, matrix.local) for matrix in (a, b)):
-        raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
 
 
 def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:

@@ -49,8 +49,8 @@ class StoredMatrix:
         return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
 
     def signature(self) -> tuple[Any, ...]:
-        """What must be the same on all ranks."""
-        return self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library
+        """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
+        return self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library.kind
 
     def __repr__(self) -> str:
         return (f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), "

@@ -109,7 +109,8 @@ def test_results_and_arrays_may_be_freed_at_once(comm):
 def test_work_arrays_of_a_gemm_and_of_a_sum_are_not_the_same(comm):
     """Both are lent by the grid's workspace, and given back before the device has used them."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
-        library, whole, go_on = library_named("standin"), integers((60, 60), seed=grid.rank), SimpleNamespace(done=False)
+        library, go_on = library_named("standin"), SimpleNamespace(done=False)
+        whole = integers((60, 60), seed=grid.rank)
         a, c = to_library(whole, "standin"), to_library(np.ones((60, 60)), "standin")
         sums = to_library(np.ones((20, 20)), "standin")
         stream.synchronize()

@@ -1,0 +1,121 @@
+"""Arguments in one form, so that ranks compare values and not how they print."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import fields, is_dataclass
+from numbers import Complex, Number, Real
+from typing import Any
+
+import numpy as np
+
+from ..arrays import NumpyLibrary
+
+LISTED_ELEMENTS = 256
+"""Of an array that is compared element by element; of a larger one shape, type and a digest of the bytes are."""
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""In the default repr of objects: another one in each process."""
+
+
+def canonical(value: Any) -> str:
+    """A text that is the same for equal arguments on all ranks. Never raises.
+
+    Numbers are compared by value: 2, 2.0 and numpy.int64(2) are equal. A bool is no number: True is not 1. Tuples,
+    lists and numpy arrays of the same elements are equal, a Path and its text, element types and their names. Of an
+    array library the kind counts, and no device's number. Objects that say nothing of themselves are compared by type.
+
+        >>> canonical(2) == canonical(np.float32(2)), canonical((4, 3)) == canonical(np.array([4, 3]))
+        (True, True)
+        >>> canonical(np.float64) == canonical("float64"), canonical(True) == canonical(1)
+        (True, False)
+    """
+    try:
+        return _form(value)
+    except Exception:
+        return f"a {type(value).__qualname__}"
+
+
+def in_words(what: str, arguments: tuple[Any, ...]) -> str:
+    """A call as it is written. Never raises.
+
+        >>> in_words("gather", ((2, 3), None))
+        'gather((2, 3), None)'
+    """
+    return f"{what}({', '.join(map(_as_printed, arguments))})"
+
+
+def _as_printed(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return f"a {type(value).__qualname__}"
+
+
+def _form(value: Any) -> str:
+    if (form := FORMS.get(type(value))) is not None:
+        return form(value)
+    if isinstance(value, (tuple, list)):
+        return _listed(value)
+    if isinstance(value, (bool, np.bool_)):
+        return str(value)
+    if isinstance(value, Number):
+        return _number(value)
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    return _object(value)
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return f"({','.join([_form(value) for value in values])})"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, Complex) and not isinstance(value, Real):
+        return _number(value.real) + (f" + {_number(value.imag)}j" if value.imag else "")
+    try:
+        if value == int(value):
+            return hex(int(value))
+    except (OverflowError, ValueError):  # an infinity, no number
+        pass
+    return repr(float(value))
+
+
+def _array(array: np.ndarray) -> str:
+    if array.size <= LISTED_ELEMENTS:
+        return _form(array.tolist())
+    return f"array {array.shape} {array.dtype} {hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()}"
+
+
+def _object(value: Any) -> str:
+    if isinstance(value, NumpyLibrary):
+        return repr(value.kind)
+    if isinstance(value, (str, os.PathLike)):
+        return repr(str(os.fspath(value)))
+    if (name := _element_type(value)) is not None:
+        return repr(name)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_form(key)}: {_form(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_form, value)))}}}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        return f"{type(value).__qualname__}{_listed(getattr(value, part.name) for part in fields(value))}"
+    return ADDRESS.sub("", repr(value))
+
+
+def _element_type(value: Any) -> str | None:
+    """ "float64" of that type of numpy, torch or Python; None of what is no element type."""
+    if isinstance(value, np.dtype) or isinstance(value, type) and issubclass(value, (np.generic, bool, int, complex)):
+        return np.dtype(value).name
+    if value is float:
+        return "float64"
+    text = str(value) if type(value).__name__ == "dtype" else ""
+    return text.removeprefix("torch.") if text.startswith("torch.") else None
+
+
+FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str}
+"""The common types; a look here is all they cost."""

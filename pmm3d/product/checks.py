@@ -1,0 +1,154 @@
+"""What users pass to matrices and their product: compared among the ranks, and refused with what is expected."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import AbstractContextManager
+from numbers import Complex, Real
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dtype_named, library_of
+from ..comm import Grid
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ..layout import Box, check_same_dtype, whole_number
+from .stored import StoredMatrix
+
+DIGESTED_BYTES = 2**20
+"""Of an array whose contents are compared, at a time."""
+
+
+def together(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
+    """`Grid.together`, once it is known that there is a Grid."""
+    if not isinstance(grid, Grid):
+        raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")
+    return grid.together(what, *arguments)
+
+
+def signature_of(matrix: Any) -> Any:
+    """What the ranks compare of an operand. Never raises."""
+    if matrix is None:
+        return None
+    return matrix.signature() if isinstance(matrix, StoredMatrix) else f"a {type(matrix).__name__}"
+
+
+def array_signature(array: Any) -> tuple[Any, ...]:
+    """Shape, element type and kind of library of an array; of anything else its type. Never raises."""
+    try:
+        library = library_of(array)
+        return tuple(array.shape), library.dtype(array), library.kind
+    except Exception:
+        return (), "", f"a {type(array).__name__}"
+
+
+def contents(array: Any) -> str:
+    """A digest of the elements of an array. Never raises."""
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        library, row_bytes = library_of(array), max(1, array[:1].nbytes)
+        step = max(1, DIGESTED_BYTES // row_bytes)
+        for start in range(0, array.shape[0], step):
+            rows = library.to_numpy(array[start : start + step])
+            digest.update(rows.astype(rows.dtype.newbyteorder("="), copy=False).tobytes())
+    except Exception:
+        return "unknown contents"
+    return f"contents {digest.hexdigest()}"
+
+
+def compared_dtype(dtype: Any) -> Any:
+    """The name of an element type, or what was passed in its place. Never raises."""
+    try:
+        return dtype_named(dtype)
+    except DTypeError:
+        return dtype
+
+
+def check_root(what: str, root: Any, grid: Grid) -> None:
+    """Raises GridError unless root is a rank of the grid."""
+    try:
+        known = 0 <= whole_number(root) < grid.size
+    except TypeError:
+        known = False
+    if not known:
+        raise GridError(f"{what}: root {root!r} is not a rank of {grid.size}")
+
+
+def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
+    """function(i, j) at the indices of a box: its values, or one for all."""
+    if not callable(function):
+        raise Pmm3dError(f"DistMatrix.from_function: {function!r} is no function of row and column indices")
+    values = function(np.arange(box.r0, box.r1)[:, None], np.arange(box.c0, box.c1)[None, :])
+    if isinstance(values, np.ndarray):
+        library_of(values)
+    values = np.asarray(values)
+    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
+        raise DTypeError(f"DistMatrix.from_function: the function gives {values.dtype.name}, which no {dtype} can hold")
+    try:
+        if values.ndim == 1:
+            raise ValueError
+        return np.broadcast_to(values, box.shape)
+    except ValueError:
+        raise LayoutError(f"DistMatrix.from_function: the function gives the shape {values.shape} for "
+                          f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
+                          f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number") from None
+
+
+def grid_of(a: Any, b: Any) -> Grid:
+    """The grid on which the operands of `matmul` are compared: that of the first which is a matrix."""
+    for matrix in (a, b):
+        if isinstance(matrix, StoredMatrix):
+            return matrix.grid
+    raise Pmm3dError(_no_matrix("a", a))
+
+
+def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
+    """Raises what `matmul` says of its matrices."""
+    for name, matrix in (("a", a), ("b", b), ("out", out)):
+        if not isinstance(matrix, StoredMatrix) and not (name == "out" and matrix is None):
+            raise Pmm3dError(_no_matrix(name, matrix))
+        if matrix is not None and matrix.grid is not a.grid:
+            raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
+                            f"bring it over with {name}.redistribute(layout, grid)")
+    check_same_dtype(a.dtype, b.dtype, out and out.dtype)
+    if a.library != b.library or (out is not None and out.library != a.library):
+        raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
+    if out is None:
+        if beta != 0:
+            raise LayoutError("matmul: beta needs out=, the C that it scales")
+        return
+    if not out.library.writable(out.local):
+        raise LayoutError("matmul: out is read-only")
+    if any(a.library.share_memory(out.local, matrix.local) for matrix in (a, b)):
+        raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
+
+
+def _no_matrix(name: str, value: Any) -> str:
+    return (f"matmul: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
+            "DistMatrix.from_global")
+
+
+def scalar(name: str, value: Any, dtype: str) -> complex:
+    """The number that scales matrices of that type, as Python's. Raises DTypeError."""
+    fits = isinstance(value, Complex if dtype.startswith("complex") else Real) and not isinstance(value, bool)
+    try:
+        if fits:
+            return float(value) if isinstance(value, Real) else complex(value)
+    except OverflowError:
+        pass
+    raise DTypeError(f"matmul: {name} is {value!r}, which cannot scale a {dtype} matrix")
+
+
+def check_options(panels: Any, max_workspace: Any) -> None:
+    """Raises LayoutError for options of `matmul` that are none."""
+    try:
+        known = panels is None or whole_number(panels) >= 1
+    except TypeError:
+        known = False
+    if not known:
+        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
+    if max_workspace is None:
+        return
+    number = isinstance(max_workspace, Real) and not isinstance(max_workspace, bool)
+    if not number or not 0 <= float(max_workspace) < float("inf"):
+        raise LayoutError(f"max_workspace is a number of bytes, None for no limit; got {max_workspace!r}")

@@ -1,0 +1,147 @@
+"""The error of ranks that do not agree: who says what, with few texts at any number of ranks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pmm3d import DisagreementError, Grid, GridError, Pmm3dError
+from pmm3d.comm import agreement
+from pmm3d.comm.agreement import MOST_CHARACTERS, MOST_TEXTS, Terms, agree
+
+
+class ManyRanks:
+    """One rank of many, in one process: what the others bring is known, and what is sent is counted."""
+
+    def __init__(self, texts, monkeypatch):
+        self.size, self.rank = len(texts), 0
+        self.record = SimpleNamespace(members=tuple(range(self.size)))
+        self.comm = self
+        self.packed = [agreement._packed(text, Pmm3dError) if text else b"" for text in texts]
+        self.rows = np.array([(agreement._digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
+        self.received, self.mine = 0, texts[0]
+        monkeypatch.setattr(agreement, "exchanged", self.exchanged)
+
+    def exchanged(self, link, mine, length):
+        assert np.array_equal(mine, self.rows[0])
+        return self.rows
+        yield
+
+    def Iallgatherv(self, mine, landing):
+        texts, (counts, starts), _ = landing
+        assert len(mine[0]) == counts[0]
+        for rank in np.flatnonzero(counts):
+            texts[starts[rank] : starts[rank] + counts[rank]] = self.packed[rank]
+        self.received += sum(counts)
+
+    def heard(self):
+        generator = agreement._heard(self, self.mine)
+        try:
+            while True:
+                next(generator)
+        except StopIteration as end:
+            return end.value
+
+
+def test_ten_thousand_ranks_that_all_differ_make_a_short_error(monkeypatch):
+    ranks = ManyRanks([f"call({rank})" for rank in range(10_000)], monkeypatch)
+    heard = ranks.heard()
+    assert str(heard) == "; ".join(f"rank {rank}: call({rank})" for rank in range(MOST_TEXTS)) + (
+        f"; other texts of {10_000 - MOST_TEXTS:,} more ranks")
+    assert ranks.received < 1000 and heard.ranks == 10_000
+
+
+def test_a_text_crosses_once_however_many_ranks_say_it(monkeypatch):
+    ranks = ManyRanks(["one" if rank % 2 else "other" for rank in range(10_000)], monkeypatch)
+    heard = ranks.heard()
+    assert [one.text for one in heard.said] == ["other", "one"] and heard.others == []
+    assert heard.said[1].ranks == list(range(1, 10_000, 2))
+    assert ranks.received == len(ranks.packed[0]) + len(ranks.packed[1]) and len(str(heard)) < 300
+
+
+def test_ranks_without_a_text_send_nothing(monkeypatch):
+    heard = ManyRanks(["", "bad", "", "bad"], monkeypatch).heard()
+    assert str(heard) == "ranks 1, 3: bad" and heard.ranks == 2
+
+
+def test_long_texts_are_cut(monkeypatch):
+    heard = ManyRanks(["x" * 10**6, "y"], monkeypatch).heard()
+    assert heard.said[0].text == "x" * MOST_CHARACTERS + "..."
+
+
+class LocalError(Pmm3dError):
+    pass
+
+
+@pytest.fixture
+def grid(comm):
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        yield grid
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_equal_arguments_agree(grid):
+    passed = (2, (4, 3), "float32") if grid.rank == 0 else (2.0, np.array([4, 3]), np.float32)
+    with grid.together("call", *passed):
+        pass
+
+
+@pytest.mark.parallel([2, 4])
+def test_different_calls_are_told_with_their_lines(grid, fails):
+    def one_call():
+        with grid.together("one call", 1):
+            pass
+
+    def another():
+        with grid.together("another", 1):
+            pass
+
+    text = fails(DisagreementError, "^the ranks made different calls. rank 0: one call at ",
+                 one_call if grid.rank == 0 else another)
+    assert text.count("test_agreement.py:") == 2 and " in another" in text and "passed" not in text
+
+
+@pytest.mark.parallel([2, 4])
+def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails):
+    def call():
+        with grid.together("sharing"):
+            if grid.rank:
+                raise GridError("bad luck")
+
+    others = "rank 1" if grid.size == 2 else f"ranks 1-{grid.size - 1}"
+    said = f"sharing failed on {grid.size - 1} of {grid.size} ranks. {others}: GridError: bad luck$"
+    text = fails(GridError, said, call)
+    assert text.count("bad luck") == 1
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_error_that_all_ranks_share_is_the_one_that_was_raised(grid):
+    """With its own traceback, class and attributes, and nothing before it."""
+    error = LocalError("all of us")
+    with pytest.raises(LocalError) as caught:
+        with grid.together("sharing"):
+            raise error
+    assert caught.value is error and error.everywhere and error.__context__ is None
+
+
+@pytest.mark.parallel([2])
+def test_an_error_without_a_name_elsewhere_is_a_common_one(grid, fails):
+    class HereOnly(Pmm3dError):
+        pass
+
+    def call():
+        with grid.together("sharing"):
+            if grid.rank:
+                raise HereOnly("bad luck")
+
+    fails(Pmm3dError, "rank 1: HereOnly: bad luck$", call)
+
+
+@pytest.mark.parallel([2, 4])
+def test_numbers_cross_with_the_agreement(grid, fails):
+    def compared(text):
+        agreeing = lambda link: agree(link, "rows", "rows differ.", Terms(text), [grid.rank, 7], GridError)
+        return grid.everyone.begin("rows", agreeing).wait()
+
+    assert compared("same").tolist() == [[rank, 7] for rank in range(grid.size)]
+    fails(GridError, "rows differ. rank 0: text 0; rank 1: text 1", lambda: compared(f"text {grid.rank}"))

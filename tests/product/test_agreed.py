@@ -1,0 +1,139 @@
+"""What ranks have to agree on and what not: the kind of a library, not a device's number; grids; contents with debug."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from samples import integers
+
+from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d.arrays import NumpyLibrary
+from pmm3d.model.plan import ProductPlan
+from pmm3d.product import checks, plans
+
+pytestmark = pytest.mark.parallel([1, 2, 4])
+
+
+@dataclass(frozen=True)
+class OnDevice(NumpyLibrary):
+    """numpy's arrays as those of a device with a number. allocated: the devices on which arrays were made."""
+
+    number: int = 0
+    name: ClassVar[str] = "numbered"
+    allocated: ClassVar[set[int]] = set()
+
+    def empty(self, shape, dtype):
+        self.allocated.add(self.number)
+        return super().empty(shape, dtype)
+
+
+@pytest.fixture
+def devices(comm, monkeypatch):
+    """Every rank has a device of its own, whose number its libraries hold. Returns the devices that were taken."""
+    here = OnDevice(comm.rank)
+    for place in ("stored", "matrix", "checks"):
+        monkeypatch.setattr(f"pmm3d.product.{place}.library_of", lambda array: here, raising=False)
+    monkeypatch.setattr("pmm3d.product.matrix.library_here", lambda name: here, raising=False)
+    OnDevice.allocated.clear()
+    return OnDevice.allocated
+
+
+@pytest.fixture
+def grid(comm):
+    with Grid(comm, (1, comm.size, 1)) as grid:
+        yield grid
+
+
+def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
+    whole = integers((6, 6))
+    square = DistMatrix.from_global(grid, whole)
+    assert square.library.number == grid.rank
+    assert np.array_equal((square @ square).gather(), whole @ whole)
+    assert np.array_equal(matmul(square, square, out=square.redistribute(Layout.C)).gather(), whole @ whole)
+    moved = square.redistribute(Layout.B, out=DistMatrix.from_global(grid, whole, layout=Layout.B))
+    assert np.array_equal(moved.gather(), whole)
+    DistMatrix.from_local(grid, square.local, (6, 6))
+
+
+def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
+    whole = integers((6, 5))
+    root = grid.size - 1
+    spread = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
+    assert devices == {grid.rank}
+    assert spread.library.number == grid.rank
+    assert np.array_equal(spread.gather(), whole)
+
+
+def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):
+    monkeypatch.setattr("pmm3d.product.matrix.library_here", lambda name: NumpyLibrary())
+    DistMatrix.empty(grid, (2, 2), library=f"torch:cuda:{grid.rank}")
+
+
+@pytest.mark.parallel([2, 4])
+def test_kinds_of_libraries_that_differ_are_told(grid, fails):
+    name = "torch" if grid.rank else "numpy"
+    fails(DisagreementError, "rank 0: .*'numpy'.*; rank.*'torch'", lambda: DistMatrix.empty(grid, (2, 2), library=name))
+
+
+def test_equal_arguments_of_other_types_agree(grid):
+    first = grid.rank == 0
+    whole = integers((6, 6))
+    square = DistMatrix.from_global(grid, whole)
+    made = DistMatrix.random(grid, (4, 3) if first else np.array([4, 3]), seed=5 if first else np.int64(5),
+                             dtype="float32" if first else np.float32)
+    assert made.shape == (4, 3) and made.dtype == "float32"
+    assert np.array_equal(matmul(square, square, alpha=2 if first else np.float32(2)).gather(), 2 * whole @ whole)
+    DistMatrix.empty(grid, (2, 2), dtype="f4" if first else "float32")
+
+
+def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
+    """On a grid whose ranks come in another order its parts belong elsewhere."""
+    square = DistMatrix.from_global(grid, integers((6, 6)))
+    turned = comm.Split(0, -comm.rank)
+    with Grid(turned, (1, comm.size, 1)) as other, Grid(comm, (comm.size, 1, 1)) as third:
+        away, near = DistMatrix.empty(other, (6, 6), layout=Layout.B), DistMatrix.empty(third, (6, 6), layout=Layout.B)
+        for out in (away, near):
+            fails(GridError, "out is on another Grid .*pass grid=out.grid",
+                  lambda: square.redistribute(Layout.B, out=out))
+        fails(GridError, "out is on another Grid", lambda: square.redistribute(Layout.B, third, out=away))
+        assert np.array_equal(square.redistribute(Layout.B, third, out=near).gather(), integers((6, 6)))
+    turned.Free()
+
+
+@pytest.mark.parallel([2, 4])
+def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
+    """Wherever the elements differ, and not where only their bytes do."""
+    monkeypatch.setattr(checks, "DIGESTED_BYTES", 64)
+    whole = integers((50, 3))
+    with Grid(comm, (1, 1, comm.size), debug=True) as grid:
+        for row in (0, 25, 49):
+            mine = whole.copy()
+            mine[row, 2] += grid.rank == 1
+            fails(DisagreementError, "contents", lambda: DistMatrix.from_global(grid, mine))
+        same = whole.astype(">f8") if grid.rank else np.asfortranarray(whole)
+        assert np.array_equal(DistMatrix.from_global(grid, same).gather(), whole)
+
+
+@pytest.mark.parallel([2])
+def test_arrays_are_not_read_without_debug(comm, monkeypatch):
+    monkeypatch.setattr("pmm3d.product.matrix.contents", None)
+    with Grid(comm, (1, 1, comm.size), debug=False) as grid:
+        DistMatrix.from_global(grid, integers((4, 4)))
+
+
+def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
+    monkeypatch.setattr(plans, "KEPT_PLANS", 4)
+    for rows in (*range(1, 9), 1, 8):
+        a, b = integers((rows, 5)), integers((5, 3))
+        product = DistMatrix.from_global(grid, a) @ DistMatrix.from_global(grid, b, layout=Layout.B)
+        assert np.array_equal(product.gather(), a @ b)
+    assert len(grid.attached[ProductPlan]) == 4
+
+
+def test_the_plan_that_was_not_asked_for_longest_goes_first(grid, monkeypatch):
+    monkeypatch.setattr(plans, "KEPT_PLANS", 2)
+    kept, made = plans.RecentPlans(), []
+    for key in ("a", "b", "a", "c", "a", "b"):
+        kept.get(key, lambda: made.append(key))
+    assert made == ["a", "b", "c", "b"] and len(kept) == 2
