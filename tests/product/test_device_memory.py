@@ -15,6 +15,7 @@ from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm.collectives import sum_arrays
 from pmm3d.layout import EMPTY
+from pmm3d.model.volumes import all_reduce_work
 
 pytestmark = pytest.mark.parallel([2, 4])
 
@@ -64,6 +65,7 @@ def test_products_on_a_device_and_a_stream_of_the_callers_own(comm, grid_shape, 
     with Grid(comm, grid_shape, device_transport=transport) as grid, elsewhere(grid.rank):
         assert_products_are_right(grid, "standin")
         scattered = DistMatrix.from_global(grid, to_library(integers((5, 7)), "standin"), root=comm.size - 1)
+        assert scattered.local._memory.queue.device == 1 - grid.rank % standin.DEVICES
         assert np.array_equal(to_numpy(scattered.redistribute(Layout.B).gather(), "standin"), integers((5, 7)))
 
 
@@ -127,6 +129,16 @@ def test_work_arrays_of_a_gemm_and_of_a_sum_are_not_the_same(comm):
         by_the_helper_alone(grid, pending)
         assert np.array_equal(to_numpy(sums, "standin"), np.full((20, 20), grid.size))
         assert np.array_equal(to_numpy(c, "standin"), 2 * (whole @ whole) + 1)
+
+
+def test_work_arrays_that_were_rehearsed_serve_the_collectives(comm):
+    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
+        library, sums = library_named("standin"), to_library(np.ones((300, 300)), "standin")
+        with grid.engine.transport.as_in_collectives(library):
+            grid.workspace.rehearse(all_reduce_work(sums.size, "float64", grid.size, grid.rank), library)
+        had = grid.workspace.allocated
+        assert np.array_equal(to_numpy(grid.x.all_reduce(sums).wait(), "standin"), np.full((300, 300), grid.size))
+        assert had == grid.workspace.allocated > 0
 
 
 def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
