@@ -1,9 +1,9 @@
 """The engine: drives all collectives under way, also while computing.
 
 A collective is a generator that yields lists of MPI requests, or of other collectives under way (Pending), or of a
-device's events; it is resumed when all of a list are complete, and what it returns is the collective's result. MPI moves
-little while no one calls it, so the engine tests the requests from `wait`, from `poll`, and during `background()` from
-a helper thread that tests and sleeps. Nothing here waits for a device.
+device's events; it is resumed when all of a list are complete, and what it returns is the collective's result. MPI
+moves little while no one calls it, so the engine tests the requests from `wait`, from `poll`, and during `background()`
+from a helper thread that tests and sleeps. Nothing here waits for a device.
 """
 
 from __future__ import annotations
