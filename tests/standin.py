@@ -1,66 +1,47 @@
-"""A stand-in for cupy: arrays with nothing but the CUDA array interface, over host memory, behind a lazy stream.
+"""A stand-in for cupy: arrays with nothing but the CUDA array interface, over host memory, behind lazy streams.
 
-Every operation on arrays only joins the stream's queue, and its result holds rubbish until someone synchronises, as on
-a device that is slow to start. A message that leaves, or a result that is read, without synchronisation is wrong.
+Every operation on arrays only joins the queue of the current stream (`standin_streams`), and its result holds rubbish
+until someone waits for it, as on a device that is slow to start. A message that leaves, or a result that is read,
+without synchronisation is wrong. Memory belongs to a device, and what is freed serves the stream that asked for it.
 """
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
+from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream
 
 RUBBISH = 0xA5
-
-
-class Stream:
-    """Operations asked for and not yet done. synchronised counts the calls of `synchronize`."""
-
-    def __init__(self):
-        self.synchronised = 0
-        self._queue = []
-        self._lock = threading.RLock()
-
-    def enqueue(self, operation) -> None:
-        with self._lock:
-            self._queue.append(operation)
-
-    def run(self) -> None:
-        with self._lock:
-            queue, self._queue = self._queue, []
-            for operation in queue:
-                operation()
-
-    def synchronize(self) -> None:
-        self.synchronised += 1
-        self.run()
-
-
-STREAM = Stream()
-DEVICES = 2
-
-
-class Device:
-    """taken: the numbers of the devices that were made the current one."""
-
-    taken: list = []
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def use(self) -> None:
-        self.taken.append(self.number)
-
-
-cuda = SimpleNamespace(get_current_stream=lambda: STREAM, alloc_pinned_memory=bytearray, Device=Device,
-                       runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES))
+cuda = SimpleNamespace(
+    Device=Device,
+    Event=Event,
+    Stream=Stream,
+    get_current_stream=get_current_stream,
+    alloc_pinned_memory=bytearray,
+    runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device),
+)
 
 
 class Memory:
-    """Bytes of the device. pointer is where MPI would find them."""
+    """Bytes of the current device. pointer is where MPI would find them."""
 
     def __init__(self, nbytes: int):
         self.bytes = np.full(max(1, nbytes), RUBBISH, np.uint8)
         self.pointer = self.bytes.ctypes.data
+        self.queue = get_current_stream().queue
+
+    def __del__(self):
+        """What is asked for next gets the memory: it overwrites it, in the order of the stream that asked for it."""
+        freed = self.bytes
+        self.queue.add(lambda: freed.fill(RUBBISH))
+
+
+def enqueue(work, *arrays) -> None:
+    """Work on arrays, for the current stream."""
+    queue = get_current_stream().queue
+    for array in arrays:
+        if isinstance(array, ndarray) and array._memory.queue.device != queue.device:
+            raise ValueError(f"the array is on device {array._memory.queue.device}, the current one is {queue.device}")
+    queue.add(work)
 
 
 class ndarray:  # noqa: N801, as in cupy
@@ -88,42 +69,47 @@ class ndarray:  # noqa: N801, as in cupy
     def _view(self, host):
         return type(self)(host, self._memory)
 
-    def _new(self, shape, dtype, fill):
+    def _new(self, shape, dtype, fill, *others):
         made = empty(shape, dtype, type(self))
-        STREAM.enqueue(lambda: fill(made._host))
+        host = made._host
+        enqueue(lambda: fill(host), self, *others)
         return made
 
     def reshape(self, *shape):
         reshaped = self._host.reshape(*shape)
         if np.may_share_memory(reshaped, self._host):
             return self._view(reshaped)
-        return self._new(reshaped.shape, self.dtype, lambda made: np.copyto(made, self._host.reshape(made.shape)))
+        host = self._host
+        return self._new(reshaped.shape, self.dtype, lambda made: np.copyto(made, host.reshape(made.shape)))
 
     def view(self, dtype):
         return self._view(self._host.view(dtype))
 
     def astype(self, dtype):
-        return self._new(self.shape, dtype, lambda made: np.copyto(made, self._host, casting="unsafe"))
+        host = self._host
+        return self._new(self.shape, dtype, lambda made: np.copyto(made, host, casting="unsafe"))
 
     def set(self, host):
         if not isinstance(host, np.ndarray):
             raise TypeError(f"set takes a numpy array, not {type(host).__name__}")
-        STREAM.run()
-        self._host[...] = host
+        target = self._host
+        enqueue(lambda: np.copyto(target, host), self)
 
     def __getitem__(self, key):
         return self._view(self._host[key])
 
     def __setitem__(self, key, value):
         target, source = self._host[key], _host_of(value)
-        STREAM.enqueue(lambda: np.copyto(target, source, casting="unsafe"))
+        enqueue(lambda: np.copyto(target, source, casting="unsafe"), self, value)
 
     def __add__(self, other):
         first, second = self._host, _host_of(other)
-        return self._new(self.shape, np.result_type(first, second), lambda made: np.add(first, second, out=made))
+        dtype = np.result_type(first, second)
+        return self._new(self.shape, dtype, lambda made: np.add(first, second, out=made), other)
 
     def __rmul__(self, factor):
-        return self._new(self.shape, self.dtype, lambda made: np.multiply(self._host, factor, out=made))
+        host = self._host
+        return self._new(self.shape, self.dtype, lambda made: np.multiply(host, factor, out=made))
 
     def __iadd__(self, other):
         add(self, other, out=self)
@@ -149,36 +135,38 @@ def empty(shape, dtype=np.float64, kind=ndarray):
 
 def asarray(value, kind=ndarray):
     made = empty(value.shape, value.dtype, kind)
-    made.set(value)
+    made.set(value.copy())
     return made
 
 
 def array(value, order="C", kind=ndarray):
-    return value._new(value.shape, value.dtype, lambda made: np.copyto(made, value._host))
+    host = value._host
+    return value._new(value.shape, value.dtype, lambda made: np.copyto(made, host))
 
 
-def asnumpy(value, out=None):
-    STREAM.run()
-    if out is None:
-        return value._host.copy()
-    out[...] = value._host
+def asnumpy(value, out=None, *, blocking=True):
+    host, out = value._host, np.empty(value.shape, value.dtype) if out is None else out
+    enqueue(lambda: np.copyto(out, host), value)
+    if blocking:
+        get_current_stream().synchronize()
     return out
 
 
 def matmul(first, second, out):
     a, b, c = first._host, second._host, out._host
-    STREAM.enqueue(lambda: np.matmul(a, b, out=c))
+    enqueue(lambda: np.matmul(a, b, out=c), first, second, out)
 
 
 def add(first, second, out):
     a, b, c = _host_of(first), _host_of(second), out._host
-    STREAM.enqueue(lambda: np.add(a, b, out=c, casting="same_kind"))
+    enqueue(lambda: np.add(a, b, out=c, casting="same_kind"), first, second, out)
 
 
 def multiply(first, second, out):
     a, b, c = _host_of(first), _host_of(second), out._host
-    STREAM.enqueue(lambda: np.multiply(a, b, out=c))
+    enqueue(lambda: np.multiply(a, b, out=c), first, second, out)
 
 
 def conj(value):
-    return value._new(value.shape, value.dtype, lambda made: np.conjugate(value._host, out=made))
+    host = value._host
+    return value._new(value.shape, value.dtype, lambda made: np.conjugate(host, out=made))

@@ -11,6 +11,7 @@ import numpy as np
 
 from .low_precision import WorkArrays, rounded_gemm, scale
 from .numpy_library import Array, NumpyLibrary, dtype_name
+from .streams import CupyStream
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class DeviceLibrary(NumpyLibrary):
     def xp(self) -> ModuleType:
         return import_module(self.module)
 
+    @property
+    def memory(self) -> NumpyLibrary:
+        here = self.current_stream()
+        return StreamMemory(self, here.device, here.key)
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return self.xp.empty(tuple(shape), dtype=dtype)
 
@@ -51,6 +57,14 @@ class DeviceLibrary(NumpyLibrary):
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
 
+    def current_stream(self) -> CupyStream:
+        cuda = self.xp.cuda
+        return CupyStream(cuda, cuda.runtime.getDevice(), cuda.get_current_stream())
+
+    def new_stream(self) -> CupyStream:
+        cuda = self.xp.cuda
+        return CupyStream(cuda, cuda.runtime.getDevice(), cuda.Stream(non_blocking=True))
+
     def copy(self, array: Array) -> Array:
         return self.xp.array(array, order="C")
 
@@ -64,7 +78,7 @@ class DeviceLibrary(NumpyLibrary):
         return PinnedHost(self)
 
     def to_host(self, array: Array, host: np.ndarray) -> None:
-        self.xp.asnumpy(array.reshape(-1).view("uint8"), out=host)
+        self.xp.asnumpy(array.reshape(-1).view("uint8"), out=host, blocking=False)
 
     def from_host(self, array: Array, host: np.ndarray) -> None:
         array.reshape(-1).view("uint8").set(host)
@@ -86,10 +100,27 @@ class DeviceLibrary(NumpyLibrary):
 
 
 @dataclass(frozen=True)
+class StreamMemory(NumpyLibrary):
+    """Device memory that serves one stream: what is given back may be taken again at once, since what is asked of the
+    stream with the memory comes after all that was asked of it before. No other stream would wait for that."""
+
+    of: Any
+    device: int
+    key: int
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return self.of.empty(shape, dtype)
+
+    @property
+    def on_host(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class PinnedHost(NumpyLibrary):
     """Host memory as numpy arrays, pinned by the library of a device."""
 
-    of: Any = None
+    of: Any
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return self.of.pinned_bytes(shape[0])

@@ -14,6 +14,7 @@ import numpy as np
 from ..layout import itemsize
 from . import blas
 from .low_precision import WorkArrays, widened_gemm
+from .streams import Stream
 
 Array = Any
 """A numpy.ndarray, torch.Tensor or cupy.ndarray: no type says so for all of them."""
@@ -102,7 +103,15 @@ class NumpyLibrary:
         return np.shares_memory(np.asarray(_Elements(self, one)), np.asarray(_Elements(self, other)))
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it; nothing to do on the host."""
+        """Wait until the device has done all that was asked of the current stream; nothing to do on the host."""
+
+    def current_stream(self) -> Stream:
+        """Of a device library: this thread's current stream on its current device."""
+        raise NotImplementedError
+
+    def new_stream(self) -> Stream:
+        """Of a device library: a stream on the current device that waits for no other."""
+        raise NotImplementedError
 
     def astype(self, array: Array, dtype: str) -> Array:
         return array.astype(dtype)
@@ -134,11 +143,11 @@ class NumpyLibrary:
         return NumpyLibrary()
 
     def to_host(self, array: Array, host: np.ndarray) -> None:
-        """Copy an array's bytes into flat uint8 host memory."""
+        """Copy an array's bytes into flat uint8 host memory, pinned for device arrays: then in the current stream."""
         host[...] = array.reshape(-1).view("uint8")
 
     def from_host(self, array: Array, host: np.ndarray) -> None:
-        """Fill an array from the bytes in flat uint8 host memory."""
+        """Fill an array from the bytes in flat uint8 host memory, as `to_host` reads one."""
         array.reshape(-1).view("uint8")[...] = host
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:

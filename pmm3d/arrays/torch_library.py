@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
+from .device_library import PinnedHost, StreamMemory
 from .low_precision import WorkArrays, rounded_gemm
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
+from .streams import TorchStream
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class TorchLibrary(NumpyLibrary):
 
     @property
     def memory(self) -> NumpyLibrary:
-        return NumpyLibrary() if self.on_host else self
+        if self.on_host:
+            return NumpyLibrary()
+        here = self.current_stream()
+        return StreamMemory(self, here.device, here.key)
 
     def _torch_dtype(self, dtype: str) -> Any:
         return getattr(self.xp, dtype)
@@ -69,6 +74,12 @@ class TorchLibrary(NumpyLibrary):
         if not self.on_host:
             self.xp.cuda.current_stream(self.device).synchronize()
 
+    def current_stream(self) -> TorchStream:
+        return TorchStream(self.xp.cuda, self.xp.cuda.current_stream(self.device))
+
+    def new_stream(self) -> TorchStream:
+        return TorchStream(self.xp.cuda, self.xp.cuda.Stream(self.device))
+
     def astype(self, array: Array, dtype: str) -> Array:
         return array.to(self._torch_dtype(dtype))
 
@@ -95,15 +106,13 @@ class TorchLibrary(NumpyLibrary):
         return (host.float() if self.dtype(array) == "bfloat16" else host).numpy()
 
     def pinned(self) -> NumpyLibrary:
-        from .device_library import PinnedHost
-
         return PinnedHost(self)
 
     def to_host(self, array: Array, host: np.ndarray) -> None:
-        self.xp.from_numpy(host).copy_(array.reshape(-1).view(self.xp.uint8))
+        self.xp.from_numpy(host).copy_(array.reshape(-1).view(self.xp.uint8), non_blocking=True)
 
     def from_host(self, array: Array, host: np.ndarray) -> None:
-        array.view(-1).view(self.xp.uint8).copy_(self.xp.from_numpy(host))
+        array.view(-1).view(self.xp.uint8).copy_(self.xp.from_numpy(host), non_blocking=True)
 
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()

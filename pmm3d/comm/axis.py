@@ -79,7 +79,7 @@ class Axis:
         itemsize(library.dtype(array))
         options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(name, lambda link: operation(link, library, array, **options), call)
+        return self.begin(name, lambda link: operation(link, library, array, **options), call, library)
 
     def settle(self, library: NumpyLibrary) -> None:
         """Before the first arrays of a device travel along the axis: find out how. Collective along the axis, once."""
@@ -88,15 +88,20 @@ class Axis:
             self._settled, transport.settled = True, self.name == "all"
             self.begin("trial of device memory", lambda link: transport.settle(link, library)).wait()
 
-    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "") -> Pending:
+    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
+              library: NumpyLibrary | None = None) -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
 
-        call   what the members' calls must have in common, in words; the name if left out (compared with debug)
+        call      what the members' calls must have in common, in words; the name if left out (compared with debug)
+        library   of the arrays, if they may be on a device: it works there after what was asked for in the caller's
+                  current stream, in a stream of its own
         """
         with self._engine.guard:
-            record = self.next_record(name)
-            link = Link(self._comm, 1 + record.number % LARGEST_TAG, record, self._engine.transport, self._engine.check)
-            collective = make_collective(link)
+            record, transport = self.next_record(name), self._engine.transport
+            stream = None if library is None or library.on_host else transport.communication_stream(library)
+            tag = 1 + record.number % LARGEST_TAG
+            link = Link(self._comm, tag, record, transport, stream, self._engine.check)
+            collective = link.run(make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
             return self._engine.start(collective, record)

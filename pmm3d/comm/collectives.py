@@ -220,7 +220,7 @@ def _landing(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[
              strided: bool = False) -> Array:
     """`out`, if the result fits there, or a new array where there is none."""
     if out is None:
-        return library.empty(shape, library.dtype(like))
+        return link.empty(library, shape, library.dtype(like))
     theirs = library_of(out)
     if theirs != library or tuple(out.shape) != shape or library.dtype(out) != library.dtype(like):
         raise LayoutError(f"{link.record}: out is {tuple(out.shape)} {theirs.dtype(out)} ({theirs.name}); the result "

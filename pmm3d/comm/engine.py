@@ -1,9 +1,9 @@
 """The engine: drives all collectives under way, also while computing.
 
-A collective is a generator that yields lists of MPI requests, or of other collectives under way (Pending); it is
-resumed when all of a list are complete, and what it returns is the collective's result. MPI moves little while no one
-calls it, so the engine tests the requests from `wait`, from `poll`, and during `background()` from a helper thread that
-tests and sleeps.
+A collective is a generator that yields lists of MPI requests, or of other collectives under way (Pending), or of a
+device's events; it is resumed when all of a list are complete, and what it returns is the collective's result. MPI
+moves little while no one calls it, so the engine tests the requests from `wait`, from `poll`, and during `background()`
+from a helper thread that tests and sleeps. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Pending:
     def _complete(self) -> bool:
         if not self._requests:
             return True
-        if isinstance(self._requests[0], Pending):
-            return all(pending.done for pending in self._requests)
-        return MPI.Request.Testall(self._requests)
+        if isinstance(self._requests[0], MPI.Request):
+            return MPI.Request.Testall(self._requests)
+        return all(awaited.done for awaited in self._requests)
 
 
 class Engine:

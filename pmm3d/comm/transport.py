@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, Workspace
-from ..arrays.workspace import Ticket
+from ..arrays.streams import Stream
 from ..errors import Pmm3dError
 from ..layout import itemsize
 from .ledger import Record
@@ -20,7 +21,8 @@ from .processes import Processes
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
-"""A collective: yields lists of MPI requests, or of others under way (Pending); is resumed once they are complete."""
+"""A collective: yields lists of MPI requests, or of what has `done`: others under way (Pending), events of a device. It
+is resumed, by any thread, once they are complete."""
 LARGEST_MESSAGE = 2**30
 """Bytes: MPI counts in 32 bits, and half of that is a round number."""
 logger = logging.getLogger("pmm3d.comm")
@@ -48,6 +50,7 @@ class Transport:
         if mode not in ("auto", "direct", "staged"):
             raise Pmm3dError(f"device_transport is auto, direct or staged; got {mode!r}")
         self._mode = mode
+        self._streams: dict[tuple[NumpyLibrary, int], Stream] = {}
         self.workspace, self.processes = workspace, processes
         self.settled = False
 
@@ -82,17 +85,53 @@ class Transport:
                            "through pinned host memory")
 
 
+    def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
+        """For a collective that is begun now in this thread's current stream."""
+        caller = library.current_stream()
+        key = library, caller.device
+        if key not in self._streams:
+            self._streams[key] = library.new_stream()
+        own = self._streams[key]
+        own.wait_for(caller.record())
+        return CommunicationStream(own, caller)
+
+    def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
+        """As a context: work arrays that are taken serve collectives on arrays of this library."""
+        return nullcontext() if library.on_host else self.communication_stream(library).own.current()
+
+
+class CommunicationStream(NamedTuple):
+    """Where a collective on device arrays adds and copies: not behind the GEMM that runs meanwhile.
+
+    own      the grid's stream on the device; it has waited for what was asked of the caller's before
+    caller   the stream in which the collective was begun, whose memory results are
+    """
+
+    own: Stream
+    caller: Stream
+
+    def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new array for a result, which the caller's stream may use, and free, without asking this one."""
+        with self.caller.current():
+            array = library.empty(shape, dtype)
+        self.own.wait_for(self.caller.record())
+        return array
+
+
 class Link:
     """The messages of one collective: a communicator, a tag, and the ledger's record that counts the bytes.
 
     Ranks are those of the communicator, `rank` is this one. Arrays must be contiguous.
 
-    check   whether ranks agree on what can fail on one of them
+    stream   where it works on arrays, if they are a device's
+    check    whether ranks agree on what can fail on one of them
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport, check: bool = True):
+    def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
+                 stream: CommunicationStream | None = None, check: bool = True):
         self.rank, self.size = comm.rank, comm.size
-        self.comm, self.record, self.transport, self.check = comm, record, transport, check
+        self.comm, self.record, self.transport = comm, record, transport
+        self.stream, self.check = stream, check
         self._tag = tag
 
     @property
@@ -110,44 +149,84 @@ class Link:
         self.record.sent, self.record.received = before
         return result
 
+    def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new array for the collective's result."""
+        return library.empty(shape, dtype) if self.stream is None else self.stream.empty(library, shape, dtype)
+
+    def run(self, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
+        """The collective that works with this link."""
+        return make_collective(self) if self.stream is None else self._on_stream(self.stream.own, make_collective)
+
+    def _on_stream(self, stream: Stream, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
+        """Generator: the collective, with the stream current whenever it is resumed. At its end all is done on the
+        device: any stream and the host may use the result, and the arrays (which make_collective holds) be freed."""
+        collective = make_collective(self)
+        while True:
+            with stream.current():
+                try:
+                    requests = next(collective)
+                except StopIteration as end:
+                    result: Result = end.value
+                    break
+            yield requests
+        yield [stream.record()]
+        return result
+
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
-        """Generator: post all messages, yield their requests; afterwards the received arrays are filled.
+        """Generator: post all messages, yield their requests; afterwards the received arrays are filled. Messages from
+        and to a device are posted when what was asked of it before is done, which is yielded first.
 
         sends, receives   (peer, array of `library`); both sides know the sizes, empty arrays send nothing
         """
-        if not library.on_host:
-            library.synchronize()
-        staging: list[Any] | None = [] if self.transport.staged(library) else None
+        if library.on_host:
+            yield self._posted(library, sends, receives)
+            return
+        if self.stream is None:
+            raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays, which says on what "
+                             "device, and after what, the collective works")
+        if self.transport.staged(library):
+            yield from self._staged(library, self.stream.own, sends, receives)
+            return
+        yield [self.stream.own.record()]
+        yield self._posted(library, sends, receives)
+
+    def _staged(self, library: NumpyLibrary, stream: Stream, sends: Sequence[tuple[int, Array]],
+                receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+        """`exchange` through pinned host memory, which others may have once the device has read what came."""
+        with ExitStack() as borrowed:
+
+            def pinned(array: Array) -> np.ndarray:
+                return borrowed.enter_context(self.workspace.borrow((_bytes(library, array),), "uint8", memory))
+
+            memory, host = library.pinned(), NumpyLibrary()
+            leaving = [(peer, array, pinned(array)) for peer, array in sends if 0 not in array.shape]
+            coming = [(peer, array, pinned(array)) for peer, array in receives if 0 not in array.shape]
+            for _, array, bytes_there in leaving:
+                library.to_host(array, bytes_there)
+            yield [stream.record()]
+            yield self._posted(host, *([(peer, there) for peer, _, there in listed] for listed in (leaving, coming)))
+            for _, array, bytes_there in coming:
+                library.from_host(array, bytes_there)
+            yield [stream.record()]
+
+    def _posted(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
         requests: list[MPI.Request] = []
         for peer, array in receives:
-            address, nbytes = self._region(library, array, staging, False)
+            nbytes = _bytes(library, array)
             self.record.received += nbytes
-            requests += self._post(self.comm.Irecv, peer, address, nbytes)
+            requests += self._post(self.comm.Irecv, peer, library.address(array), nbytes)
         for peer, array in sends:
-            address, nbytes = self._region(library, array, staging, True)
+            nbytes = _bytes(library, array)
             self.record.sent += nbytes
-            requests += self._post(self.comm.Isend, peer, address, nbytes)
-        yield requests
-        for array, host, ticket, outgoing in staging or ():
-            if not outgoing:
-                library.from_host(array, host)
-            self.workspace.give(ticket)
-
-    def _region(self, library: NumpyLibrary, array: Array, staging: list[tuple[Array, np.ndarray, Ticket, bool]] | None,
-                outgoing: bool) -> tuple[int, int]:
-        """(address, bytes) that MPI sees: the array itself, or, with staging, a host buffer noted there."""
-        nbytes = prod(array.shape) * itemsize(library.dtype(array))
-        if nbytes == 0:
-            return 0, 0
-        if staging is None:
-            return library.address(array), nbytes
-        host, ticket = self.workspace.take((nbytes,), "uint8", library.pinned())
-        if outgoing:
-            library.to_host(array, host)
-        staging.append((array, host, ticket, outgoing))
-        return host.__array_interface__["data"][0], nbytes
+            requests += self._post(self.comm.Isend, peer, library.address(array), nbytes)
+        return requests
 
     def _post(self, call: Callable[..., MPI.Request], peer: int, address: int, nbytes: int) -> list[MPI.Request]:
         return [call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
                 for offset, length in chunks(nbytes)]
+
+
+def _bytes(library: NumpyLibrary, array: Array) -> int:
+    return prod(array.shape) * itemsize(library.dtype(array))

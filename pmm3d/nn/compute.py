@@ -104,9 +104,9 @@ def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
         out[start : start + rows] = function(*(array[start : start + rows] for array in arrays))
 
 
-def begin_after(before: Sequence[Pending], axis: Axis, name: str,
-                collective: Callable[[Link], Collective[Any]]) -> Pending:
-    """Start a collective along an axis, which begins once others are done."""
+def begin_after(before: Sequence[Pending], axis: Axis, name: str, collective: Callable[[Link], Collective[Any]],
+                library: NumpyLibrary) -> Pending:
+    """Start a collective along an axis on arrays of a library, which begins once others are done."""
 
     def steps(link: Link) -> Collective[Any]:
         if before:
@@ -115,19 +115,19 @@ def begin_after(before: Sequence[Pending], axis: Axis, name: str,
             pending.wait()
         return (yield from collective(link))
 
-    return axis.begin(name, steps)
+    return axis.begin(name, steps, library=library)
 
 
 def sum_over(axis: Axis, array: Array, *before: Pending) -> Pending:
     """Start the sum of an array over an axis, in place, once what fills it is done."""
     library = library_of(array)
-    return begin_after(before, axis, "all_reduce", lambda link: sum_arrays(link, library, array, array))
+    return begin_after(before, axis, "all_reduce", lambda link: sum_arrays(link, library, array, array), library)
 
 
 def gather_over(axis: Axis, part: Array, out: Array, counts: Sequence[int]) -> Pending:
     """Start bringing the parts of all ranks of an axis, of so many rows, together in `out`."""
     library = library_of(part)
-    return axis.begin("all_gather", lambda link: gather_parts(link, library, part, out, counts))
+    return axis.begin("all_gather", lambda link: gather_parts(link, library, part, out, counts), library=library)
 
 
 def stacked(axis: Axis, array: Array) -> Array:

@@ -71,7 +71,7 @@ class Gradients:
         self.note_work("dW", [reduce_volume(counts, axis.index, partial.shape[1], weight.dtype).work])
         collective = lambda link: reduce_parts(link, library, partial, out, counts, beta)
         with weight.grid.ledger.phase("reduce dW"):
-            pending = axis.begin("reduce_scatter", collective)
+            pending = axis.begin("reduce_scatter", collective, library=library)
         self._under_way[weight] = pending
         if not self._overlap.ors:
             pending.wait()
@@ -107,7 +107,9 @@ class Gradients:
             parameter.synced = True
         if self._uses:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
-            self._grid.workspace.rehearse(work, next(iter(self._uses)).library)
+            library = next(iter(self._uses)).library
+            with self._grid.engine.transport.as_in_collectives(library):
+                self._grid.workspace.rehearse(work, library)
         self._work = {}
         self.begin(self._sync, self._overlap)
 
@@ -142,7 +144,8 @@ class Gradients:
             flight.pop(0).wait()
         collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
-            pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective)
+            pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective,
+                                  members[0].library)
         self._under_way.update(dict.fromkeys(members, pending))
         self._flights[axis.name] = [*flight, pending]
         if not self._overlap.buckets:

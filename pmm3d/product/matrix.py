@@ -103,9 +103,10 @@ class DistMatrix(StoredMatrix):
                 library = library_of(array) if grid.rank == root else library_here(kind)
                 work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
                 local = library.empty(plan.target.box(grid.rank).shape, dtype)
+            library = library_of(local)
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
-                grid.everyone.begin("scatter", scattering).wait()
+                grid.everyone.begin("scatter", scattering, library=library).wait()
         return cls(grid, local, shape, layout)
 
     @classmethod
@@ -247,7 +248,7 @@ class DistMatrix(StoredMatrix):
                 out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
             gathering = lambda link: move(link, self.library, self.local, plan, out, work, rounds)
             with self.grid.ledger.phase("gather"):
-                self.grid.everyone.begin("gather", gathering).wait()
+                self.grid.everyone.begin("gather", gathering, library=self.library).wait()
         return out if self.grid.rank in whole.ranks else None
 
 

@@ -60,7 +60,8 @@ class OperandPanels:
             part = self._packed(pieces, whole[start:stop])
         library, part_here = self._library, part
         with self._grid.ledger.phase(self._phase):
-            pending = self._axis.begin("all_gather", lambda link: gather_parts(link, library, part_here, whole, counts))
+            pending = self._axis.begin("all_gather", lambda link: gather_parts(link, library, part_here, whole, counts),
+                                       library=library)
         return ComingPanel(self._turned, pending=pending)
 
     def _buffer(self, panel: int, shape: tuple[int, int]) -> Array:
@@ -154,10 +155,11 @@ class ResultStrips:
         with self._grid.ledger.phase("reduce C"):
             if self._plan.plan.c == 0:
                 return axis.begin("reduce_scatter",
-                                  lambda link: reduce_parts(link, library, partial, out, counts, beta, work))
+                                  lambda link: reduce_parts(link, library, partial, out, counts, beta, work),
+                                  library=library)
 
             def all_reduce(link: Link) -> Collective[Any]:
                 yield from sum_arrays(link, library, partial, partial, work)
                 sum_in_order(library, [partial], out, beta)
 
-            return axis.begin("all_reduce", all_reduce)
+            return axis.begin("all_reduce", all_reduce, library=library)

@@ -78,4 +78,4 @@ def move_into(matrix: StoredMatrix, out: StoredMatrix, work: Slab, rounds: int) 
     plan = Move(matrix.placement(), out.placement(), matrix.dtype)
     moving = lambda link: move(link, library, local, plan, out.local, work, rounds, order)
     with matrix.grid.ledger.phase("redistribute"):
-        matrix.grid.everyone.begin("redistribute", moving).wait()
+        matrix.grid.everyone.begin("redistribute", moving, library=library).wait()

@@ -1,5 +1,7 @@
 """pmm3d.arrays: numpy, torch and device arrays behind one face."""
 
+import threading
+
 import numpy as np
 import pytest
 import standin
@@ -151,9 +153,28 @@ def test_types_of_matrices():
             check_matrix_dtype(dtype, NumpyLibrary())
 
 
-def test_the_stream_of_the_stand_in_is_lazy():
+def test_the_streams_of_the_stand_in_are_lazy_and_know_no_order_among_them():
     array = to_library(np.ones(3), "standin")
-    array[...] = 5
-    assert np.array_equal(array._host, np.ones(3))
     standin.cuda.get_current_stream().synchronize()
-    assert np.array_equal(array._host, np.full(3, 5.0))
+    array[...] = 5
+    with standin.Stream(non_blocking=True) as other:
+        assert np.array_equal(to_numpy(array, "standin"), np.ones(3))
+        event = standin.Stream.null.record()
+        other.wait_event(event)
+        assert not event.done and event.done
+        assert np.array_equal(to_numpy(array, "standin"), np.full(3, 5.0))
+
+
+def test_what_is_current_in_the_stand_in_is_so_in_one_thread():
+    found = []
+    with standin.Device(1), standin.Stream() as mine:
+        asking = threading.Thread(target=lambda: found.extend([standin.Device().id, standin.get_current_stream()]))
+        asking.start()
+        asking.join()
+        assert (standin.Device().id, standin.get_current_stream()) == (1, mine)
+        array = to_library(np.ones(3), "standin")
+    assert found == [0, standin.Stream.null] == [standin.Device().id, standin.get_current_stream()]
+    with pytest.raises(ValueError, match="the array is on device 1, the current one is 0"):
+        array += 1
+    with pytest.raises(RuntimeError, match="the stream is of device 1, the current one is 0"):
+        mine.use()

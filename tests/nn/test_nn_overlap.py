@@ -208,11 +208,11 @@ def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(com
     """Rank 0 is late with each sum, so that on rank 1 none is done before the next ones are asked for."""
     begun, most, begin_after = [], [0], gradients.begin_after
 
-    def late(before, axis, name, collective):
+    def late(*arguments):
         if comm.rank == 0:
             time.sleep(0.02)
         most[0] = max(most[0], 1 + sum(not pending.done for pending in begun))
-        begun.append(begin_after(before, axis, name, collective))
+        begun.append(begin_after(*arguments))
         return begun[-1]
 
     def check(grid):

@@ -1,6 +1,9 @@
 """Device memory, by stand-ins: found out by trial, sent directly or through host memory, never before it is written."""
 
 import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +11,12 @@ import standin
 import standin_far  # noqa: F401, so that library_named knows it
 from samples import integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
+from pmm3d.comm.algorithms import sum_arrays
 from pmm3d.layout import EMPTY
+from pmm3d.model.volumes import all_reduce_volume
 
 pytestmark = pytest.mark.parallel([2, 4])
 
@@ -22,7 +27,7 @@ def assert_products_are_right(grid, library):
     b = DistMatrix.from_global(grid, to_library(whole_b, library), layout=Layout.B)
     out = DistMatrix.from_global(grid, to_library(before, library), layout=Layout.C)
     for panels in (1, 2, 5):
-        assert np.array_equal(to_numpy((a @ b).gather(), library), whole_a @ whole_b)
+        assert np.array_equal(to_numpy(matmul(a, b, panels=panels).gather(), library), whole_a @ whole_b)
     matmul(a, b, alpha=2, beta=-1, out=out, panels=3)
     assert np.array_equal(to_numpy(out.gather(), library), 2 * whole_a @ whole_b - before)
     turned = a.T.redistribute(Layout.C)
@@ -39,13 +44,109 @@ def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
     """Two devices: the ranks of a node take them in turn."""
     with Grid(comm) as grid:
         assert grid.local_rank == comm.rank
-        assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.Device.taken[-1]
+        assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.HERE.taken[-1]
         assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
 
 
 def test_sent_directly(comm, grid_shape):
     with Grid(comm, grid_shape, device_transport="direct") as grid:
         assert_products_are_right(grid, "standin")
+
+
+@contextmanager
+def elsewhere(rank):
+    """In here this thread works on a device that is not every thread's, and on a stream of the user's own."""
+    with standin.Device(1 - rank % standin.DEVICES), standin.Stream(non_blocking=True) as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_products_on_a_device_and_a_stream_of_the_callers_own(comm, grid_shape, transport):
+    """Each rank has its arrays on a device of its own; the helper thread works on the same one, in the same order."""
+    with Grid(comm, grid_shape, device_transport=transport) as grid, elsewhere(grid.rank):
+        assert_products_are_right(grid, "standin")
+        scattered = DistMatrix.from_global(grid, to_library(integers((5, 7)), "standin"), root=comm.size - 1)
+        assert scattered.local._memory.queue.device == 1 - grid.rank % standin.DEVICES
+        assert np.array_equal(to_numpy(scattered.redistribute(Layout.B).gather(), "standin"), integers((5, 7)))
+
+
+def by_the_helper_alone(grid, pending):
+    with grid.engine.background():
+        while not pending.done:
+            time.sleep(1e-4)
+    return pending.wait()
+
+
+@pytest.mark.parametrize("transport", ["direct", "staged"])
+def test_the_helper_thread_alone_drives_a_sum(comm, transport):
+    """What was asked for before the collective is in it, what was asked for after it is not waited for, and both arrays
+    may be written again, and freed, once it has ended."""
+    with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid, elsewhere(grid.rank) as stream:
+        for size in (5, 50_000):
+            whole = [integers((size, 1), seed=rank) for rank in range(grid.size)]
+            array, total, later = (standin.empty((size, 1)) for _ in range(3))
+            array[...] = to_library(whole[grid.rank], "standin")
+            pending = grid.x.all_reduce(array, out=total)
+            later[...] = 5.0
+            by_the_helper_alone(grid, pending)
+            assert np.array_equal(total._host, sum(whole)) and later._host[0] != 5
+            array[...] = 0.0
+            total += total
+            del array
+            stream.synchronize()
+            assert np.array_equal(total._host, 2 * sum(whole))
+
+
+def test_results_and_arrays_may_be_freed_at_once(comm):
+    """What is freed serves the stream that asked for it, at once: no other may still use it."""
+    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
+        whole, sums = [integers((50, 3), seed=rank) for rank in range(grid.size)], []
+        for _ in range(3):
+            total = by_the_helper_alone(grid, grid.x.all_reduce(to_library(whole[grid.rank], "standin")))
+            sums.append(total + total)
+            del total
+            by_the_helper_alone(grid, grid.x.all_reduce(to_library(whole[0], "standin")))
+        assert all(np.array_equal(to_numpy(found, "standin"), 2 * sum(whole)) for found in sums)
+
+
+def test_work_arrays_of_a_gemm_and_of_a_sum_are_not_the_same(comm):
+    """Both are lent by the grid's workspace, and given back before the device has used them."""
+    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
+        library, go_on = library_named("standin"), SimpleNamespace(done=False)
+        whole = integers((60, 60), seed=grid.rank)
+        a, c = to_library(whole, "standin"), to_library(np.ones((60, 60)), "standin")
+        sums = to_library(np.ones((20, 20)), "standin")
+        stream.synchronize()
+
+        def later(link):
+            yield [go_on]
+            yield from sum_arrays(link, library, sums, sums)
+
+        pending = grid.x.begin("sum", later, library=library)
+        library.gemm(a, a, c, 2, 1, grid.workspace)
+        product_is_there = stream.record()
+        assert not product_is_there.done and not product_is_there.done  # two of the three pieces of work
+        go_on.done = True
+        by_the_helper_alone(grid, pending)
+        assert np.array_equal(to_numpy(sums, "standin"), np.full((20, 20), grid.size))
+        assert np.array_equal(to_numpy(c, "standin"), 2 * (whole @ whole) + 1)
+
+
+def test_work_arrays_that_were_rehearsed_serve_the_collectives(comm):
+    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
+        library, sums = library_named("standin"), to_library(np.ones((300, 300)), "standin")
+        with grid.engine.transport.as_in_collectives(library):
+            grid.workspace.rehearse([all_reduce_volume(sums.size, "float64", grid.size, grid.rank).work], library)
+        had = grid.workspace.allocated
+        assert np.array_equal(to_numpy(grid.x.all_reduce(sums).wait(), "standin"), np.full((300, 300), grid.size))
+        assert had == grid.workspace.allocated > 0
+
+
+def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        library, array = library_named("standin"), to_library(np.ones((5, 1)), "standin")
+        with pytest.raises(Pmm3dError, match="Axis.begin needs library= for cupy arrays"):
+            grid.x.begin("sum", lambda link: sum_arrays(link, library, array, array)).wait()
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
@@ -62,9 +163,7 @@ def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport
             for collective in COLLECTIVES:
                 array = standin.empty((4, 3))
                 array[...] = to_library(whole, "standin")
-                before = standin.STREAM.synchronised
                 result = getattr(grid.y, collective)(array).wait()
-                assert standin.STREAM.synchronised > before
                 found.append(to_numpy(result, "standin"))
             assert all(np.array_equal(one, other) for one, other in zip(found, expected))
 

@@ -1,0 +1,99 @@
+"""Streams of devices: what is asked of a device is done in the order of a stream, whichever thread asks.
+
+A thread's current device and stream are its own (CUDA's rule): another thread that is to go on with work must make
+them current first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has come there; asking does not wait."""
+
+
+class Stream(Protocol):
+    """A stream, and the device that it is of. device: its number;   key: the same for the same stream."""
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def key(self) -> int: ...
+
+    def current(self) -> AbstractContextManager[Any]:
+        """As a context: what this thread asks for is done on this device, in this stream."""
+
+    def record(self) -> Event:
+        """The point that is reached once all that was asked of the stream so far is done."""
+
+    def wait_for(self, event: Event) -> None:
+        """What is asked of the stream from now on is done after an event of another one. Does not wait."""
+
+
+@dataclass(frozen=True)
+class CupyStream:
+    """cupy's, or that of a module with its names. The null stream is that of whichever device is current."""
+
+    cuda: Any
+    device: int
+    stream: Any
+
+    @property
+    def key(self) -> int:
+        return self.stream.ptr
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with self.cuda.Device(self.device), self.stream:
+            yield
+
+    def record(self) -> Event:
+        with self.cuda.Device(self.device):
+            return self.stream.record(self.cuda.Event(disable_timing=True))
+
+    def wait_for(self, event: Event) -> None:
+        with self.cuda.Device(self.device):
+            self.stream.wait_event(event)
+
+
+@dataclass(frozen=True)
+class TorchStream:
+    """torch's."""
+
+    cuda: Any
+    stream: Any
+
+    @property
+    def device(self) -> int:
+        return self.stream.device.index
+
+    @property
+    def key(self) -> int:
+        return self.stream.cuda_stream
+
+    def current(self) -> AbstractContextManager[Any]:
+        return self.cuda.stream(self.stream)
+
+    def record(self) -> Event:
+        return TorchEvent(self.stream.record_event())
+
+    def wait_for(self, event: Any) -> None:
+        self.stream.wait_event(event.event)
+
+
+@dataclass(frozen=True)
+class TorchEvent:
+    event: Any
+
+    @property
+    def done(self) -> bool:
+        return self.event.query()

@@ -1,0 +1,126 @@
+"""Devices, streams and events of the stand-in for cupy: each thread has a current device, and on it a current stream.
+
+Nothing is done before somebody waits for it, and then only that stream's work and what its events wait for; an event
+that is asked whether it is done says no at first, and comes nearer by one piece of work. So what is not ordered is
+done in the wrong order.
+"""
+
+import threading
+from collections import deque
+from functools import partial
+
+DEVICES = 2
+LOCK = threading.RLock()
+
+
+class Queue:
+    """Work asked for and not yet done, in order; `ended` counts what was done."""
+
+    def __init__(self, device: int):
+        self.device, self.ended, self._work = device, 0, deque()
+
+    def asked(self) -> int:
+        return self.ended + len(self._work)
+
+    def add(self, work) -> None:
+        with LOCK:
+            self._work.append(work)
+
+    def run(self, number: int) -> None:
+        """Do the work up to that number."""
+        with LOCK:
+            while self.ended < number:
+                self._work[0]()
+                self._work.popleft()
+                self.ended += 1
+
+
+class Here(threading.local):
+    """What is current in this thread. taken: the devices that were made current by `use`."""
+
+    def __init__(self):
+        self.device, self.streams, self.taken = 0, [Stream.null] * DEVICES, []
+
+
+class Device:
+    def __init__(self, number: int | None = None):
+        self.id, self._before = HERE.device if number is None else number, []
+
+    def use(self) -> None:
+        HERE.taken.append(self.id)
+        HERE.device = self.id
+
+    def __enter__(self):
+        self._before.append(HERE.device)
+        HERE.device = self.id
+        return self
+
+    def __exit__(self, *_):
+        HERE.device = self._before.pop()
+
+
+class Stream:
+    """device_id: -1 and ptr: 0 for the null stream, which is another one on each device."""
+
+    def __init__(self, null: bool = False, non_blocking: bool = False):
+        devices = range(DEVICES) if null else [HERE.device]
+        self.device_id, self.ptr = -1 if null else HERE.device, 0 if null else id(self)
+        self._queues, self._before = {device: Queue(device) for device in devices}, []
+
+    @property
+    def queue(self) -> Queue:
+        return self._queues[HERE.device if self.device_id == -1 else self.device_id]
+
+    def use(self):
+        if self.device_id not in (-1, HERE.device):
+            raise RuntimeError(f"the stream is of device {self.device_id}, the current one is {HERE.device}")
+        HERE.streams[HERE.device] = self
+        return self
+
+    def __enter__(self):
+        self._before.append((HERE.device, HERE.streams[HERE.device]))
+        return self.use()
+
+    def __exit__(self, *_):
+        device, stream = self._before.pop()
+        HERE.streams[device] = stream
+
+    def synchronize(self) -> None:
+        self.queue.run(self.queue.asked())
+
+    def record(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event) -> None:
+        self.queue.add(partial(event.queue.run, event.number))
+
+
+class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False):
+        self._device = HERE.device
+
+    def record(self, stream=None) -> None:
+        self.queue = (stream or get_current_stream()).queue
+        self.number = self.queue.asked()
+        if self.queue.device != self._device:
+            raise RuntimeError(f"an event of device {self._device} on a stream of device {self.queue.device}")
+
+    @property
+    def done(self) -> bool:
+        reached = self.queue.ended >= self.number
+        if not reached:
+            self.queue.run(self.queue.ended + 1)
+        return reached
+
+    def synchronize(self) -> None:
+        self.queue.run(self.number)
+
+
+def get_current_stream(device_id: int = -1) -> Stream:
+    return HERE.streams[HERE.device if device_id == -1 else device_id]
+
+
+Stream.null = Stream(null=True)
+HERE = Here()
