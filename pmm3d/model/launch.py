@@ -41,8 +41,8 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
         return
     wheels = installed_wheels()
     if len(wheels) == 1 and (launcher := foreign_launcher(environ, wheels[0])):
-        raise LauncherError(f"the MPI of this Python is the wheel {wheels[0]}, but {launcher} started it. Use the mpiexec "
-                            "beside this Python (python -m pmm3d.launcher -n N ...), under Slurm srun "
+        raise LauncherError(f"the MPI of this Python is the wheel {wheels[0]}, but {launcher} started it. Use the "
+                            "mpiexec beside this Python (python -m pmm3d.launcher -n N ...), or srun "
                             f"--mpi={PLUGINS[wheels[0]]}")
 
 

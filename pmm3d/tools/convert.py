@@ -47,7 +47,7 @@ def convert_command(
 
     pmm3d convert houses.csv houses.h5 --target-columns price
 
-    pmm3d convert iris.csv iris.h5 --classes             species as text become 0, 1, 2
+    pmm3d convert iris.csv iris.h5 --classes     species as text become 0, 1, 2
 
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """

@@ -51,11 +51,11 @@ def all_ranks() -> Iterator[MPI.Intracomm]:
 def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
     """MPI's world, and one like it in which the ranks end. What is in the way of MPI is said by the first one alone."""
     first = task_rank(os.environ) == 0
-    if (shared := machine.share_cores(os.environ)) and first:
-        print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
     try:
+        check_launcher()
+        if (shared := machine.share_cores(os.environ)) and first:
+            print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
         with _no_hang():
-            check_launcher()
             from mpi4py import MPI
 
             ending = MPI.COMM_WORLD.Dup()
@@ -148,5 +148,6 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _in_a_line(error: BaseException) -> str:
-    kind = "an error that nobody foresaw: " * (_exit_code(error) == UNFORESEEN)
-    return f"pmm3d: {kind}{headline(error)}"
+    if _exit_code(error) == WRONG:
+        return f"pmm3d: {headline(error)}"
+    return f"pmm3d: an error that nobody foresaw: {headline(error)}"

@@ -64,11 +64,11 @@ def bench_command(
 
     [bold]Examples[/]
 
-    pmm3d bench                                        4096 cubed, float64
+    pmm3d bench                                  4096 cubed, float64
 
     pmm3d bench --m 65536 --n 512 --k 512 --dtype float32
 
-    pmm3d bench --grid all --plot grids.png            which grid is the fastest here?
+    pmm3d bench --grid all --plot grids.png      which grid is the fastest?
     """
     with all_ranks() as comm:
         from .result import Case, write_json

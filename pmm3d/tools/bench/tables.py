@@ -28,7 +28,7 @@ def print_sweep(results: list[Result], console: Console) -> None:
     for result in sorted(results, key=lambda result: result.speed.median):
         speed, traffic = result.speed, result.traffic
         bound = f"{traffic.received / traffic.lower_bound_bytes:.2f}" if traffic.lower_bound_bytes else "-"
-        table.add_row(result.shape, *_milliseconds(speed.median), f"{speed.gflops:.1f}", f"{speed.ratio:.3f}",
+        table.add_row(result.shape, *_milliseconds(speed.median), _short(speed.gflops, 1), f"{speed.ratio:.3f}",
                       *_milliseconds(speed.computed_seconds, speed.waited_seconds), in_bytes(traffic.received), bound,
                       "yes" if result.check.verified else "NO")
     console.print(table)
@@ -118,4 +118,9 @@ def _columns(title: str, first: str, *others: str) -> Table:
 
 
 def _milliseconds(*seconds: float) -> Iterable[str]:
-    return (f"{1e3 * figure:.2f}" for figure in seconds)
+    return (_short(1e3 * figure, 2) for figure in seconds)
+
+
+def _short(figure: float, digits: int) -> str:
+    """With so many digits after the point; with none where there are enough before it."""
+    return f"{figure:.{digits if figure < 1e4 else 0}f}"
