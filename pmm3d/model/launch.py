@@ -3,11 +3,9 @@ no MPI: its start would end the process."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import LauncherError
@@ -25,10 +23,12 @@ OTHER_MPI = ("MPI4PY_MPIABI", "MPI4PY_LIBMPI")
 
 def installed_wheels() -> list[str]:
     """Those of WHEELS that are installed beside this Python."""
+    from importlib import metadata
+
     found = []
     for name in WHEELS:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.distribution(name)
+        with suppress(metadata.PackageNotFoundError):
+            metadata.distribution(name)
             found.append(name)
     return found
 
@@ -65,5 +65,7 @@ def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
 
 def _takes_a_wheel() -> bool:
     """Whether mpi4py looks for its MPI when it starts, as the one from PyPI does; else it was built for one."""
+    from importlib.util import find_spec
+
     spec = find_spec("mpi4py")
     return any(any(Path(folder).glob("MPI.mpich.*")) for folder in (spec and spec.submodule_search_locations) or ())
