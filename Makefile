@@ -38,23 +38,32 @@ SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-unit test-mpi test-slurm system-packages bench docs clean distclean
+.PHONY: help setup site-launcher run test test-unit test-mpi test-slurm system-packages bench docs clean distclean
 
-run: setup ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
+run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
 	$(VENV)/bin/python apps/digits.py runs/digits.h5
 	rm -rf runs/digits
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d train apps/digits.toml
 
+site-launcher: # with MPI=site: whether ranks can be started; what Open MPI wants is set by pmm3d.launcher otherwise
+ifeq ($(MPI),site)
+	@$(LAUNCH) 8 true || { \
+	  echo 'MPI=site: the launcher above ($(LAUNCH) 8) starts no ranks here. Open MPI wants, in the environment:'; \
+	  echo '  as root: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1'; \
+	  echo '  for more ranks than cores: OMPI_MCA_rmaps_base_oversubscribe=1, from version 5 on'; \
+	  echo '    PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe'; exit 1; }
+endif
+
 setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
 
-test: setup ## all tests
+test: setup site-launcher ## all tests
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-unit: setup ## the tests in one process
 	$(VENV)/bin/python -m pytest -m "not parallel" $(ARGS)
 
-test-mpi: setup ## the tests on several ranks; N=4: only those on 4
+test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
 	$(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
 test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## the scripts of jobs/ under a real Slurm, on virtual nodes; as root

@@ -6,14 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def printable(text: str) -> str:
+    r"""The text with what a terminal would obey, or could not show, escaped as in Python; line ends stay.
+
+        >>> print(printable("red: \x1b[31m"))
+        red: \x1b[31m
+    """
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode()
+                   for sign in text)
+
+
 class Pmm3dError(Exception):
-    """Base of all errors of the library.
+    """Base of all errors of the library. Names of files and the like are printed escaped.
 
     everywhere   True once the ranks of a grid have agreed to raise this error together; `Grid.__exit__` then lets it
                  through instead of ending the job.
     """
 
     everywhere = False
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class GridError(Pmm3dError):

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import Pmm3dError
+from ..errors import Pmm3dError, printable
 from ..model.environment import job_id
 
 logger = logging.getLogger("pmm3d.io")
@@ -140,7 +140,8 @@ def _in_words(owner: Owner) -> str:
     if not owner:
         return "it does not say which"
     job = f", {owner['job']}" if owner.get("job") else ""
-    return f"host {owner.get('host')}, process {owner.get('pid')}{job}, since {owner.get('since')}"
+    said = f"host {owner.get('host')}, process {owner.get('pid')}{job}, since {owner.get('since')}"
+    return printable(said).replace("\n", r"\n")
 
 
 def _gone(owner: Owner, age: float) -> bool:

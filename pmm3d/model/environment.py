@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
@@ -15,6 +16,8 @@ TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPA
 """Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also
 carry that step's task count (the number of nodes)."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
+LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
+                     "JSM_NAMESPACE_LOCAL_SIZE")
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 
 
@@ -40,6 +43,23 @@ def task_rank(environ: Mapping[str, str]) -> int:
         if environ.get(name, "").isdecimal():
             return int(environ[name])
     return 0
+
+
+def tasks_on_node(environ: Mapping[str, str]) -> tuple[int, str]:
+    """How many ranks the launcher started on this node, and the variable that says so; (1, "") outside a launcher.
+
+        >>> tasks_on_node({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
+        (3, 'SLURM_STEP_TASKS_PER_NODE')
+    """
+    for name in LOCAL_TASK_COUNTS:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name]), name
+    slurm, node = environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "0")
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm) if node.isdecimal() else ():
+        if int(node) < int(nodes or 1):
+            return int(tasks), "SLURM_STEP_TASKS_PER_NODE"
+        node = str(int(node) - int(nodes or 1))
+    return 1, ""
 
 
 def nodes_of_job(environ: Mapping[str, str]) -> int:

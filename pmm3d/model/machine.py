@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .environment import tasks_on_node
+
 AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
 WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
+
+THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,33 @@ def set_blas_environment(environment: MutableMapping[str, str] = os.environ) -> 
     kernel = better_kernel(cpu())
     if kernel:
         environment.setdefault("OPENBLAS_CORETYPE", kernel)
+
+
+def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
+    """Where nobody chose, the BLAS of a rank gets its share of the node's cores, not all of them. Returns what was
+    chosen, in words; empty if nothing. Before numpy is loaded, as above."""
+    ranks, variable = tasks_on_node(environment)
+    if ranks < 2 or any(map(environment.get, THREAD_COUNTS)):
+        return ""
+    of_job, own = cores_of_job(variable, environment.get("SLURM_CPUS_ON_NODE", "")), len(cores())
+    threads = max(1, min(own, of_job // ranks))
+    if threads == own:
+        return ""
+    environment.update(dict.fromkeys(THREAD_COUNTS, str(threads)))
+    return (f"{ranks} ranks share {of_job} cores here, and nobody chose the threads of the BLAS: {threads} a rank "
+            f"({', '.join(THREAD_COUNTS)})")
+
+
+def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> int:
+    """How many cores of this node the job has: those of the launcher, which is the nearest process above that has not
+    that variable of a rank; no more than limit, if it is a number."""
+    found, parent = cores(), os.getppid()
+    with suppress(OSError, ValueError, IndexError):
+        while f"\0{variable}=" in "\0" + Path(f"{processes}/{parent}/environ").read_text(errors="replace"):
+            parent = int(Path(f"{processes}/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    with suppress(OSError, AttributeError):
+        found |= os.sched_getaffinity(parent)
+    return min(len(found), int(limit)) if limit.isdecimal() else len(found)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
+from ..errors import printable
+
 
 class StderrHandler(logging.StreamHandler):
     """Prints to what sys.stderr is at that moment; commands silence it on all ranks but the first."""
@@ -13,6 +15,9 @@ class StderrHandler(logging.StreamHandler):
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
     @property
     def stream(self) -> TextIO:

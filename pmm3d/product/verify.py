@@ -42,7 +42,7 @@ def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, s
     Up to 1 the product is right; a wrong row of C escapes one trial with a probability of 1/2 at most, all of them
     with 1/8 (Freivalds, 1979). Expected is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for rounding errors of random sign.
     """
-    k, n = b.shape
+    k, n = max(1, b.shape[0]), b.shape[1]
     kind = np.complex128 if a.dtype.startswith("complex") else np.float64
     unit = _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2
     scale = 4 * unit * (sqrt(k) if a.dtype not in LOW_PRECISION else sqrt(b.grid.shape.size) + sqrt(k) * 2.0**-13)

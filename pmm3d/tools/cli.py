@@ -11,6 +11,7 @@ import time
 from ..errors import MissingPackageError, needs
 from ..model import machine
 from ..model.environment import task_rank
+from .terminal import make_streams_safe
 
 FIRST_RANK_SPEAKS = 1.0
 """Seconds that the others wait before they end with a usage error, which it explains."""
@@ -21,6 +22,7 @@ LAST_RESORT_SECONDS = 60
 def main() -> None:
     """Sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage: the others
     are silent, and end later, since mpiexec ends all ranks when one fails."""
+    make_streams_safe()
     machine.set_blas_environment()
     first = task_rank(os.environ) == 0
     if not first:
@@ -45,6 +47,8 @@ def _leave() -> None:
     own exit code: a launcher that ends all ranks when the first one has failed sends SIGTERM, which is too late."""
     from mpi4py import MPI
 
+    if not MPI.Is_initialized():
+        return
     from ..comm.communicator import all_leave
     from .ranks import time_limit
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-import sys
+import re
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import Pmm3dError
 from ..model.environment import task_rank
 from .bench.command import bench_command
 from .convert import convert_command
 from .doctor.command import doctor_command
+from .outputs import check_writable
 from .ranks import all_ranks, on_first
+from .terminal import complaining, say
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
@@ -28,11 +31,7 @@ def _pmm3d() -> None:
     """Commands take the same options on all ranks."""
 
 
-app.command("bench")(bench_command)
-
-
-@app.command()
-def train(
+def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file; apps/digits.toml is one, with every section.")],
     resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, if there is "
                                              "one; never: from the start, if there is none; or the path of a "
@@ -59,22 +58,21 @@ def train(
         from ..nn.training import config as configuration
         from ..nn.training.job import train_job
 
-        loaded = on_first(comm, lambda: configuration.load(config))
+        def first() -> configuration.Config:
+            check_writable(trace)
+            return configuration.load(config)
+
+        loaded = on_first(comm, first)
         if show:
             if comm.rank == 0:
-                print(loaded.model_dump_json(indent=2))
+                say(json.dumps(loaded.model_dump(mode="json"), indent=2))
             return
         finished = train_job(loaded, comm, resume, trace)
     if not finished:
         raise typer.Exit(NOT_FINISHED)
 
 
-app.command("convert")(convert_command)
-app.command("doctor")(doctor_command)
-
-
-@app.command()
-def report(
+def report_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run, or a file of pmm3d bench --json.")],
     output: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder if left "
                                                      "out.")] = None,
@@ -89,17 +87,18 @@ def report(
     """
     if task_rank(os.environ):
         return
-    from .page import write_page
+    import mpi4py
 
-    try:
-        print(f"wrote {write_page(run, output)}")
-    except Pmm3dError as error:
-        print(f"pmm3d: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        raise typer.Exit(2) from None
+    mpi4py.rc(initialize=False, finalize=False)
+    with complaining():
+        from .page import write_page
+
+        if output is not None:
+            check_writable(output)
+        say(f"wrote {write_page(run, output)}")
 
 
-@app.command()
-def export(
+def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's, whose newest one is taken.")],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
 ) -> None:
@@ -115,6 +114,16 @@ def export(
     with all_ranks() as comm:
         from ..nn.exchange import export_checkpoint
 
+        on_first(comm, lambda: check_writable(target))
         export_checkpoint(comm, checkpoint, target)
         if comm.rank == 0:
-            print(f"wrote {target}")
+            say(f"wrote {target}")
+
+
+def _in_paragraphs(text: str) -> str:
+    """A docstring whose lines end where the terminal does."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
+
+
+for command in (bench_command, train_command, convert_command, doctor_command, report_command, export_command):
+    app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)

@@ -11,11 +11,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import Pmm3dError
+from ..errors import printable
 from ..io import convert
 from ..model.environment import task_rank
+from .outputs import check_writable
+from .terminal import complaining, say
 
 
 def convert_command(
@@ -44,7 +47,7 @@ def convert_command(
 
     pmm3d convert houses.csv houses.h5 --target-columns price
 
-    pmm3d convert iris.csv iris.h5 --classes             species as text become 0, 1, 2
+    pmm3d convert iris.csv iris.h5 --classes     species as text become 0, 1, 2
 
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
@@ -52,21 +55,18 @@ def convert_command(
         return
     columns = target_columns and [int(name) if name.lstrip("-").isdigit() else name
                                   for name in target_columns.split(",")]
-    try:
-        with _bar(source) as tell:
-            shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
-                             classes=class_names.split(",") if class_names else classes, chunk_rows=chunk_rows,
-                             delimiter=delimiter, dtype=dtype, overwrite=overwrite, tell=tell)
-    except Pmm3dError as error:
-        typer.echo(f"pmm3d: {error}", err=True)
-        raise typer.Exit(2) from None
+    with complaining(), _bar(source) as tell:
+        check_writable(target)
+        shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
+                         classes=class_names.split(",") if class_names else classes, chunk_rows=chunk_rows,
+                         delimiter=delimiter, dtype=dtype, overwrite=overwrite, tell=tell)
     sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in zip((inputs, targets), shapes))
-    typer.echo(f"wrote {target}: {', '.join(sizes)}")
+    say(f"wrote {target}: {', '.join(sizes)}")
 
 
 @contextmanager
 def _bar(source: Path) -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
     with Progress(console=Console(file=sys.stderr), transient=True) as progress:
-        bar = progress.add_task(source.name, total=None)
+        bar = progress.add_task(escape(printable(source.name)), total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)

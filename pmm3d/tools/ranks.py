@@ -1,55 +1,84 @@
-"""What the commands do with their ranks: start MPI, but do not wait for ever, let rank 0 speak, fail together."""
+"""What the commands do with their ranks: start MPI, but do not wait for ever, let rank 0 speak, end together."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import sys
+import time
+import traceback
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from ..errors import Pmm3dError
-from ..model.environment import Settings
+from ..errors import LauncherError, Pmm3dError
+from ..model import machine
+from ..model.environment import Settings, task_rank
+from ..model.launch import check_launcher
+from .terminal import complain, headline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from rich.console import Console
 
 Answer = TypeVar("Answer")
+
+FIRST_RANK_SPEAKS = 1.0
+"""Seconds that the others leave it to explain, before there is MPI: mpiexec ends all ranks when one has failed."""
+WRONG, UNFORESEEN = 2, 1
+"""Exit codes: of what the user can mend, which is said in a line; of what nobody foresaw, with its traceback."""
+MOST_LINES = 8
+"""Of different errors on as many ranks."""
 
 
 @contextmanager
 def all_ranks() -> Iterator[MPI.Intracomm]:
-    """As a context: MPI's ranks, which end with one message and 2 if they all raise an error or one of them does.
-
-    What no rank could foresee is raised, with its traceback.
-    """
+    """As a context: MPI's ranks, which end it together. An error of any kind, on whichever ranks, is said once and ends
+    the command on all of them: with 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
     sys.stderr = sys.__stderr__
-    with _no_hang():
-        from mpi4py import MPI
+    comm, ending = _started()
+    error: BaseException | None = None
+    try:
+        yield comm
+    except BaseException as raised:
+        error = raised
+    if code := _end_together(ending, error):
+        raise typer.Exit(code) from None
+
+
+def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+    """MPI's world, and one like it in which the ranks end. What is in the way of MPI is said by the first one alone."""
+    first = task_rank(os.environ) == 0
+    try:
+        check_launcher()
+        if (shared := machine.share_cores(os.environ)) and first:
+            print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
+        with _no_hang():
+            from mpi4py import MPI
+
+            ending = MPI.COMM_WORLD.Dup()
+    except LauncherError as error:
+        if first:
+            complain(error)
+        else:
+            time.sleep(FIRST_RANK_SPEAKS)
+        raise typer.Exit(WRONG) from None
     from ..model.notes import show_notes
 
     show_notes()
-    try:
-        yield MPI.COMM_WORLD
-    except Exception as error:
-        if not isinstance(error, Pmm3dError) and not getattr(error, "everywhere", False):
-            raise
-        _fail(MPI.COMM_WORLD, error)
+    return MPI.COMM_WORLD, ending
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
-    """What rank 0 makes of the file system, on every rank; its Pmm3dError too. One rank reads instead of thousands."""
+    """What rank 0 makes of the file system, on every rank; its errors too. One rank reads instead of thousands."""
     result: Any = None
-    error: Pmm3dError | None = None
+    error: Exception | None = None
     if comm.rank == 0:
         try:
             result = work()
-        except Pmm3dError as raised:
+        except Exception as raised:
             error = raised
     with _no_hang():
         result, error = comm.bcast((result, error))
@@ -65,23 +94,6 @@ def time_limit() -> float:
     return 0.0
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Raises Pmm3dError unless files can be written there."""
-    for path in filter(None, paths):
-        folder = path.resolve().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-            raise Pmm3dError(f"cannot write {path}: {folder} is not a folder that can be written")
-
-
-def console(stream: TextIO) -> Console:
-    """As wide as the launcher says: ranks cannot ask, since mpiexec may give them a terminal of its own."""
-    from rich.console import Console
-
-    columns = os.environ.get("COLUMNS", "")
-    size: dict[str, Any] = {"width": int(columns), "height": 50} if columns.isdecimal() else {}
-    return Console(file=stream, highlight=False, **size)
-
-
 @contextmanager
 def _no_hang() -> Iterator[None]:
     """Before there is a grid with a watchdog: a rank that is still here after PMM3D_TIMEOUT ends, with its stack."""
@@ -93,14 +105,49 @@ def _no_hang() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _fail(comm: MPI.Intracomm, error: Exception) -> None:
-    """The same error on all ranks is said once; that of one rank alone ends the job."""
+def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
+    """The exit code of all ranks. A rank with an error whose others do not come, as they wait for it, ends the job."""
+    from mpi4py import MPI
+
+    from ..comm.communicator import all_leave
     from ..comm.ending import all_come
     from ..comm.watch import abort_job
 
-    said = f"pmm3d: {type(error).__name__}: {error}"
-    if not all_come(comm):
-        abort_job(comm, f"{said} (on rank {comm.rank})", 2)
-    if comm.rank == 0:
-        print(said, file=sys.stderr, flush=True)
-    raise typer.Exit(2) from None
+    code = 0 if error is None else _exit_code(error)
+    if error is None:
+        all_leave(comm, time_limit())
+    elif not all_come(comm):
+        shown = "" if code == WRONG else "".join(traceback.format_exception(error))
+        abort_job(comm, f"{shown}{_in_a_line(error)} (on rank {comm.rank})", code)
+    mine = array("q", [comm.size if error is None else comm.rank, -code, getattr(error, "everywhere", False)])
+    least = array("q", mine)
+    comm.Allreduce(mine, least, MPI.MIN)
+    first, negative_code, everywhere = least
+    if negative_code:
+        _tell(comm, error, first, bool(everywhere))
+    return -negative_code
+
+
+def _tell(comm: MPI.Intracomm, error: BaseException | None, first: int, everywhere: bool) -> None:
+    """The first rank with an error shows its traceback, if that is wanted; rank 0 says each error once."""
+    from ..comm.words import ranks_in_words
+
+    if error is not None and comm.rank == first and _exit_code(error) == UNFORESEEN:
+        print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
+    line = "" if error is None else _in_a_line(error)
+    lines = [line] * (comm.rank == 0) if everywhere else comm.gather(line)
+    groups: dict[str, list[int]] = {}
+    for rank, line in enumerate(lines or ()):
+        groups.setdefault(line, []).append(rank)
+    for line, ranks in [(line, ranks) for line, ranks in groups.items() if line][:MOST_LINES]:
+        print(line + (f" (on {ranks_in_words(ranks)})" if len(groups) > 1 else ""), file=sys.stderr, flush=True)
+
+
+def _exit_code(error: BaseException) -> int:
+    return WRONG if isinstance(error, Pmm3dError) or getattr(error, "everywhere", False) else UNFORESEEN
+
+
+def _in_a_line(error: BaseException) -> str:
+    if _exit_code(error) == WRONG:
+        return f"pmm3d: {headline(error)}"
+    return f"pmm3d: an error that nobody foresaw: {headline(error)}"

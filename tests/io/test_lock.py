@@ -156,3 +156,10 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
 
 def test_the_names_of_jobs():
     assert job_id({}) is None and job_id({"SLURM_JOB_ID": "", "PBS_JOBID": "3.site"}) == "PBS_JOBID 3.site"
+
+
+def test_what_a_lock_says_is_shown_escaped(tmp_path, no_locks):
+    left_by(tmp_path, host="n1\x1b[2J\nfree", job="\x9b31m")
+    with pytest.raises(FolderInUseError) as refused:
+        RunLock(tmp_path).acquire()
+    assert r"host n1\x1b[2J\nfree, process 1, \x9b31m, since" in str(refused.value)

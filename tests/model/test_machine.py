@@ -1,5 +1,6 @@
 """pmm3d.model.machine: which kernel OpenBLAS should use, from made-up descriptions of processors."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def test_the_environment_of_the_blas_is_set_unless_the_user_did(cpuinfo, monkeyp
 
 
 def test_the_blas_in_use_is_found():
+    importlib.import_module("numpy")
     found = machine.loaded_blas()
     assert found.name and found.threads >= 1
 

@@ -129,7 +129,7 @@ def load(path: str | os.PathLike[str]) -> Config:
             return checked(tomllib.load(file), str(path))
     except OSError as error:
         raise Pmm3dError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, and of numbers too long to read
         raise Pmm3dError(f"{path} is not TOML: {error}") from None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from ...errors import CheckpointError, Pmm3dError
+from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
 from .signals import Signals
 
@@ -40,11 +40,11 @@ def _train_on(run: Trainer, resume: str, trace: Path | None) -> bool:
     elif not run.resume():
         _refuse_if_requeued(run)
     if run.grid.rank == 0:
-        print(run.describe(), file=sys.stderr, flush=True)
+        print(printable(run.describe()), file=sys.stderr, flush=True)
     finished = run.run()
     _refuse_to_stand_still(run, finished)
     if run.grid.rank == 0:
-        print(run.summary())
+        print(printable(run.summary()))
     if trace:
         run.grid.write_trace(trace)
     return finished

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...errors import needs
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
-from ..ranks import all_ranks, check_writable, console, on_first
+from ..outputs import check_writable
+from ..ranks import all_ranks, on_first
+from ..terminal import console, say
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,11 +64,11 @@ def bench_command(
 
     [bold]Examples[/]
 
-    pmm3d bench                                        4096 cubed, float64
+    pmm3d bench                                  4096 cubed, float64
 
     pmm3d bench --m 65536 --n 512 --k 512 --dtype float32
 
-    pmm3d bench --grid all --plot grids.png            which grid is the fastest here?
+    pmm3d bench --grid all --plot grids.png      which grid is the fastest?
     """
     with all_ranks() as comm:
         from .result import Case, write_json
@@ -84,7 +85,7 @@ def bench_command(
 
                 draw(results, str(plot))
             for written in filter(None, (json, plot, trace)):
-                print(f"wrote {written}")
+                say(f"wrote {written}")
     if verify != "none" and not all(result.check.verified for result in results):
         raise typer.Exit(1)
 
@@ -92,27 +93,46 @@ def bench_command(
 def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
     """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
     check_writable(json, plot, trace)
-    with needs("report", "--plot"):
-        if plot and find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(name="matplotlib")
+    if plot:
+        from .plot import check_picture
+
+        check_picture(plot)
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """The case on the grid, or on each, with a progress bar on rank 0 that is drawn between products only."""
+    """The case on the grid, or on each; the limit of the cores is measured with the first."""
     from .measure import run
 
     shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)] if grid == "all" else [grid]
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
-                        TimeElapsedColumn(), console=console(sys.stderr), auto_refresh=False, transient=True,
-                        disable=comm.rank != 0)
-    with progress:
-        bar = progress.add_task("benchmark", total=(case.repeat + 4) * len(shapes), stage="")
+    results: list[Result] = []
+    with _progress(comm.rank == 0, (case.repeat + 4) * len(shapes)) as tell:
+        for number, shape in enumerate(shapes, 1):
+            tell(f"grid {number} of {len(shapes)}: {'x'.join(map(str, shape))}" if len(shapes) > 1 else "", 0)
+            results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
+                               limit=results[0].speed.limit if results else None))
+    return results
 
-        def tell(stage: str) -> None:
-            progress.update(bar, advance=1, stage=stage)
-            progress.refresh()
 
-        return [run(case, comm, shape, tell=tell, trace=trace, timeout=timeout) for shape in shapes]
+@contextmanager
+def _progress(shown: bool, stages: int) -> Iterator[Callable[[str, int], None]]:
+    """tell(what, stages done): a bar drawn between products only; where there is no terminal, a line for each grid."""
+    out = console(sys.stderr)
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
+                   TimeElapsedColumn(), console=out, auto_refresh=False, transient=True,
+                   disable=not (shown and out.is_terminal))
+    task = bar.add_task("benchmark", total=stages, stage="")
+
+    def tell(what: str, done: int) -> None:
+        if done:
+            bar.update(task, advance=done, stage=what)
+            bar.refresh()
+        elif what and shown and bar.disable:
+            print(f"pmm3d bench: {what}", file=sys.stderr, flush=True)
+        elif what:
+            bar.update(task, description=what)
+
+    with bar:
+        yield tell
 
 
 def _show(results: list[Result]) -> None:

@@ -19,7 +19,7 @@ from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
-from .result import Case, Check, Environment, Memory, Partition, Result, Speed, Traffic, flop
+from .result import Case, Check, Environment, Limit, Memory, Partition, Result, Speed, Traffic, flop
 
 CORE_FLOP = flop(2048, 2048, 2048, "float64")
 """Of the GEMM on one core at most: a second on a slow one."""
@@ -34,14 +34,17 @@ Tell = Callable[[str], None]
 
 
 def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = lambda text: None,
-        trace: Path | None = None, **options: Any) -> Result:
-    """Measure a case on one grid; collective. tell(text) hears of each stage on rank 0. options go to Grid."""
+        trace: Path | None = None, limit: Limit | None = None, **options: Any) -> Result:
+    """Measure a case on one grid; collective. tell(text) hears of each stage on rank 0. options go to Grid.
+
+    limit   of one core, if it was measured before
+    """
     with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace), **options) as grid:
         say = tell if grid.rank == 0 else (lambda text: None)
         take_device(case.array, grid.local_rank)
         grid.ledger.predict("A, B, C and work arrays", ranking.memory(case.product, grid.shape, case.dtype))
         say(f"grid {grid.shape}: making A and B")
-        result = _measure(case, grid, *operands(grid, case), say)
+        result = _measure(case, grid, *operands(grid, case), say, limit)
         if trace:
             grid.write_trace(trace)
         return result
@@ -59,7 +62,7 @@ def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
     return made[0], made[1]
 
 
-def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) -> Result:
+def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, known: Limit | None) -> Result:
     def multiply(c: DistMatrix | None) -> DistMatrix:
         return matmul(a, b, out=c, panels=case.panels, max_workspace=case.max_workspace)
 
@@ -67,8 +70,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
     for _ in range(WARM_UP - 1):
         multiply(c)
     say("single-core GEMM")
-    core_shape = shrunk(*case.product, CORE_FLOP)
-    before, square = core_rate(grid, case, core_shape), core_rate(grid, case, (2048, 2048, 2048))
+    limit = known or _limit(grid, case)
     grid.ledger.reset()
     resident = machine.resident_memory()
     seconds = []
@@ -78,7 +80,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
     growth = machine.resident_memory() - resident
     sent, received, phases = _of_one_product(grid, case.repeat)
     say("single-core GEMM")
-    core = max(before, core_rate(grid, case, core_shape))
+    core = limit.gflops if known else max(limit.gflops, core_rate(grid, case, limit.shape))
     say("verification")
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.loaded_blas()
@@ -86,13 +88,18 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell) ->
     cores = sum(host.cores for host in nodes) if a.library.on_host else grid.shape.size
     rate = case.flop / median(seconds) / 1e9
     computed, waited = (sum(phase[what] for phase in phases.values()) for what in ("computed", "waited"))
-    speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(core_shape), cores=cores,
-                  square_core_gflops=square, ratio=rate / (cores * core) if core else 0.0, phases=phases,
+    speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
+                  square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
                   computed_seconds=computed, waited_seconds=waited)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)))
     return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes))
+
+
+def _limit(grid: Grid, case: Case) -> Limit:
+    shape = shrunk(*case.product, CORE_FLOP)
+    return Limit(shape, core_rate(grid, case, shape), core_rate(grid, case, (2048, 2048, 2048)))
 
 
 def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
@@ -115,7 +122,7 @@ def shrunk(m: int, n: int, k: int, most: int) -> tuple[int, int, int]:
     return dims[0], dims[1], dims[2]
 
 
-def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
+def core_rate(grid: Grid, case: Case, shape: tuple[int, ...]) -> float:
     """Median GFLOP/s of this BLAS on one core (or of one device), on rank 0 while the others sleep. Collective."""
     rate = 0.0
     if grid.rank == 0:
@@ -181,4 +188,15 @@ def _environment(blas: machine.Blas, nodes: list[Host]) -> Environment:
     processor = machine.cpu()
     return Environment(mpi_name(), processor.name, f"{blas.name} {blas.version}", blas.kernel, blas.threads,
                        [host.name for host in nodes], [len(host.ranks) for host in nodes],
-                       [host.cores for host in nodes], blas.advice(processor))
+                       [host.cores for host in nodes], _advice(blas, processor, nodes))
+
+
+def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
+    """What to do about a lesser kernel, and about threads that take turns on the cores; None if all is well."""
+    told = [blas.advice(processor)]
+    crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
+    for host in crowded[:1]:
+        threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)
+        told.append(f"{threads} BLAS threads of {ranks} ranks take turns on {host.cores} cores ({host.name}): set "
+                    f"{', '.join(machine.THREAD_COUNTS)} to {max(1, host.cores // ranks)}")
+    return "\n".join(filter(None, told)) or None

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from ...errors import needs
+from pathlib import Path
+
+from ...errors import Pmm3dError, needs
 from ..page.bench_page import product_parts
 from .result import Result
 
 COLOURS = {"computing: GEMM": "#4477aa", "waiting: gather A": "#ee6677", "waiting: gather B": "#ccbb44",
            "waiting: reduce C": "#aa3377", "waiting: redistribute": "#66ccee", "waiting: agreement": "#228833",
            "copies, sums, the rest": "#bbbbbb"}
+
+
+def check_picture(path: Path) -> None:
+    """Raises Pmm3dError unless the name ends as that of a picture does."""
+    with needs("report", "--plot"):
+        from matplotlib.backend_bases import FigureCanvasBase
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in known:
+        endings = ", ".join(f".{ending}" for ending in sorted(known))
+        raise Pmm3dError(f"cannot draw {path}: the name of a picture ends in one of {endings}")
 
 
 def plot(results: list[Result], path: str) -> None:

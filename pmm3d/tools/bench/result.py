@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ...errors import Pmm3dError
+
 PRODUCT = ("m", "n", "k", "dtype", "array", "transpose")
 
 
@@ -44,6 +46,14 @@ class Partition(NamedTuple):
     strips: int
 
 
+class Limit(NamedTuple):
+    """GFLOP/s of the GEMM of a shape on one core, and of 2048 cubed there."""
+
+    shape: tuple[int, ...]
+    gflops: float
+    square_gflops: float
+
+
 class Speed(NamedTuple):
     """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
     of the medians before and after; ratio: of gflops to the cores' rate. Phases: seconds of one product as the mean
@@ -63,6 +73,10 @@ class Speed(NamedTuple):
     @property
     def median(self) -> float:
         return median(self.seconds)
+
+    @property
+    def limit(self) -> Limit:
+        return Limit(tuple(self.core_shape), self.core_gflops, self.square_core_gflops)
 
 
 class Traffic(NamedTuple):
@@ -97,7 +111,8 @@ class Check(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """Where it ran. advice: what to do about a BLAS kernel below the CPU's best, if anything."""
+    """Where it ran. advice: what to do about a BLAS kernel below the CPU's best, and about threads that
+    share cores, if anything."""
 
     mpi: str
     cpu: str
@@ -140,4 +155,7 @@ def flop(m: int, n: int, k: int, dtype: str) -> int:
 def write_json(results: list[Result], path: Path) -> None:
     """One object, or a list of them for a sweep."""
     records = [result.as_json() for result in results]
-    Path(path).write_text(json.dumps(records[0] if len(records) == 1 else records, indent=1))
+    try:
+        Path(path).write_text(json.dumps(records[0] if len(records) == 1 else records, indent=1))
+    except OSError as error:
+        raise Pmm3dError(f"cannot write {path}: {error.strerror}") from None

