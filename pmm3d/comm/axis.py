@@ -13,7 +13,7 @@ from ..errors import LayoutError
 from . import collectives
 from .collectives import Counts
 from .engine import Engine, Pending
-from .hang import source_line
+from .stacks import source_line
 from .ledger import Record
 from .transport import Collective, Link
 

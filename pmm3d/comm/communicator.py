@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .hang import Process, this_process
+from .stacks import Process, this_process
 from .ledger import Ledger
 from .watch import POLL_SECONDS, Watch
 

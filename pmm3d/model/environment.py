@@ -16,6 +16,9 @@ carry that step's task count (the number of nodes)."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 
+JOB_FOLDER = "PMM3D_JOB_FOLDER"
+"""Where a rank that ends the job tells pmm3d.launcher, on whose node it is, the exit code."""
+
 
 def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """How many ranks the launcher says it started, and the variable that says so.

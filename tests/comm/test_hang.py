@@ -6,19 +6,15 @@ import threading
 import pytest
 
 from pmm3d.comm.hang import (
-    DEAD,
     SILENT,
     UNBORN,
-    Process,
     RankStatus,
     Waiting,
     absent,
     deadlocked,
     diagnosis,
-    process_state,
-    source_line,
-    stack_of,
 )
+from pmm3d.comm.stacks import DEAD, Process, process_state, source_line, stack_of
 from pmm3d.comm.words import ranks_in_words
 
 HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 13)]
@@ -65,7 +61,7 @@ def test_waiting_for_one_that_computes_is_no_deadlock():
 def test_messages_on_their_way_are_no_deadlock():
     answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
     assert deadlocked(answers, {}) == {}
-    assert "All members have begun it: messages do not arrive" in diagnosis(answers, {}, HOSTS, LIMIT)
+    assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in diagnosis(answers, {}, HOSTS, LIMIT)
 
 
 def test_a_chain_that_ends_at_one_who_has_left_is_certain():
