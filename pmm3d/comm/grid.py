@@ -142,6 +142,10 @@ class Grid:
         hosts = [process.host for process in self._processes]
         return hosts[: self.rank].count(hosts[self.rank])
 
+    def host_of(self, rank: int) -> str:
+        """The name of the node that a rank runs on."""
+        return self._processes[rank].host
+
     def axis(self, name: str) -> Axis:
         return getattr(self, name)
 

@@ -118,6 +118,7 @@ class Watch:
     def start(self) -> None:
         """Answer from now on."""
         if self.threaded:
+            self._give_sign(time.perf_counter())
             self._thread = threading.Thread(target=self._run, name="pmm3d watch", daemon=True)
             self._thread.start()
 
@@ -168,11 +169,16 @@ class Watch:
         return self._comm.rank in self._leaders[:-1]
 
     def _note_activity(self, now: float) -> None:
-        """What was begun since; and a sign of life: without one faulthandler's clock prints this rank's stacks."""
+        """What was begun since."""
         if self._waits or self.begun != self._seen:
             self._seen, self._active, self._next_note = dict(self.begun), now, self.timeout
-        if self.threaded and self._may_lead and not self.ending and now - self._sign > self.timeout / SIGNS:
-            self._sign = now
+        if self.threaded and not self.ending and now - self._sign > self.timeout / SIGNS:
+            self._give_sign(now)
+
+    def _give_sign(self, now: float) -> None:
+        """Of life: without one faulthandler's clock prints this rank's stacks, with or without its Python."""
+        self._sign = now
+        if self._may_lead:
             faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__ or sys.stderr)
 
     def _handle(self, kind: str, sender: int, content: Any, now: float) -> None:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_named, library_of, random
 from ..comm import Grid
-from ..errors import GridError, LayoutError, Pmm3dError, needs
+from ..errors import GridError, LayoutError, Pmm3dError, check_regular, needs
 from ..layout import EMPTY, Layout, Placement, Whole
 from .multiply import matmul
 from .redistribute import move, move_into
@@ -200,6 +200,7 @@ def _described(array: Any) -> tuple[Any, ...]:
 @contextmanager
 def _opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
     """A sliceable 2D source with .shape: the array of a .npy file or a data set of an HDF5 file."""
+    check_regular(path)
     if str(path).endswith(".npy"):
         yield np.load(path, mmap_mode="r")
         return
