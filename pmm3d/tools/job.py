@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ..model.environment import JOB_FOLDER
-from .processes import LocalRanks, end_job
+from .processes import LocalRanks, RankProcess, end_job
 
 TIMED_OUT = 124
 """What timeout(1) returns."""
@@ -45,7 +46,7 @@ class Job:
         self._folders = {"tmp": Path(tempfile.mkdtemp(prefix="pmm3d-job-"))}
         self._note = self._folders["tmp"] / "code"
         self._segments: set[str] = set()
-        self._looked, self._asked, self._over_since = 0.0, False, 0.0
+        self._looked, self._asked, self._over_since = 0.0, 0, 0.0
         variables = {name: str(self._folder(kind)) for name, kind in own_files.items() if name not in environ}
         self._attached = sys.stdin is not None and os.isatty(0)
         self.process = subprocess.Popen(
@@ -77,22 +78,17 @@ class Job:
                 signal.signal(number, handler)
             self._clean_up()
 
-    def _take_signals(self) -> dict[signal.Signals, object]:
-        """Signals to this process are mpiexec's, but for those that are ignored here. Returns their handlers."""
-        numbers = PASSED_ON if self._attached else PASSED_ON + OF_THE_TERMINAL
+    def _take_signals(self) -> dict[signal.Signals, Any]:
+        """Signals to this process are mpiexec's, but for those that are ignored here. Returns their handlers before."""
+        numbers = (*PASSED_ON, signal.SIGINT) if self._attached else PASSED_ON + OF_THE_TERMINAL
         taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        if self._attached and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            return {number: signal.signal(number, self._pass_on) for number in taken} | {
-                signal.SIGINT: signal.signal(signal.SIGINT, self._note_ending)}
         return {number: signal.signal(number, self._pass_on) for number in taken}
 
-    def _note_ending(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked |= number in ENDING
-        with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        self._asked += number in ENDING
+        if not (self._attached and number in OF_THE_TERMINAL):
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -113,14 +109,19 @@ class Job:
     def _is_over(self) -> bool:
         """A rank has ended the job, or none is left here and one went wrong. On other nodes there may be more."""
         nobody = bool(self._ranks.seen) and not any(True for _ in self._ranks.running)
-        return self._note.exists() or nobody and any(rank.status for rank in self._ranks.ended)
+        return self._note.exists() or nobody and self._first_wrong() is not None
+
+    def _first_wrong(self) -> RankProcess | None:
+        """The first rank that is known to have ended by a signal or with an error."""
+        return next((rank for rank in self._ranks.ended if (rank.status or 0) > 0), None)
 
     def _end_mpiexec(self) -> int:
         print(f"pmm3d.launcher: the job is over, and mpiexec has not ended within {GRACE_SECONDS:g} s of that: it is "
               "ended (a node, or the network to it, may be gone)", file=sys.stderr)
         end_job(self.process)
-        first = next((rank.status for rank in self._ranks.ended if rank.status and rank.status > 0), 256)
-        return 128 + (first & 127) if first & 127 else first >> 8
+        first = self._first_wrong()
+        status = first.status or 0 if first else 256
+        return 128 + (status & 127) if status & 127 else status >> 8
 
     def _own_code(self) -> int:
         """The exit code with which a rank ended the job; 0 if none did. mpiexec may have another."""
@@ -129,11 +130,11 @@ class Job:
         return 0
 
     def _wait_for_ranks(self) -> None:
-        """For those that mpiexec has left: they end by themselves when asked to (a checkpoint is written), or are
-        ended."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        """For those that mpiexec has left. When asked to they end by themselves (a checkpoint is written), or when asked
+        again; otherwise they are ended."""
+        deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := list(self._ranks.running):
-            if time.monotonic() > deadline and not self._asked:
+            if self._asked > asked or time.monotonic() > deadline and not asked:
                 print(f"pmm3d.launcher: {len(left)} of its ranks had not ended {GRACE_SECONDS:g} s after mpiexec, and are "
                       "killed", file=sys.stderr)
                 for rank in left:
@@ -145,9 +146,9 @@ class Job:
     def _name_killed(self, code: int) -> None:
         """The first rank that went wrong, if a signal ended it and nobody asked for an end: mpiexec kills the rest."""
         first = next((rank for rank in self._ranks.ended if rank.status), None)
-        if not code or first is None or first.status is None or self._asked or self._own_code():
+        if first is None or first.status is None or self._asked or self._own_code():
             return
-        number = first.status & 127 if first.status > 0 else 0
+        number = first.status & 127 if first.status > 0 else max(0, code - 128)
         if number and code in (number, 128 + number):
             hint = " (out of memory? see dmesg)" if number == signal.SIGKILL else ""
             print(f"pmm3d.launcher: rank {first.rank} (pid {first.pid}) was killed by {_name_of(number)}{hint}",

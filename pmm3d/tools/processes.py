@@ -65,13 +65,14 @@ class RankProcess:
     """
 
     def __init__(self, rank: int, pid: int):
-        self.rank, self.pid, self.status = rank, pid, None
+        self.rank, self.pid = rank, pid
+        self.status: int | None = None
         self.descriptor = os.pidfd_open(pid)
         self._entry = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
 
     def note_end(self) -> None:
         """It has ended: find out how, from its entry while nobody has collected it, or from the kernel's memory."""
-        self.status: int | None = -1
+        self.status = -1
         with suppress(OSError, ValueError, IndexError):
             state, *fields = os.pread(self._entry, 4096, 0).rpartition(b")")[2].split()
             if state in (b"Z", b"X"):
