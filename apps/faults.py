@@ -1,4 +1,4 @@
-"""Thirteen kinds of faults, each many times, with the victim, the moment and the place by chance: what becomes of the job?
+"""Kinds of faults, each many times, with the victim, the moment and the place by chance: what becomes of the job?
 
     python apps/faults.py --times 20
     python apps/faults.py --times 3 --only killed,stopped --json outcomes.json

@@ -28,8 +28,8 @@ class Ending:
 
 
 class Job:
-    """A program on some ranks, under way, by pmm3d.launcher or another one; `environ` is set besides this process's variables. mark: a file that comes to
-    be at the moment of the fault, if there is to be one in the program."""
+    """A program on some ranks, under way, by pmm3d.launcher or another one; `environ` is set besides this process's
+    variables. mark: a file that comes to be at the moment of the fault, if there is to be one in the program."""
 
     def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str], mark: Path,
                  launcher: Sequence[str] = ()):

@@ -153,7 +153,8 @@ def all_asleep(lab: Lab) -> Outcome:
     fault = {"name": "none: all sleep", "victim": 0, "step": step, "point": point}
     ending = run.start({"PMM3D_TIMEOUT": SHORT}, fault=fault).end()
     causes = (r"ranks 0-3 began no collective for \d+ s, and nobody waits in one\..*?in call_none",)
-    return lab.judge("all asleep", f"in step {step} at {point}", run, ending, Expected(causes, codes=(0,), everyone=True))
+    expected = Expected(causes, codes=(0,), everyone=True)
+    return lab.judge("all asleep", f"in step {step} at {point}", run, ending, expected)
 
 
 KINDS = {

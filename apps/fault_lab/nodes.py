@@ -33,7 +33,8 @@ def network(lab: Lab) -> Outcome:
     while True:
         run = lab.run(own_loop=True)
         with two_nodes(f"faults-{run.name}") as nodes:
-            launcher = [*PROGRAM, "run", "--on", f"faults-{run.name}", "--ranks-per-node", str(lab.ranks // NODES), "--"]
+            on_each = str(lab.ranks // NODES)
+            launcher = [*PROGRAM, "run", "--on", f"faults-{run.name}", "--ranks-per-node", on_each, "--"]
             job = run.start({"PMM3D_TIMEOUT": SHORT}, launcher=launcher)
             number = lab.random.randrange(1, 4)
             there = job.until(lambda: len(run.checkpoints()) >= number)

@@ -13,8 +13,8 @@ from ..errors import LayoutError
 from . import collectives
 from .collectives import Counts
 from .engine import Engine, Pending
-from .stacks import source_line
 from .ledger import Record
+from .stacks import source_line
 from .transport import Collective, Link
 
 LARGEST_TAG = 2**15 - 1

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .stacks import Process, this_process
 from .ledger import Ledger
+from .stacks import Process, this_process
 from .watch import POLL_SECONDS, Watch
 
 HOST_BYTES = 256

@@ -130,13 +130,13 @@ class Job:
         return 0
 
     def _wait_for_ranks(self) -> None:
-        """For those that mpiexec has left. When asked to they end by themselves (a checkpoint is written), or when asked
-        again; otherwise they are ended."""
+        """For those that mpiexec has left. When asked to they end by themselves (a checkpoint is written); otherwise,
+        and when asked again, they are killed."""
         deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := list(self._ranks.running):
             if self._asked > asked or time.monotonic() > deadline and not asked:
-                print(f"pmm3d.launcher: {len(left)} of its ranks had not ended {GRACE_SECONDS:g} s after mpiexec, and are "
-                      "killed", file=sys.stderr)
+                print(f"pmm3d.launcher: {len(left)} of its ranks had not ended {GRACE_SECONDS:g} s after mpiexec, "
+                      "and are killed", file=sys.stderr)
                 for rank in left:
                     with suppress(ProcessLookupError):
                         os.kill(rank.pid, signal.SIGKILL)

@@ -65,7 +65,8 @@ def test_waiting_for_one_that_computes_is_no_deadlock():
 def test_messages_on_their_way_are_no_deadlock():
     answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
     assert deadlocked(answers, {}) == {}
-    assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in diagnosis(answers, {}, HOSTS, LIMIT)
+    text = diagnosis(answers, {}, HOSTS, LIMIT)
+    assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
 
 
 def test_a_chain_that_ends_at_one_who_has_left_is_certain():

@@ -57,8 +57,8 @@ def time_section(record: Json) -> Section:
     if any(ranks["saving"]):
         lead += f" Writing checkpoints took {in_seconds(max(ranks['saving']))}, waits in it included."
     if len(drawn) > MOST_ROWS:
-        lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; the "
-                 "table covers all.")
+        lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
+                 "the table covers all.")
         middle = len(order) // 2 - EXTREMES // 2
         drawn = [*order[:EXTREMES], *order[middle : middle + EXTREMES], *order[-EXTREMES:]]
     rows = [(f"rank {rank}", [Part(kind.name, kind.class_, kind.seconds[rank]) for kind in kinds]) for rank in drawn]
