@@ -13,7 +13,9 @@ from .judgement import Expected, Outcome
 from .lab import LONG, SHORT, Lab, Run, step_of
 
 HUNG = (70,)
-KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid \d+\) was killed by SIGKILL",)
+KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid \d+\) was killed by SIGKILL",
+          r"pmm3d\.launcher: one of (?P<rank>[^\n]*), which ended at once, was killed by SIGKILL")
+"""The latter where MPICH's mpiexec was faster than the launcher: the victim is among them."""
 NEVER_CAME = r"(?P<rank>rank \d+)(?: \(host \S+, pid \d+\))? never came: "
 STOPPED = NEVER_CAME + r"(?:stopped by a signal|it has not come: it is stopped)"
 """The latter where ranks do not know each other's processes: outside of a grid."""

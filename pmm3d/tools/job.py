@@ -144,15 +144,17 @@ class Job:
             self._ranks.wait(POLL_SECONDS)
 
     def _name_killed(self, code: int) -> None:
-        """The first rank that went wrong, if a signal ended it and nobody asked for an end: mpiexec kills the rest."""
-        first = next((rank for rank in self._ranks.ended if rank.status), None)
-        if first is None or first.status is None or self._asked or self._own_code():
+        """The rank that a signal ended, if nobody asked for an end; mpiexec kills the others."""
+        suspects = self._ranks.suspects
+        if not suspects or self._asked or self._own_code():
             return
-        number = first.status & 127 if first.status > 0 else max(0, code - 128)
+        status = suspects[0].status or 0
+        number = status & 127 if status > 0 else max(0, code - 128)
         if number and code in (number, 128 + number):
+            named = [f"rank {rank.rank} (pid {rank.pid})" for rank in suspects if rank.status in (status, None)]
+            who = named[0] if len(named) == 1 else f"one of {', '.join(named)}, which ended at once,"
             hint = " (out of memory? see dmesg)" if number == signal.SIGKILL else ""
-            print(f"pmm3d.launcher: rank {first.rank} (pid {first.pid}) was killed by {_name_of(number)}{hint}",
-                  file=sys.stderr)
+            print(f"pmm3d.launcher: {who} was killed by {_name_of(number)}{hint}", file=sys.stderr)
 
     def _note_segments(self, now: float) -> None:
         """Of one rank: those of a node map the same files. Until there are some, at every look."""

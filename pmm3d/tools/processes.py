@@ -17,6 +17,8 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """By which an mpiexec tells a process its rank."""
 SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/ucx_shm_posix_", "/dev/shm/sm_segment.")
 """Files that MPICH, UCX and Open MPI map, and leave where a rank is killed."""
+VIRTUAL_SIZE = 20
+"""Its position in /proc/PID/stat behind the name."""
 PIDFD_INFO = struct.Struct("QQ11Ii")
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 PIDFD_INFO_EXIT = 1 << 3
@@ -85,6 +87,12 @@ class RankProcess:
         os.close(self._entry)
         os.close(self.descriptor)
 
+    def is_ending(self) -> bool:
+        """Whether its memory is gone already."""
+        with suppress(OSError, ValueError, IndexError):
+            return int(os.pread(self._entry, 4096, 0).rpartition(b")")[2].split()[VIRTUAL_SIZE]) == 0
+        return True
+
     def segments(self) -> set[str]:
         """The files of its MPI in /dev/shm that it has mapped."""
         with suppress(OSError):
@@ -97,6 +105,8 @@ class LocalRanks:
     """The ranks below an mpiexec on this machine, as they come and go. Knows none where the system does not tell.
 
     seen, ended   RankProcess in the order in which they were seen, and ended
+    suspects      of the first that went wrong and those that were about to end with it: MPICH's mpiexec ends the others
+                  as soon as a rank begins to end, and one of them may be gone before that rank is
     """
 
     def __init__(self, mpiexec: int):
@@ -108,6 +118,7 @@ class LocalRanks:
         self._own: int | None = None
         self.seen: list[RankProcess] = []
         self.ended: list[RankProcess] = []
+        self.suspects: list[RankProcess] = []
         if self._poll is not None:
             with suppress(OSError):
                 self._own = os.pidfd_open(mpiexec)
@@ -157,6 +168,8 @@ class LocalRanks:
                 process = self._running.pop(descriptor)
                 process.note_end()
                 self.ended.append(process)
+                if process.status and not self.suspects:
+                    self.suspects = [process, *(other for other in self.running if other.is_ending())]
 
     def close(self) -> None:
         if self._poll is not None:

