@@ -178,8 +178,9 @@ class Watch:
     def _give_sign(self, now: float) -> None:
         """Of life: without one faulthandler's clock prints this rank's stacks, with or without its Python."""
         self._sign = now
-        if self._may_lead:
-            faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__ or sys.stderr)
+        if self._may_lead and sys.__stderr__ is not None:
+            with suppress(ValueError, OSError):  # it may be closed
+                faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__)
 
     def _handle(self, kind: str, sender: int, content: Any, now: float) -> None:
         if kind == "complaint":
