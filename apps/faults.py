@@ -1,4 +1,4 @@
-"""Ten kinds of faults, each many times, with the victim, the moment and the place by chance: what becomes of the job?
+"""Kinds of faults, each many times, with the victim, the moment and the place by chance: what becomes of the job?
 
     python apps/faults.py --times 20
     python apps/faults.py --times 3 --only killed,stopped --json outcomes.json
@@ -10,6 +10,9 @@ none      a rank sleeps, skips a call, leaves, or never makes the grid
 disk      full while checkpoints are written (a small tmpfs, which needs root; else, and at times, ulimit -f)
 corrupt   a byte of the data set or of a checkpoint is another, or the file is cut short
 ranks     fewer than the grid needs, or the launcher of another MPI
+asleep    all ranks sleep for longer than the limit in code of the user's; the job is to go on
+pipe      the data file is a named pipe
+network   the link of one of two virtual nodes is cut (apps/cluster.py; needs root)
 
 Each job must end by itself (one that is still there after 90 s is a silent hang), name the rank and the cause, and end
 with the documented exit code. Its checkpoints must have their checksums and be all there. Then it is started again

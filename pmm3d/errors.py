@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,6 +72,13 @@ class DisagreementError(Pmm3dError):
 
 class MissingPackageError(Pmm3dError, ImportError):
     """A package that an extra of pmm3d installs is not there. On the rank that needs it."""
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises OSError for what is there and is no regular file: to open a named pipe waits for ever, silently."""
+    if os.path.exists(path) and not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
 
 
 @contextmanager

@@ -28,13 +28,15 @@ class Ending:
 
 
 class Job:
-    """A program on some ranks, under way; `environ` is set besides this process's variables. mark: a file that comes to
-    be at the moment of the fault, if there is to be one in the program."""
+    """A program on some ranks, under way, by pmm3d.launcher or another one; `environ` is set besides this process's
+    variables. mark: a file that comes to be at the moment of the fault, if there is to be one in the program."""
 
-    def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str], mark: Path):
+    def __init__(self, ranks: int, program: Sequence[str | Path], log: Path, environ: Mapping[str, str], mark: Path,
+                 launcher: Sequence[str] = ()):
         self.ranks, self.log, self.mark, self.fault_at = ranks, log, mark, 0.0
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks), *map(str, program)]
+        launcher = launcher or [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks)]
+        command = [*launcher, *map(str, program)]
         with open(log, "wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
                                             env=os.environ | {"PYTHONPATH": path} | environ, start_new_session=True)

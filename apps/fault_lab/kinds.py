@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pmm3d.tools.launcher import installed_wheel
 
-from . import storage
+from . import nodes, storage
 from .jobs import Job
 from .judgement import Expected, Outcome
 from .lab import LONG, SHORT, Lab, Run, step_of
 
 HUNG = (70,)
-KILLED_BY_MPIEXEC = (r"process (?P<rank>rank \d+) with PID \d+ on\s+node \S+ exited on\s+signal 9",
-                     r"BAD TERMINATION OF ONE OF.*EXIT CODE: 9\b")
+KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid \d+\) was killed by SIGKILL",
+          r"pmm3d\.launcher: one of (?P<rank>[^\n]*), which ended at once, was killed by SIGKILL")
+"""The latter where MPICH's mpiexec was faster than the launcher: the victim is among them."""
 NEVER_CAME = r"(?P<rank>rank \d+)(?: \(host \S+, pid \d+\))? never came: "
 STOPPED = NEVER_CAME + r"(?:stopped by a signal|it has not come: it is stopped)"
 """The latter where ranks do not know each other's processes: outside of a grid."""
@@ -33,7 +34,7 @@ POINTS = ("batch", "forward", "backward", "save")
 def killed(lab: Lab) -> Outcome:
     """SIGKILL at any moment after all ranks have begun."""
     return _signalled(lab, "killed", signal.SIGKILL, lambda run, job: job.all_there(), 0.8,
-                      lambda victim: Expected(KILLED_BY_MPIEXEC, victim))
+                      lambda victim: Expected(KILLED, victim))
 
 
 def stopped(lab: Lab) -> Outcome:
@@ -148,8 +149,18 @@ def too_few_ranks(lab: Lab) -> Outcome:
     return lab.judge("too few ranks", variant, run, ending, expected)
 
 
+def all_asleep(lab: Lab) -> Outcome:
+    """All ranks in code of the user's for longer than the limit: told of, and not ended."""
+    run, step, point = lab.run(own_loop=True), lab.random.randrange(1, 12), lab.random.choice(("batch", "forward"))
+    fault = {"name": "none: all sleep", "victim": 0, "step": step, "point": point}
+    ending = run.start({"PMM3D_TIMEOUT": SHORT}, fault=fault).end()
+    causes = (r"ranks 0-3 began no collective for \d+ s, and nobody waits in one\..*?in call_none",)
+    expected = Expected(causes, codes=(0,), everyone=True)
+    return lab.judge("all asleep", f"in step {step} at {point}", run, ending, expected)
+
+
 KINDS = {
     "killed": killed, "stopped": stopped, "sigterm": terminated, "raising": raising, "memory": out_of_memory,
     "other": another_collective, "none": no_collective, "disk": storage.disk_full, "corrupt": storage.corrupt_block,
-    "ranks": too_few_ranks,
+    "ranks": too_few_ranks, "asleep": all_asleep, "pipe": storage.named_pipe, "network": nodes.network,
 }

@@ -7,6 +7,9 @@ has no beta, and scipy.linalg.blas copies what is not contiguous, so neither can
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import resource
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -29,6 +32,9 @@ _ROUTINES = {
 DTYPES = frozenset(_ROUTINES)
 LARGEST = 2**31 - 1
 """Of a BLAS whose integers have 32 bits."""
+LOADED_BYTES, THREAD_BYTES = 2**26, 3 * 2**25
+"""Address space that an OpenBLAS takes when it is loaded, besides for each thread."""
+THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 @cache
@@ -42,6 +48,7 @@ def _cython_blas() -> ModuleType:
     name, before, spec = "scipy.linalg.cython_blas", set(sys.modules), PathFinder.find_spec("scipy")
     if name in before or spec is None or spec.submodule_search_locations is None:
         return import_module(name)
+    _check_room()
     stand_in = ModuleType("scipy")
     stand_in.__path__ = list(spec.submodule_search_locations)
     sys.modules.setdefault("scipy", stand_in)
@@ -56,6 +63,19 @@ def _cython_blas() -> ModuleType:
         for loaded in [loaded for loaded in sys.modules if loaded.startswith("scipy") and loaded not in before]:
             del sys.modules[loaded]
     return import_module(name)
+
+
+def _check_room() -> None:
+    """Raises MemoryError where a limit leaves an OpenBLAS too little address space: it would try to get it for ever."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    asked = [int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()]
+    needed = LOADED_BYTES + THREAD_BYTES * min([*asked[:1], os.cpu_count() or 1])
+    try:
+        mmap.mmap(-1, needed).close()
+    except OSError:
+        raise MemoryError(f"the BLAS needs {needed >> 20} MiB of address space, and the limit of this process leaves "
+                          "less: raise it (ulimit -v), or set OPENBLAS_NUM_THREADS=1") from None
 
 
 @cache

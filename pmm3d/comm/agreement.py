@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary
 from ..errors import DisagreementError, Pmm3dError
 from .algorithms import gather_parts
-from .hang import source_line
+from .stacks import source_line
 from .transport import Collective, Link
 from .words import ranks_in_words
 

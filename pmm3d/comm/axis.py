@@ -16,8 +16,8 @@ from . import collectives
 from .collectives import Counts
 from .communicator import OwnedComm
 from .engine import Engine, Pending
-from .hang import source_line
 from .ledger import Record
+from .stacks import source_line
 from .transport import Collective, Link
 
 LARGEST_TAG = 2**15 - 1

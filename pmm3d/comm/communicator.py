@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
-from .hang import this_process
 from .ledger import Ledger
 from .processes import ROW, Processes, first_of_each, row
+from .stacks import this_process
 from .watch import POLL_SECONDS, Watch
 
 MAKING = "making a Grid"

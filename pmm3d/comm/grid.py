@@ -164,6 +164,10 @@ class Grid:
         """This process's number among those of its host."""
         return self._processes.local_rank(self.rank)
 
+    def host_of(self, rank: int) -> str:
+        """The name of the node that a rank runs on."""
+        return self._processes[rank].host
+
     def axis(self, name: str) -> Axis:
         return getattr(self, name)
 

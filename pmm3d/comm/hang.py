@@ -1,47 +1,25 @@
-"""Why a job hangs, from what its ranks say of themselves: plain reasoning and words, no MPI."""
+"""Why a job hangs, from what its ranks say of themselves: plain reasoning and words, no MPI.
+
+Ranks that wait in the same collective are looked at together, so that it takes about as long as there are ranks.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
 
+from .stacks import DEAD, Process
 from .words import ranks_in_words
 
-THIS_ROOM = str(Path(__file__).parent)
-PACKAGE = str(Path(__file__).parent.parent)
-OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py", "_frozen_importlib"}
-"""Whose frames are not the user's code."""
-STACK_FRAMES = 8
-"""Innermost frames that are shown: they lead from the user's line to the call that does not return."""
 NAMED_RANKS = 20
 """Ranks whose stacks are shown; more of them say nothing new."""
-DEAD = "dead: its process is gone"
-STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
-          "D": "waiting for a disk or a file system"}
+NAMED_WAITS = 20
+"""Likewise, lines about those that wait."""
 SILENT = "it does not answer: its node is gone, or it computes without letting Python's threads run"
 UNBORN = "it has not come: it is stopped, has ended, or does something else; all ranks of the communicator must come"
 
-
-class Process(NamedTuple):
-    """Where a rank runs. pid: 0 if it is not known; namespace: the number of the PID namespace that it counts in
-    (containers may have their own)."""
-
-    host: str = ""
-    pid: int = 0
-    namespace: int = 0
-
-    def shares_numbers_with(self, other: Process) -> bool:
-        """Whether the other one's process has the same number here."""
-        return (self.host, self.namespace) == (other.host, other.namespace)
-
-    def described(self, rank: int) -> str:
-        return f"rank {rank}" + (f" (host {self.host}, pid {self.pid})" if self.pid else "")
+Gone = Mapping[int, str]
+"""Ranks that have left the program, and why."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +33,23 @@ class Waiting:
     seconds: float
     line: str
 
+    @property
+    def collective(self) -> Collective:
+        return Collective(self.axis, self.name, self.number, self.members)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that ranks wait in. Members are a range, or a tuple."""
+
+    axis: str
+    name: str
+    number: int
+    members: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number} on axis {self.axis}"
+
 
 @dataclass(frozen=True)
 class RankStatus:
@@ -63,6 +58,7 @@ class RankStatus:
     begun      axis -> number and name of the last collective that it began there
     waiting    None if it waits in no collective of the grid; `stack` then says where it is
     ending     the error with which it is about to end the job, if it is
+    idle       seconds since it began a collective or waited in one
     states     rank -> state, of ranks on the same host that are stopped, dead or held up
     """
 
@@ -71,131 +67,180 @@ class RankStatus:
     waiting: Waiting | None = None
     stack: str = ""
     ending: str = ""
+    idle: float = 0.0
     states: dict[int, str] = field(default_factory=dict)
 
 
-def absent(wait: Waiting, answers: dict[int, RankStatus]) -> list[int]:
+Answers = Mapping[int, RankStatus]
+
+
+def as_range(members: Sequence[int]) -> Sequence[int]:
+    """The members of an axis as a range, if they are evenly spaced: a few bytes in a message."""
+    if isinstance(members, range) or not members:
+        return members
+    step = members[1] - members[0] if len(members) > 1 else 1
+    found = range(members[0], members[-1] + (1 if step > 0 else -1), step or 1)
+    return found if tuple(found) == tuple(members) else tuple(members)
+
+
+def absent(wait: Waiting | Collective, answers: Answers) -> list[int]:
     """The members that have not begun the collective, or another one in its place; silent ones among them."""
+    here = (wait.number, wait.name)
 
     def has_begun(rank: int) -> bool:
-        number, name = answers[rank].begun.get(wait.axis, (0, ""))
-        return number > wait.number or (number, name) == (wait.number, wait.name)
+        begun = answers[rank].begun.get(wait.axis, (0, ""))
+        return begun[0] > wait.number or begun == here
 
     return [rank for rank in wait.members if rank not in answers or not has_begun(rank)]
 
 
-def lost(answers: dict[int, RankStatus], gone: dict[int, str]) -> set[int]:
+def lost(answers: Answers, gone: Gone) -> set[int]:
     """Ranks that will never come: they have left the program, or a neighbour sees that they are dead."""
     dead = {rank for answer in answers.values() for rank, state in answer.states.items() if state == DEAD}
     return {*gone, *dead} - answers.keys()
 
 
-def deadlocked(answers: dict[int, RankStatus], gone: dict[int, str]) -> dict[int, Waiting]:
-    """The waits that can never end: each lacks a member that is lost, or that itself waits for ever."""
-    never = lost(answers, gone)
-    stuck = {rank: answer.waiting for rank, answer in answers.items() if answer.waiting is not None}
-    while True:
-        kept = {rank: wait for rank, wait in stuck.items()
-                if any(other in stuck or other in never for other in absent(wait, answers))}
-        if len(kept) == len(stuck):
-            return kept
-        stuck = kept
+class Waits:
+    """The collectives that ranks wait in, each with those that wait there and those that it lacks.
+
+    waiters, lacking   Collective -> ranks
+    stuck              the collectives that can never end: each lacks a member that is lost, or that itself waits for
+                       ever
+    """
+
+    def __init__(self, answers: Answers, gone: Gone):
+        self.answers, self.lost = answers, lost(answers, gone)
+        self.waiters: dict[Collective, list[int]] = {}
+        for rank, answer in sorted(answers.items()):
+            if answer.waiting is not None:
+                self.waiters.setdefault(answer.waiting.collective, []).append(rank)
+        self.lacking = {collective: absent(collective, answers) for collective in self.waiters}
+        self.stuck = self._stuck()
+
+    def _stuck(self) -> set[Collective]:
+        """All of them but those that may still end, and then those that lack only ranks which may still come."""
+        lacked_by: dict[int, list[Collective]] = {}
+        for collective, ranks in self.lacking.items():
+            for rank in ranks:
+                lacked_by.setdefault(rank, []).append(collective)
+        hopeless = {rank for ranks in self.waiters.values() for rank in ranks} | self.lost
+        count = {collective: sum(rank in hopeless for rank in ranks) for collective, ranks in self.lacking.items()}
+        free = [collective for collective, number in count.items() if number == 0]
+        for collective in free:
+            for rank in self.waiters[collective]:
+                for other in lacked_by.get(rank, []):
+                    count[other] -= 1
+                    if count[other] == 0:
+                        free.append(other)
+        return self.waiters.keys() - set(free)
+
+    def missing(self) -> list[int]:
+        """Ranks that a wait lacks and that wait nowhere themselves."""
+        lacking = {rank for ranks in self.lacking.values() for rank in ranks}
+        return sorted(rank for rank in lacking if rank not in self.answers or self.answers[rank].waiting is None)
+
+    def first_lacking(self) -> dict[int, Collective]:
+        """Of each rank that is lacked, the first collective that others wait for it in."""
+        first: dict[int, Collective] = {}
+        for collective, ranks in sorted(self.lacking.items(), key=lambda item: item[0].number):
+            for rank in ranks:
+                first.setdefault(rank, collective)
+        return first
 
 
-def diagnosis(answers: dict[int, RankStatus], gone: dict[int, str], processes: Sequence[Process], limit: str) -> str:
+def deadlocked(answers: Answers, gone: Gone) -> dict[int, Waiting]:
+    """The waits that can never end, by rank."""
+    waits = Waits(answers, gone)
+    return {rank: wait for collective in waits.stuck for rank in waits.waiters[collective]
+            if (wait := answers[rank].waiting) is not None}
+
+
+def diagnosis(answers: Answers, gone: Gone, processes: Sequence[Process], limit: str) -> str:
     """Who waits where, who never came and where they are, in words."""
-    named = [process.described(rank) for rank, process in enumerate(processes)]
+    waits = Waits(answers, gone)
+    missing = waits.missing()
+    absentees = set(missing)
+    late = [rank for rank, answer in answers.items() if answer.waiting is None and rank not in absentees]
+    lines = ["pmm3d: the job hangs, and is ended.", *_who_waits(answers), *_who_is_missing(waits, gone, processes)]
+    lines += [f"{processes[rank].described(rank)} has begun it, and does not finish: it is at\n"
+              f"{answers[rank].stack.rstrip()}" for rank in late[:NAMED_RANKS]]
+    return "\n  ".join([*lines, _verdict(waits, gone), limit])
+
+
+def _who_waits(answers: Answers) -> list[str]:
     waits: dict[tuple[str, str, int, str], dict[int, float]] = {}
     for rank, answer in sorted(answers.items()):
         if (wait := answer.waiting) is not None:
             waits.setdefault((wait.name, wait.axis, wait.number, wait.line), {})[rank] = wait.seconds
-    lines = ["pmm3d: the job hangs, and is ended."]
+    lines = []
     for (name, axis, number, line), seconds in waits.items():
         who = f"{ranks_in_words(seconds)} wait{'s' * (len(seconds) == 1)}"
         lines.append(f"{who} in {name} #{number} on axis {axis} for {max(seconds.values()):.1f} s, at {line}")
+    rest = len(lines) - NAMED_WAITS
+    return lines if rest <= 0 else [*lines[:NAMED_WAITS], f"... and others wait in {rest} more collectives or lines"]
+
+
+def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> list[str]:
+    """One line for all ranks of which nothing is known, and of others as many as are read."""
+    answers, first, missing = waits.answers, waits.first_lacking(), waits.missing()
     states = {rank: state for answer in answers.values() for rank, state in answer.states.items()}
-    missing = _missing(answers)
-    for rank in missing:
+    silent = [rank for rank in missing if rank not in answers and rank not in gone and rank not in states]
+    named = [rank for rank in missing if rank not in silent[1:]] if len(silent) > NAMED_RANKS else missing
+    lines = []
+    for rank in named[:NAMED_RANKS]:
         if rank in gone:
             why = f"it has left the program ({gone[rank]})"
         elif rank in answers:
-            why = f"{_last_collective(rank, answers)}; it is at\n{answers[rank].stack.rstrip()}"
+            collective = first[rank]
+            number, name = answers[rank].begun.get(collective.axis, (0, "none"))
+            why = (f"its last collective on axis {collective.axis} is {name} #{number}; it is at\n"
+                   f"{answers[rank].stack.rstrip()}")
         else:
             why = states.get(rank, SILENT if processes[rank].pid else UNBORN)
-        lines.append(f"{named[rank]} never came: {why}")
-    late = [rank for rank, answer in answers.items() if answer.waiting is None and rank not in missing]
-    lines += [f"{named[rank]} has begun it, and does not finish: it is at\n{answers[rank].stack.rstrip()}"
-              for rank in late[:NAMED_RANKS]]
-    return "\n  ".join([*lines, _verdict(answers, gone), limit])
+        lines.append(f"{processes[rank].described(rank)} never came: {why}")
+    rest = missing if len(lines) < len(missing) else []
+    return [*lines, f"... of {len(rest)} that never came: {ranks_in_words(rest)}"] if rest else lines
 
 
-def _missing(answers: dict[int, RankStatus]) -> list[int]:
-    """Ranks that a wait lacks and that wait nowhere themselves."""
-    lacking = {rank for answer in answers.values() if answer.waiting for rank in absent(answer.waiting, answers)}
-    return sorted(rank for rank in lacking if rank not in answers or answers[rank].waiting is None)
-
-
-def _last_collective(rank: int, answers: dict[int, RankStatus]) -> str:
-    """The first collective that others wait for this rank in."""
-    waits = [answer.waiting for answer in answers.values()
-             if answer.waiting and rank in absent(answer.waiting, answers)]
-    first = min(waits, key=lambda wait: wait.number)
-    number, name = answers[rank].begun.get(first.axis, (0, "none"))
-    return f"its last collective on axis {first.axis} is {name} #{number}"
-
-
-def _verdict(answers: dict[int, RankStatus], gone: dict[int, str]) -> str:
-    stuck, never = deadlocked(answers, gone), lost(answers, gone)
-    if stuck and not any(rank in never for wait in stuck.values() for rank in absent(wait, answers)):
+def _verdict(waits: Waits, gone: Gone) -> str:
+    answers, missing = waits.answers, waits.missing()
+    if waits.stuck and not any(rank in waits.lost for collective in waits.stuck for rank in waits.lacking[collective]):
         return ("This is a deadlock: these ranks wait for each other in different collectives. All members of an axis "
                 "must call the same ones in the same order; PMM3D_DEBUG=1 stops at the first that differs.")
-    if not any(absent(answer.waiting, answers) for answer in answers.values() if answer.waiting):
-        return "All members have begun it: messages do not arrive (the network), or a rank does not come back to wait."
+    if not missing and not waits.stuck:
+        whole = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
+        return (f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come back "
+                "to wait.")
+    known = {rank for answer in answers.values() for rank in answer.states}
+    if all(rank not in answers and rank not in gone and rank not in known for rank in missing):
+        return ("Nothing is heard of those that are missing: if their nodes are well, messages do not arrive (the "
+                "network).")
     return "Every member of an axis must make the call."
 
 
-def source_line(frame: FrameType | None) -> str:
-    """The user's line that a frame was called from: "solver.py:88 in solve"; ours, if no other code called it."""
-    callers = [caller for caller, _ in traceback.walk_stack(frame)] if frame else []
-    theirs = [caller for caller in callers if _is_users_code(caller)]
-    if not theirs:
-        ours = [caller for caller in callers if caller.f_code.co_filename.startswith(PACKAGE)]
-        theirs = [caller for caller in ours if not caller.f_code.co_filename.startswith(THIS_ROOM)]
-    if not theirs:
-        return "an unknown line"
-    code = theirs[0].f_code
-    return f"{code.co_filename}:{theirs[0].f_lineno} in {code.co_name}"
-
-
-def _is_users_code(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    command = package == "__main__" and Path(frame.f_code.co_filename).name in ("pmm3d", "__main__.py")
-    return package not in OTHER_PACKAGES and not command
-
-
-def stack_of(thread: int | None) -> str:
-    """The innermost frames of a thread, each with its source line, indented."""
-    frame = sys._current_frames().get(thread or 0)
-    if frame is None:
-        return "    (its main thread has ended)"
-    shown = traceback.extract_stack(frame)[-STACK_FRAMES:]
-    return "".join("    " + line for text in traceback.format_list(shown) for line in text.splitlines(True))
-
-
-def this_process(host: str) -> Process:
-    """Of this process."""
-    try:
-        return Process(host, os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return Process(host, os.getpid())
-
-
-def process_state(pid: int) -> str | None:
-    """Why a process of this machine may be silent; None if it runs as usual or nothing is known."""
-    if not Path("/proc/self/stat").exists():
+def all_idle(answers: Answers, ranks: int, limit: float) -> str | None:
+    """Nobody waits in a collective, and some rank has begun none for so many seconds: where all are, in words. None if
+    that is not so. Ranks with the same stack are told of together."""
+    if any(answer.waiting is not None for answer in answers.values()):
         return None
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return DEAD
-    return STATES.get(letter)
+    idle = [rank for rank, answer in answers.items() if answer.idle >= limit]
+    if not idle:
+        return None
+    stacks: dict[str, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        stacks.setdefault(answer.stack.rstrip(), []).append(rank)
+    longest = max(answers[rank].idle for rank in idle)
+    lines = [f"{ranks_in_words(idle)} began no collective for {longest:.0f} s, and nobody waits in one. The job goes "
+             "on."]
+    told = sorted(stacks.items(), key=lambda item: -len(item[1]))[:NAMED_RANKS]
+    lines += [f"{ranks_in_words(those)} {'is' if len(those) == 1 else 'are'} at\n{stack}" for stack, those in told]
+    if silent := _others(answers, ranks):
+        lines.append(f"{ranks_in_words(silent)}: no answer; these keep Python's interpreter lock, are stopped or dead")
+    lines.append("No fault if they compute, or read a slow disk: Grid(timeout=) or PMM3D_TIMEOUT above that keeps this "
+                 "note away, 0 for none.")
+    return "\n  ".join(lines)
+
+
+def _others(answers: Iterable[int], ranks: int) -> list[int]:
+    there = set(answers)
+    return [rank for rank in range(ranks) if rank not in there]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .hang import Process
+from .stacks import Process
 
 ROW = np.dtype([("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16),
                 ("debug", np.uint8)], align=True)

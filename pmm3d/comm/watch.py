@@ -4,23 +4,34 @@ A rank that has waited for long complains to a leader, which asks all ranks wher
 of their own, also while they compute; a rank that does not answer is stopped, dead, or holds Python's interpreter lock.
 The leader is the first rank of a host that answers. It ends the job when a wait has passed the time limit, or before
 that when two inquiries show the same ranks waiting for each other.
+
+Where nobody waits, a rank that may lead and has begun no collective for as long as the time limit has all ranks asked
+too: it is noted where they are, then again after twice as long, and the job goes on. If it cannot, since its Python
+does not run, faulthandler prints its stack.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import logging
+import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
-from . import hang
+from ..model.environment import JOB_FOLDER
+from . import hang, stacks
 from .hang import RankStatus
 from .ledger import Record
 from .processes import Processes
+
+logger = logging.getLogger("pmm3d.comm")
 
 POLL_SECONDS = 0.25
 """So often does the watchdog look: the delay of what it finds, at a cost that nobody sees."""
@@ -36,27 +47,33 @@ LAST_RESORT_SECONDS = 15
 """MPI_Abort ends the job within a second, or hangs: then the process ends itself."""
 LEADERS = 4
 """Ranks that may lead, of as many hosts: that all of them are dead is unlikely."""
+SIGNS = 20
+"""Signs of life within the time limit, to the clock that prints the stack of a rank whose Python stands still."""
 HUNG = 70
 """Exit code of a job that the watchdog ended: EX_SOFTWARE of sysexits.h."""
 
 
 @dataclass
 class Complaint:
-    """Of this rank, to a leader. answered: somebody has asked where we are since."""
+    """Of this rank, to a leader. idle: nobody is waited for, but nothing happens; answered: somebody has asked where we
+    are since."""
 
     made: float
     late: bool
+    idle: bool = False
     leader: int = 0
     answered: bool = False
 
 
 @dataclass
 class Inquiry:
-    """A leader's question to all ranks. late: a rank's time limit has passed."""
+    """A leader's question to all ranks. late: a rank's time limit has passed; idle: a rank began nothing for so long.
+    """
 
     number: int
     begun: float
     late: bool
+    idle: bool = False
     answers: dict[int, RankStatus] = field(default_factory=dict)
 
 
@@ -77,6 +94,7 @@ class Watch:
         self.begun: dict[str, tuple[int, str]] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
+        self._neighbours = self._processes.neighbours(comm.rank)
         soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
         self._early = min(self.timeout, soon if processes else self.timeout)
         self._leaders = _leaders(self._processes, comm.rank)
@@ -86,9 +104,12 @@ class Watch:
         self._complaint: Complaint | None = None
         self._inquiry: Inquiry | None = None
         self._inquiries, self._next_inquiry = 0, 0.0
+        self._noted = float("-inf")
         self._suspects: dict[int, tuple[str, int]] | None = None
         self._sent: list[MPI.Request] = []
-        self._polled = 0.0
+        self._polled = self._active = self._sign = time.perf_counter()
+        self._seen: dict[str, tuple[int, str]] = {}
+        self._next_note = self.timeout
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.threaded = processes is not None and self.timeout > 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -96,6 +117,7 @@ class Watch:
     def start(self) -> None:
         """Answer from now on."""
         if self.threaded:
+            self._give_sign(time.perf_counter())
             self._thread = threading.Thread(target=self._run, name="pmm3d watch", daemon=True)
             self._thread.start()
 
@@ -104,6 +126,8 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
+            if self._may_lead:
+                faulthandler.cancel_dump_traceback_later()
 
     def leave(self, why: str) -> None:
         """Tell the leaders that this rank has left the program without closing the grid."""
@@ -131,6 +155,7 @@ class Watch:
         while (message := self._comm.improbe(tag=self.TAG)) is not None:
             kind, sender, content = message.recv()
             self._handle(kind, sender, content, now)
+        self._note_activity(now)
         self._complain(now)
         if self._inquiry is not None:
             self._conclude(self._inquiry, now)
@@ -138,12 +163,32 @@ class Watch:
             self._inquire(False, now)
         self._sent = [request for request in self._sent if not request.Test()]
 
+    @property
+    def _may_lead(self) -> bool:
+        return self._comm.rank in self._leaders[:-1]
+
+    def _note_activity(self, now: float) -> None:
+        """What was begun since."""
+        if self._waits or self.begun != self._seen:
+            self._seen, self._active, self._next_note = dict(self.begun), now, self.timeout
+        if self.threaded and not self.ending and now - self._sign > self.timeout / SIGNS:
+            self._give_sign(now)
+
+    def _give_sign(self, now: float) -> None:
+        """Of life: without one faulthandler's clock prints this rank's stacks, with or without its Python."""
+        self._sign = now
+        if self._may_lead and sys.__stderr__ is not None:
+            with suppress(ValueError, OSError):  # it may be closed
+                faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__)
+
     def _handle(self, kind: str, sender: int, content: Any, now: float) -> None:
         if kind == "complaint":
+            late, idle = content
             if self._inquiry is None:
-                self._inquire(content, now)
-            else:
-                self._inquiry.late |= content
+                self._inquire(late, now)
+            if self._inquiry is not None:
+                self._inquiry.late |= late
+                self._inquiry.idle |= idle
         elif kind == "question":
             if self._complaint is not None:
                 self._complaint.answered = True
@@ -159,28 +204,38 @@ class Watch:
     def _complain(self, now: float) -> None:
         """To the first leader; to the next one if nobody asks in return."""
         longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
-        if not self.timeout or longest < self._early:
+        idle = self._may_lead and self.threaded and not self._waits and now - self._active >= self.timeout
+        if not self.timeout or longest < self._early and not idle:
             self._complaint = None
             return
         late, last = longest >= self.timeout, self._complaint
-        if last is None:
-            self._complaint = Complaint(now, late)
-        elif last.answered and (now - last.made > INQUIRY_SECONDS or late > last.late):
-            self._complaint = Complaint(now, late, last.leader)
-        elif not last.answered and now - last.made > ACKNOWLEDGE_SECONDS:
-            self._complaint = Complaint(now, late, min(last.leader + 1, len(self._leaders) - 1))
+        if last is not None and not last.answered:
+            if now - last.made <= ACKNOWLEDGE_SECONDS:
+                return
+            leader = min(last.leader + 1, len(self._leaders) - 1)
+        elif idle:
+            if now - self._active < self._next_note:
+                return
+            leader, self._next_note = 0, 2 * (now - self._active)
+        elif last is None or now - last.made > INQUIRY_SECONDS or late > last.late:
+            leader = 0 if last is None else last.leader
         else:
             return
-        leader = self._leaders[self._complaint.leader]
+        self._complaint = Complaint(now, late, idle, leader=leader)
+        self._tell(self._leaders[leader], now)
+
+    def _tell(self, leader: int, now: float) -> None:
+        assert self._complaint is not None
+        content = self._complaint.late, self._complaint.idle
         if leader == self._comm.rank:
             self._complaint.answered = True
-            self._handle("complaint", leader, late, now)
+            self._handle("complaint", leader, content, now)
         else:
-            self._send(leader, "complaint", late)
+            self._send(leader, "complaint", content)
 
     def _inquire(self, late: bool, now: float) -> None:
         self._inquiries += 1
-        self._inquiry = Inquiry(self._inquiries, now, late, {self._comm.rank: self._status(now)})
+        self._inquiry = Inquiry(self._inquiries, now, late, answers={self._comm.rank: self._status(now)})
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
                 self._send(rank, "question", self._inquiries)
@@ -197,18 +252,27 @@ class Watch:
         suspects = {rank: (wait.axis, wait.number) for rank, wait in stuck.items()}
         if inquiry.late or (suspects and suspects == self._suspects):
             self._end(inquiry)
+        elif inquiry.idle and now - self._noted > self.timeout / 2:
+            self._note(inquiry, now)
         self._suspects, self._next_inquiry = suspects, now + DEBUG_INQUIRY_SECONDS
+
+    def _note(self, inquiry: Inquiry, now: float) -> None:
+        """Nobody waits, and nothing happens."""
+        if text := hang.all_idle(inquiry.answers, self._comm.size, self.timeout):
+            self._noted = now
+            logger.warning(text)
 
     def _status(self, now: float) -> RankStatus:
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
-        states = {rank: state for rank, pid in self._neighbours.items() if (state := hang.process_state(pid))}
+        states = {rank: state for rank, pid in self._neighbours.items() if (state := stacks.process_state(pid))}
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": dict(self.begun), "ending": self.ending,
                                   "states": states}
         if not waits:
-            return RankStatus(stack=hang.stack_of(threading.main_thread().ident), **common)
+            return RankStatus(stack=stacks.stack_of(threading.main_thread().ident), idle=now - self._active, **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
-        line = hang.source_line(sys._current_frames().get(thread))
-        waiting = hang.Waiting(record.key.axis, record.name, record.number, record.members, now - begun, line)
+        line = stacks.source_line(sys._current_frames().get(thread))
+        waiting = hang.Waiting(record.key.axis, record.name, record.number, hang.as_range(record.members),
+                               now - begun, line)
         return RankStatus(waiting=waiting, **common)
 
     def _end(self, inquiry: Inquiry) -> None:
@@ -228,6 +292,14 @@ def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
     """Say why on stderr, and end all ranks; this one even if MPI_Abort does not return, which keeps the GIL."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+    _tell_launcher(code)
     time.sleep(0.5)
     faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
     comm.Abort(code)
+
+
+def _tell_launcher(code: int) -> None:
+    """mpiexec may not end, or end with the code of a rank that it has killed."""
+    if folder := os.environ.get(JOB_FOLDER):
+        with suppress(OSError):
+            Path(folder, "code").write_text(str(code))

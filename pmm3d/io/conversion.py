@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError, needs
+from ..errors import DataError, check_regular, needs
 from .disk import sync
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     if target.exists() and not overwrite:
         raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
     try:
+        check_regular(source)
         with _completed(target) as file:
             if source.suffix == ".npz":
                 shapes = _write_arrays(source, file, inputs, targets, labels)

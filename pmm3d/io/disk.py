@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, Pmm3dError
+from ..errors import CheckpointError, Pmm3dError, check_regular
 from ..layout import offsets
 
 CHUNK = 2**26
@@ -25,6 +25,7 @@ Checksums = dict[str, Any]
 
 
 def checksums(path: Path) -> Checksums:
+    check_regular(path)
     with open(path, "rb", buffering=0) as file:
         size, buffer = os.fstat(file.fileno()).st_size, bytearray(READ_BYTES)
         return {"bytes": size, "crc32": [_crc(file, number, buffer) for number in range(-(-size // CHUNK))]}
@@ -76,6 +77,8 @@ def sync(path: Path) -> None:
 def file_errors(path: Path, doing: str) -> Iterator[None]:
     """What goes wrong with a file in this context becomes a CheckpointError that names it."""
     try:
+        if doing == "read":
+            check_regular(path)
         yield
     except Pmm3dError:
         raise

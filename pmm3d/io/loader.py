@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import NumpyLibrary
 from ..comm import Grid
-from ..errors import DataError, needs
+from ..errors import DataError, check_regular, needs
 from ..layout import Layout
 from ..product import DistMatrix
 
@@ -255,6 +255,7 @@ class SourceFile:
     def __init__(self, path: str):
         self.path = path
         try:
+            check_regular(path)
             self._identity = self._identify()
             self.h5 = h5py.File(path, "r", locking="best-effort")
         except OSError as error:

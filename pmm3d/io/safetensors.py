@@ -12,7 +12,7 @@ from typing import Any
 from ..arrays import Array, library_of
 from ..comm import Grid
 from ..comm.words import names_in_words
-from ..errors import CheckpointError, needs
+from ..errors import CheckpointError, check_regular, needs
 from ..layout import AXES, Layout, itemsize
 from ..product import DistMatrix
 from .disk import file_errors, sync
@@ -140,6 +140,7 @@ def _opened(path: Path, framework: str) -> Any:
     with needs("io", f"reading {path}"):
         from safetensors import SafetensorError, safe_open
     try:
+        check_regular(path)
         return safe_open(path, framework=framework)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

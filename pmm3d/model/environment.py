@@ -20,6 +20,9 @@ LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCA
                      "JSM_NAMESPACE_LOCAL_SIZE")
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 
+JOB_FOLDER = "PMM3D_JOB_FOLDER"
+"""Where a rank that ends the job tells pmm3d.launcher, on whose node it is, the exit code."""
+
 
 def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """How many ranks the launcher says it started, and the variable that says so.

@@ -22,7 +22,7 @@ from ..arrays import (
 )
 from ..comm import Grid
 from ..comm.guard import one_thread
-from ..errors import DataError, GridError, LayoutError, Pmm3dError, needs
+from ..errors import DataError, GridError, LayoutError, Pmm3dError, check_regular, needs
 from ..layout import EMPTY, Layout, Placement, Whole
 from ..model.move import Move
 from .checks import (
@@ -261,6 +261,7 @@ def _opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
     """A sliceable 2D source with .shape: the array of a .npy file or a data set of an HDF5 file."""
     if not isinstance(path, (str, os.PathLike)):
         raise DataError(f"DistMatrix.from_file: the path is a str or a Path; got {path!r}")
+    check_regular(path)
     if str(path).endswith(".npy"):
         try:
             source = np.load(path, mmap_mode="r")

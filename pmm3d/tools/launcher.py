@@ -16,25 +16,27 @@ import math
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import LauncherError
 from ..model import machine
 from ..model.environment import nodes_of_job
 from ..model.launch import installed_wheels
+from .job import TIMED_OUT, Job
+from .processes import descendants, end_job
 
-TIMED_OUT = 124
-"""What timeout(1) returns."""
+__all__ = ["TIMED_OUT", "command", "descendants", "end_job", "environment", "installed_wheel", "main",
+           "mpiexec_command", "run", "run_as_program"]
+
 OPEN_MPI_ON_ONE_NODE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
+OPEN_MPI_FILES = {"PRTE_MCA_prte_tmpdir_base": "tmp", "OMPI_MCA_btl_sm_backing_directory": "shm"}
+"""Where it keeps its files; named after process numbers, they would not be known to be this job's."""
 MPICH_OVERSUBSCRIBED = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 """A waiting MPICH rank spins. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this (Open MPI
 0.11 s); a barrier took 0.04 ms, and 0.46 ms with this."""
@@ -115,68 +117,19 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
 
 
-def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float) -> int:
-    """Run a command of `command()` for at most timeout seconds and return its exit status.
+def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None) -> int:
+    """Run a command of `command()` for at most timeout seconds and return its exit status, which is 124 on expiry.
 
-    On expiry the ranks are ended too and the status is 124. An interrupt or a SIGTERM to this process ends them as
-    well, so that nothing is left behind.
+    This process stays as the parent: signals to it are passed on to mpiexec. What mpiexec leaves is ended, a rank that
+    was killed is named, and the job's files in /tmp and /dev/shm are removed.
     """
-    process = subprocess.Popen(arguments, env=dict(environ), start_new_session=True)
-    with _termination_as_interrupt():
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(arguments)}", file=sys.stderr)
-            return TIMED_OUT
-        finally:
-            end_job(process)
+    return Job(arguments, environ, _own_files(environ)).run(timeout)
 
 
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, so that `finally` runs."""
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.default_int_handler) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before):
-            signal.signal(number, handler)
-
-
-def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
-    """End an mpiexec and every process below it; nothing happens if it has ended.
-
-    First politely, so that it removes its files in /tmp and /dev/shm. The ranks are killed one by one, because MPICH
-    and Open MPI put each into a process group of its own.
-    """
-    if process.poll() is not None:
-        return
-    below = descendants(process.pid)
-    process.terminate()
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
-        below += descendants(process.pid)
-        process.kill()
-        process.wait()
-    for pid in below:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants(ancestor: int) -> list[int]:
-    """The processes below this one, from /proc or, where there is none, from ps; children before their own children."""
-    parents, found = {}, [ancestor]
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    if not parents:
-        lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
-        parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
+def _own_files(environ: Mapping[str, str]) -> dict[str, str]:
+    """Settings of the MPI that keep the job's files together; only where all ranks are on this node."""
+    one_node = OPEN_MPI_ON_ONE_NODE.items() <= environ.items() and nodes_of_job(environ) == 1
+    return dict(OPEN_MPI_FILES) if one_node else {}
 
 
 HELP = """\
@@ -219,7 +172,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Replaces this process by mpiexec, unless it has to watch the time."""
+    """The command line."""
     own, program = _split(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options = parser.parse_args(own)
@@ -234,9 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = [f"{name}={value}" for name, value in environ.items() if name not in os.environ]
         print(" \\\n".join([*added, shlex.join(arguments)]))
         return 0
-    if options.timeout is not None:
-        return run(arguments, environ, options.timeout)
-    os.execve(arguments[0], arguments, environ)
+    return run(arguments, environ, options.timeout)
 
 
 def run_as_program() -> None:

@@ -1,5 +1,8 @@
 """pmm3d.arrays.blas: GEMM into parts of larger arrays, against numpy."""
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import numpy as np
@@ -99,3 +102,22 @@ def test_other_types_are_not_known():
     a = integers((2, 2), "float16")
     with pytest.raises(KeyError):
         gemm(a, a, a.copy())
+
+
+def test_where_no_address_space_is_left_for_it_the_blas_is_an_error():
+    """OpenBLAS itself tries for ever. In a child, with a limit of what it has and a little."""
+    code = """
+import resource
+import numpy as np
+from pmm3d.arrays import blas
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + 2**26
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    blas._routine("dgemm")
+except MemoryError as error:
+    print(error)
+"""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert "the BLAS needs 160 MiB of address space, and the limit of this process leaves less" in done.stdout, done

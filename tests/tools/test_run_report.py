@@ -216,16 +216,34 @@ def test_thousands_of_ranks_make_a_small_page(run):
     table["computed"] = {name: stretch(column) for name, column in table["computed"].items()}
     for name in ("seconds", "saving", "peak_memory", "waited"):
         table[name] = stretch(table[name])
-    table["computed"]["gemm"][1234] += 10 * max(table["seconds"])
     for entry in record["moved"]:
         entry.update({name: stretch(column) for name, column in entry.items() if isinstance(column, list)})
+        entry["waited"] = [10 * max(table["seconds"])] * ranks
+        entry["waited"][1234] = 0.0
     record["memory"]["held"] = {name: stretch(column) for name, column in record["memory"]["held"].items()}
     (run / "run.json").write_text(json.dumps(record))
     page = write_page(run).read_text()
     assert len(page) < 300_000
     said = words(page)
-    assert "Uneven load: rank 1234, which computes longest" in said
+    assert "Uneven load: rank 1234, which is busy longest" in said
     assert "Drawn of 4,096 ranks" in said and "3 of 8 replicas are drawn" in said
+
+
+def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
+    """However it spends its time: here not in what counts as computing."""
+    record = record_of(run)
+    table = record["ranks"]
+    table["seconds"] = [28.0] * 8
+    table["computed"] = {"gemm": [1.0] * 5 + [2.4] + [1.0] * 2}
+    for entry in record["moved"]:
+        entry["waited"] = [0.0] * 8
+    waited = next(entry for entry in record["moved"] if entry["axis"] == "z")["waited"]
+    waited[:] = [24.5] * 8
+    waited[5] = 0.5
+    (run / "run.json").write_text(json.dumps(record))
+    said = words(write_page(run).read_text())
+    assert "rank 5, which is busy longest, takes 7.86 times the median, and others wait for it 86" in said, said
+    assert "rank 5, the longest, over the median" in said
 
 
 def test_a_long_run_keeps_its_extremes(run):

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ...errors import Pmm3dError, needs
+from ...errors import Pmm3dError, check_regular, needs
 
 with needs("train", "a configuration"):
     from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -125,6 +125,7 @@ def load(path: str | os.PathLike[str]) -> Config:
     """
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             return checked(tomllib.load(file), str(path))
     except OSError as error:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 SAVE, END = 1, 2
 """A checkpoint and on; a checkpoint and the end."""
+LOOK = 2**40
+"""Added to the first count: more than there are ranks."""
 REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END}
 
 
@@ -45,11 +47,14 @@ class Signals:
     def _note(self, number: int, frame: object) -> None:
         self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
-    def agreed(self, grid: Grid) -> int:
-        """The most urgent request that any rank has had since the last call; 0 for none. Collective."""
+    def agreed(self, grid: Grid, look: bool = False) -> tuple[int, bool]:
+        """The most urgent request that any rank has had since the last call, 0 for none; and whether rank 0 wants all
+        to look at their pace, which takes no message more. Collective."""
         import numpy as np  # signals count before the long imports
 
         own, self._request = self._request, 0
         counts = np.array([own == request for request in REQUESTS.values()], np.int64)
+        counts[0] += look * LOOK
         total = grid.everyone.all_reduce(counts, agreed=True).wait()
-        return max((request for request, count in zip(REQUESTS.values(), total) if count), default=0)
+        wanted = dict(zip(REQUESTS.values(), (total % LOOK).tolist()))
+        return max((request for request, count in wanted.items() if count), default=0), bool(total[0] >= LOOK)

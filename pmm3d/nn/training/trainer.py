@@ -19,6 +19,7 @@ from .. import loss as losses
 from ..layers import Module
 from ..tensor import Tape, Tensor
 from ..volume import Passes
+from .pace import Pace
 from .record import RunRecord
 from .run import Loss, Run
 from .signals import END
@@ -73,12 +74,13 @@ class Trainer(Run):
         self._record = RunRecord(self, self.log.folder) if self.log is not None else None
         self._logged = time.perf_counter(), 0.0
         self._rows = 0
+        self._pace = Pace(self.grid)
 
     def run(self) -> bool:
         """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
         Raises NonFiniteLossError and what the loader raises, on every rank."""
         with self.owning(), np.errstate(over="ignore", invalid="ignore"):
-            self.passes = Passes()
+            self.passes, self._pace = Passes(), Pace(self.grid)
             if self._record is None or self.log is None:
                 return self._epochs()
             log = self.log
@@ -216,7 +218,9 @@ class Trainer(Run):
         """The most urgent signal that any rank has had since the last time; a checkpoint for it is on the disk.
         Collective."""
         self.passes.asked += 1
-        request = self.signals.agreed(self.grid)
+        request, look = self.signals.agreed(self.grid, self._pace.due())
+        if look:
+            self._pace.look()
         if request:
             self.save()
         return request

@@ -13,9 +13,9 @@ from .svg import Part, bars
 from .words import in_seconds, number, percent
 
 MOST_ROWS, EXTREMES = 32, 6
-"""Ranks with a bar each; of more than that, so many that compute longest, in the middle, and least."""
+"""Ranks with a bar each; of more than that, so many that are busy longest, in the middle, and least."""
 UNEVEN = 0.05
-"""Share of all time that the rank which computes longest computes more than the mean, from which on it is told."""
+"""Share of all time that others wait for the rank which is busy longest, from which on it is told."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
 AXES = {"x": "axis x", "y": "axis y", "z": "axis z", "data": "axis data", "all": "agreement, signals",
         "": "the loader"}
@@ -39,7 +39,7 @@ def rank_tiles(record: Json) -> list[Tile]:
     by_axis = _waited_by_axis(record)
     most = [f", most for {AXES[axis]}" for axis in sorted(by_axis, key=lambda axis: -sum(by_axis[axis]))[:1]]
     tiles = [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
-             Tile("imbalance", f"{ratio:.2f}", f"computing: rank {order[0]}, the longest, over the mean",
+             Tile("imbalance", f"{ratio:.2f}", f"time not waiting: rank {order[0]}, the longest, over the median",
                   "bad" if excess > UNEVEN else "good")]
     if record["modelled"]:
         off = sum(_ranks_off(entry) > 0 for entry in record["moved"])
@@ -52,13 +52,13 @@ def time_section(record: Json) -> Section:
     """Stacked bars, and a table of extremes."""
     ranks, kinds, (order, ratio, excess) = record["ranks"], _kinds(record), _imbalance(record)
     drawn = list(range(len(order)))
-    lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which computes longest, takes "
-            f"{ratio:.2f} times the mean, and others wait for it {percent(excess)} of the time.")
+    lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which is busy longest, takes "
+            f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time.")
     if any(ranks["saving"]):
         lead += f" Writing checkpoints took {in_seconds(max(ranks['saving']))}, waits in it included."
     if len(drawn) > MOST_ROWS:
-        lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that compute longest, in the middle, and least; the "
-                 "table covers all.")
+        lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
+                 "the table covers all.")
         middle = len(order) // 2 - EXTREMES // 2
         drawn = [*order[:EXTREMES], *order[middle : middle + EXTREMES], *order[-EXTREMES:]]
     rows = [(f"rank {rank}", [Part(kind.name, kind.class_, kind.seconds[rank]) for kind in kinds]) for rank in drawn]
@@ -87,14 +87,16 @@ def _waited_by_axis(record: Json) -> dict[str, list[float]]:
 
 
 def _imbalance(record: Json) -> tuple[list[int], float, float]:
-    """The ranks, those that compute longest first; the first one's time over the mean; the difference as a share of all
-    time."""
+    """The ranks, those that are busy longest first; the first one's time over the median; and what the others wait
+    longer for messages than it does, on average, as a share of all time. Whatever keeps a rank busy counts, its loader
+    too: the others wait for all of it."""
     whole = record["ranks"]["seconds"]
-    computed = [sum(column) for column in zip(*record["ranks"]["computed"].values())] or [0.0] * len(whole)
-    mean = sum(computed) / len(computed)
-    order = sorted(range(len(computed)), key=lambda rank: -computed[rank])
-    most = computed[order[0]]
-    return order, most / mean if mean else 1.0, (most - mean) / max(1e-9, sum(whole) / len(whole))
+    by_axis = [seconds for axis, seconds in _waited_by_axis(record).items() if axis]
+    waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(whole)
+    busy = [max(1e-9, seconds - waits) for seconds, waits in zip(whole, waited)]
+    order = sorted(range(len(whole)), key=lambda rank: waited[rank])
+    others = (sum(waited) - waited[order[0]]) / max(1, len(waited) - 1)
+    return order, busy[order[0]] / median(busy), (others - waited[order[0]]) / max(1e-9, sum(whole) / len(whole))
 
 
 def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[str, ...]:
