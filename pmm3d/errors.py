@@ -87,7 +87,8 @@ def needs(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "pmm3d":
+        package = (error.name or "").partition(".")[0]
+        if package == "pmm3d":
             raise
         remedy = f'pip install "pmm3d[{extra}]"'
-        raise MissingPackageError(f"{what}: the package {error.name} is missing. {remedy}") from None
+        raise MissingPackageError(f"{what}: the package {package} is missing. {remedy}") from None

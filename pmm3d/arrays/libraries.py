@@ -80,7 +80,11 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
 
 
 def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
-    """As `library_named`; also raises Pmm3dError where this process has no such device. Makes nothing on it."""
+    """As `library_named`; also raises Pmm3dError where this process has no such device. Makes nothing on it.
+
+        >>> library_here("numpy").kind
+        'numpy'
+    """
     from .torch_library import TorchLibrary
 
     library = library_named(name)
@@ -108,6 +112,9 @@ def dtype_named(dtype: Any) -> str:
     """ "float32" of that name or another one for it ("f4"), a numpy dtype or type, or a torch dtype.
 
     Raises DTypeError for what names no element type.
+
+        >>> dtype_named("f4"), dtype_named(np.complex64), dtype_named("bfloat16")
+        ('float32', 'complex64', 'bfloat16')
     """
     text = dtype if isinstance(dtype, str) else str(dtype)
     if text.startswith("torch."):

@@ -36,7 +36,7 @@ class Move:
         >>> rows, cols = (Placement((100, 100), layout, grid) for layout in (Layout("z"), Layout((), "z")))
         >>> move = Move(rows, cols, "float64")
         >>> move.work(1), move.work(10), move.rounds(10000)
-        (40000, 11264, 13)
+        (40064, 5248, 5)
     """
 
     source: Placement | Whole

@@ -179,9 +179,10 @@ class RankPlan:
     rows, cols, depth      of its blocks: that of C is rows x cols, that of A rows x depth
     a, b                   OperandPart
 
+        >>> from pmm3d.layout import FIRST
         >>> rank = ProductPlan(10, 8, 6, "float64", GridShape(2, 1, 2)).on_rank(FIRST)
         >>> rank.rows, rank.cols, rank.depth, rank.workspace, rank.bytes_received
-        (5, 4, 6, 432, {'x': 96, 'z': 96, 'y': 0})
+        (5, 4, 6, 448, {'x': 96, 'z': 96, 'y': 0})
     """
 
     def __init__(self, plan: ProductPlan, coords: Coords):

@@ -78,12 +78,12 @@ def test_a_rank_that_stops_when_all_is_done_is_named(job):
 import os, signal
 import mpi4py.MPI
 from pmm3d import Grid
-free = Grid._free
+free = Grid.close
 def stop(grid):
     free(grid)
     if mpi4py.MPI.COMM_WORLD.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-Grid._free = stop
+Grid.close = stop
 """
     done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL, env={"PMM3D_TIMEOUT": "3"})
     assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
