@@ -118,9 +118,9 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         yield from _agreed_rows(link, library, array)
         outgoing = np.array(sizes, np.int64)
         incoming[link.rank] = outgoing[link.rank]
-        telling = link.exchange(NumpyLibrary(), [(peer, outgoing[peer : peer + 1]) for peer in link.peers()],
-                                [(peer, incoming[peer : peer + 1]) for peer in link.peers()])
-        yield from link.uncounted(telling)
+        telling = [(peer, outgoing[peer : peer + 1]) for peer in link.peers()]
+        hearing = [(peer, incoming[peer : peer + 1]) for peer in link.peers()]
+        yield from link.uncounted(link.exchange_in_windows(NumpyLibrary(), telling, hearing))
     whole = yield from _prepared(link, landing)
     parts, places = _parts(array, sizes), _parts(whole, incoming.tolist())
 
@@ -128,8 +128,8 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         if sizes[link.rank]:
             places[link.rank][...] = parts[link.rank]
 
-    exchange = link.exchange(library, [(peer, parts[peer]) for peer in link.peers()],
-                             [(peer, places[peer]) for peer in link.peers()])
+    exchange = link.exchange_in_windows(library, [(peer, parts[peer]) for peer in link.peers()],
+                                        [(peer, places[peer]) for peer in link.peers()])
     yield from under_way(exchange, copy_own)
     return whole
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +24,8 @@ Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
 """A collective: yields lists of MPI requests, or of what has `done`: others under way (Pending), events of a device. It
 is resumed, by any thread, once they are complete."""
+WINDOW = 64
+"""Ranks that one exchanges with at once: to test thousands of messages takes longer than most of them do."""
 LARGEST_MESSAGE = 2**30
 """Bytes: MPI counts in 32 bits, and half of that is a round number."""
 logger = logging.getLogger("pmm3d.comm")
@@ -190,6 +193,19 @@ class Link:
             return
         yield [self.stream.own.record()]
         yield self._posted(library, sends, receives)
+
+    def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                            receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+        """`exchange` with any number of ranks, of which so many at a time: those that are as far along the ring, so
+        that both ends of a message find it in the same window, and nobody waits for a window that others have not
+        come to."""
+        windows: dict[int, tuple[list[tuple[int, Array]], list[tuple[int, Array]]]] = {0: ([], [])}
+        for peer, array in sends:
+            windows.setdefault((peer - self.rank) % self.size // WINDOW, ([], []))[0].append((peer, array))
+        for peer, array in receives:
+            windows.setdefault((self.rank - peer) % self.size // WINDOW, ([], []))[1].append((peer, array))
+        for _, (leaving, coming) in sorted(windows.items(), key=itemgetter(0)):
+            yield from self.exchange(library, leaving, coming)
 
     def _staged(self, library: NumpyLibrary, stream: Stream, sends: Sequence[tuple[int, Array]],
                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:

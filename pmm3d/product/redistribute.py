@@ -36,7 +36,8 @@ def move(link: Link, library: NumpyLibrary, local: Array, plan: Move, out: Array
         landing, packed = _without_gaps(library, places, slab), _without_gaps(library, pieces, slab)
         _copy(pieces, packed)
         sends = [(reader, piece) for (readers, _), piece in zip(leaving, packed) for reader in readers]
-        yield from link.exchange(library, sends, [(owner, place) for (owner, _), place in zip(arriving, landing)])
+        receives = [(owner, place) for (owner, _), place in zip(arriving, landing)]
+        yield from link.exchange_in_windows(library, sends, receives)
         _copy(landing, places)
     return out
 

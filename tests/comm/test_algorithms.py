@@ -8,6 +8,7 @@ import pytest
 from fake_link import LIBRARY, run
 
 from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
+from pmm3d.comm.transport import Link
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, Stages, stages
 from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
@@ -220,3 +221,20 @@ def test_the_rule():
         assert np.prod(group.radices) + group.pairs == size and group.pairs <= 1 + size // 16
         assert group.radices == (size,) if size <= DIRECT else max(group.radices) <= LARGEST_STAGE
     assert stages(4096) == Stages(0, (8, 8, 8, 8)) and stages(32768) == Stages(0, (8, 8, 8, 8, 8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 23])
+def test_windows_meet(monkeypatch, size):
+    """Both ends of a message find it in the same window, in whatever order ranks come: else the job would hang here."""
+    monkeypatch.setattr("pmm3d.comm.transport.WINDOW", 3)
+    drawn = np.random.default_rng(size).integers(0, 3, (size, size))
+
+    def exchange(link):
+        message = lambda peer: np.full(3, 100 * link.rank + peer)
+        sends = [(peer, message(peer)) for peer in range(size) for _ in range(drawn[link.rank, peer])]
+        receives = [(peer, np.zeros(3, int)) for peer in range(size) for _ in range(drawn[peer, link.rank])]
+        yield from Link.exchange_in_windows(link, LIBRARY, sends, receives)
+        return all(np.all(array == 100 * peer + link.rank) for peer, array in receives)
+
+    right, links = run(size, exchange)
+    assert all(right) and max(link.messages for link in links) <= 6
