@@ -14,7 +14,9 @@ import numpy as np
 from mpi4py import MPI
 
 from pmm3d import Grid
+from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.comm import communicator
+from pmm3d.comm.algorithms import reduce_parts, sum_arrays
 from pmm3d.comm.processes import ROW
 from pmm3d.layout import Layout
 from pmm3d.model.plan import Operand, RankPlan
@@ -86,6 +88,18 @@ class OneOfMany:
         self._count("Ibarrier", 0)
         return MPI.REQUEST_NULL
 
+    def Irecv(self, buffer: np.ndarray, source: int, tag: int) -> MPI.Request:
+        self._landing = buffer
+        return MPI.REQUEST_NULL
+
+    def Isend(self, buffer: np.ndarray, target: int, tag: int) -> MPI.Request:
+        self._count("Isend", buffer.nbytes)
+        self._landing[...] = buffer
+        return MPI.REQUEST_NULL
+
+    def Allreduce(self, in_place: Any, figures: np.ndarray, operation: MPI.Op) -> None:
+        self._count("Allreduce", figures.nbytes)
+
     def improbe(self, tag: int) -> None:
         return None
 
@@ -98,10 +112,45 @@ class OneOfMany:
         self.calls["bytes"] += nbytes
 
 
+class LinkOfMany:
+    """What a collective asks of its Link, where every message has arrived at once.
+
+    rounds     exchanges;   messages: sent in all;   most: in one of them
+    """
+
+    check = False
+
+    def __init__(self, size: int, rank: int, workspace: Workspace):
+        self.size, self.rank, self.workspace = size, rank, workspace
+        self.rounds = self.messages = self.most = 0
+
+    def exchange(self, library: NumpyLibrary, sends: list[Any], receives: list[Any]) -> Iterator[list[Any]]:
+        self.rounds, self.messages = self.rounds + 1, self.messages + len(sends)
+        self.most = max(self.most, len(sends))
+        yield []
+
+
+def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
+    """One rank's part of a reduce-scatter of a number for each rank."""
+    link, library = LinkOfMany(ranks, ranks // 2 + 1, workspace), NumpyLibrary()
+    for _ in reduce_parts(link, library, np.zeros((ranks, 1)), np.zeros((1, 1)), [1] * ranks):
+        pass
+    return link
+
+
+def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
+    """One rank's part of a sum of one number, as of a norm."""
+    link = LinkOfMany(ranks, ranks // 2 + 1, workspace)
+    for _ in sum_arrays(link, NumpyLibrary(), np.zeros(1), np.zeros(1)):
+        pass
+    return link
+
+
 @contextmanager
 def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
     """A Grid of that one rank."""
-    with patch.object(communicator, "WatchedComm", lambda made: made), Grid(comm, shape) as grid:
+    as_it_is = patch.multiple(Grid.__module__, OwnedComm=lambda made: made, check_communicator=lambda given: None)
+    with patch.object(communicator, "WatchedComm", lambda made: made), as_it_is, Grid(comm, shape) as grid:
         yield grid
 
 

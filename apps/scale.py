@@ -2,8 +2,8 @@
 
     python apps/scale.py                 (--ranks 64 128: of the real runs; --ranks alone: none)
 
-The first two tables come from one process: it plays one rank of a job whose other ranks are made up, so times are the
-CPU time of this rank, without MPI's. Memory is what Python and numpy allocate. The third is of real ranks, many to a
+The first three tables come from one process: it plays one rank of a job whose other ranks are made up, so times are the
+CPU time of this rank, without MPI's. Memory is what Python and numpy allocate. The last is of real ranks, many to a
 core: CPU seconds of the mean rank, waiting included, and the wall clock of the slowest.
 """
 
@@ -20,9 +20,10 @@ from typing import Any
 
 from measuring import markdown, on_ranks
 from mpi4py import MPI
-from one_of_many import setup
+from one_of_many import all_reduce, reduce_scatter, setup
 
 from pmm3d import DistMatrix, Grid, Layout
+from pmm3d.arrays import Workspace
 from pmm3d.model.ranking import best_grid
 
 CUBE, SIZE = 4096, 256
@@ -71,6 +72,22 @@ def of_setup() -> list[list[str]]:
     return rows
 
 
+def of_collectives() -> list[list[str]]:
+    rows = [["ranks", *(f"{what}, {figure}" for what in ("reduce-scatter", "sum of a number")
+                        for figure in ("rounds", "messages", "most at once", "CPU ms"))]]
+    for ranks in (8, 64, 128, 1024, 4096, 32768):
+        row = [str(ranks)]
+        for collective in (reduce_scatter, all_reduce):
+            workspace, seconds = Workspace(), list[float]()
+            for _ in range(REPEAT):
+                begun = time.thread_time()
+                link = collective(ranks, workspace)
+                seconds.append(time.thread_time() - begun)
+            row += [str(link.rounds), str(link.messages), str(link.most), f"{1e3 * median(seconds):.2f}"]
+        rows.append(row)
+    return rows
+
+
 def on_this_rank() -> None:
     """The real run, on each rank: rank 0 prints the mean CPU seconds and the longest wall clock of each step."""
     comm, clocks = MPI.COMM_WORLD, [(time.process_time(), time.perf_counter())]
@@ -114,6 +131,7 @@ def main() -> None:
         return
     print(f'Grid("auto") for {CUBE} cubed\n\n{markdown(of_auto())}\n')
     print(f"what one rank makes of itself\n\n{markdown(of_setup())}\n")
+    print(f"what a collective is for one rank, without MPI's part\n\n{markdown(of_collectives())}\n")
     if options.ranks:
         print(f"real ranks, a product of {SIZE} cubed\n\n{markdown(of_real_ranks(options.ranks))}")
 

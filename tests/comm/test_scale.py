@@ -35,13 +35,13 @@ def test_what_one_rank_of_many_holds(comm, shape):
     finally:
         tracemalloc.stop()
     assert held < MOST_BYTES
-    assert made.messages <= 16 and made.received <= 40 * RANKS
+    assert made.messages <= 24 and made.received <= 40 * RANKS
 
 
 @pytest.mark.parallel(1)
 def test_setting_up_takes_no_more_calls_on_more_ranks(comm):
     few, many = (setup(ranks, shape, lambda what, part: part()) for ranks, shape in ((8, "2x2x2"), (RANKS, "32x32x32")))
-    assert few.messages == many.messages and few.received < 40 * 8
+    assert few.messages == many.messages and few.received < 64 * 8
 
 
 @pytest.mark.parallel(1)
