@@ -94,7 +94,6 @@ class Watch:
         self.begun: dict[str, tuple[int, str]] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
-        self._neighbours = self._processes.neighbours(comm.rank)
         soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
         self._early = min(self.timeout, soon if processes else self.timeout)
         self._leaders = _leaders(self._processes, comm.rank)
