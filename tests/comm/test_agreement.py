@@ -8,6 +8,7 @@ import pytest
 from pmm3d import DisagreementError, Grid, GridError, Pmm3dError
 from pmm3d.comm import agreement
 from pmm3d.comm.agreement import MOST_CHARACTERS, MOST_TEXTS, Terms, agree
+from pmm3d.layout import offsets
 
 
 class ManyRanks:
@@ -16,23 +17,28 @@ class ManyRanks:
     def __init__(self, texts, monkeypatch):
         self.size, self.rank = len(texts), 0
         self.record = SimpleNamespace(members=tuple(range(self.size)))
-        self.comm = self
         self.packed = [agreement._packed(text, Pmm3dError) if text else b"" for text in texts]
         self.rows = np.array([(agreement._digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
         monkeypatch.setattr(agreement, "exchanged", self.exchanged)
+        monkeypatch.setattr(agreement, "gather_parts", self.gather_parts)
 
     def exchanged(self, link, mine, length):
         assert np.array_equal(mine, self.rows[0])
         return self.rows
         yield
 
-    def Iallgatherv(self, mine, landing):
-        texts, (counts, starts), _ = landing
-        assert len(mine[0]) == counts[0]
+    def gather_parts(self, link, library, mine, texts, counts):
+        assert len(mine) == counts[0]
+        starts = offsets(counts)
         for rank in np.flatnonzero(counts):
-            texts[starts[rank] : starts[rank] + counts[rank]] = self.packed[rank]
+            texts[starts[rank] : starts[rank + 1]] = np.frombuffer(self.packed[rank], np.uint8)
         self.received += sum(counts)
+        return
+        yield
+
+    def uncounted(self, collective):
+        return collective
 
     def heard(self):
         generator = agreement._heard(self, self.mine)
