@@ -7,7 +7,7 @@ Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 pro
 better one counts, as for the peers, of those whose single-core GEMM came within 5% of the best of its kind: in the
 others something else was running. ratio = achieved / (cores x the GEMM of the same proportions on one core, of the
 same BLAS, in the same run). With --beside a second table follows: time of one product here / its time with the pmm3d
-of that Python, the median over the passes.
+of that Python, the median over the passes; --cells names the ones to measure, as in 2048x2048x2048:8:float64.
 """
 
 import argparse
@@ -44,6 +44,9 @@ def table(results: dict) -> str:
     for shape, goals, peers in zip(SHAPES, GOALS, PEERS):
         cells = [", ".join(map(str, shape))]
         for key, goal, peer in zip(COLUMNS, goals, peers):
+            if (shape, key) not in results:
+                cells.append("")
+                continue
             fastest = max(run["core_gflops"] for run in results[shape, key])
             undisturbed = [run for run in results[shape, key] if run["core_gflops"] >= 0.95 * fastest]
             best = max(undisturbed, key=lambda run: run["ratio"])
@@ -58,20 +61,28 @@ def ratios(results: dict, beside: dict) -> str:
     """Time here / time there of each cell."""
     rows = [HEADING]
     for shape in SHAPES:
-        pairs = [zip(results[shape, key], beside[shape, key]) for key in COLUMNS]
-        found = [median(median(here["seconds"]) / median(there["seconds"]) for here, there in cell) for cell in pairs]
-        rows.append([", ".join(map(str, shape)), *(f"{ratio:.3f}" for ratio in found)])
+        pairs = [list(zip(results.get((shape, key), []), beside.get((shape, key), []))) for key in COLUMNS]
+        found = [[median(here["seconds"]) / median(there["seconds"]) for here, there in cell] for cell in pairs]
+        rows.append([", ".join(map(str, shape)), *(f"{median(ratios):.3f}" if ratios else "" for ratios in found)])
     return markdown(rows)
+
+
+def one_cell(text: str) -> tuple:
+    """A cell of the table: 2048x2048x2048:8:float64."""
+    shape, ranks, dtype = text.split(":")
+    return tuple(map(int, shape.split("x"))), (int(ranks), dtype)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=2, help="runs of each cell; the better one counts (2)")
     parser.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
+    parser.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
+                        default=list(product(SHAPES, COLUMNS)), help="only these")
     options = parser.parse_args()
     pythons = [sys.executable, *([options.beside] if options.beside else [])]
-    results: dict = {python: {cell: [] for cell in product(SHAPES, COLUMNS)} for python in pythons}
-    for turn, (shape, (ranks, dtype)), python in product(range(options.passes), product(SHAPES, COLUMNS), pythons):
+    results: dict = {python: {cell: [] for cell in options.cells} for python in pythons}
+    for turn, (shape, (ranks, dtype)), python in product(range(options.passes), options.cells, pythons):
         result = measure(python, shape, ranks, dtype)
         results[python][shape, (ranks, dtype)].append(result)
         where = f"pass {turn + 1}" + ("" if python == sys.executable else ", beside")

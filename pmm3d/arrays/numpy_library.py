@@ -100,6 +100,8 @@ class NumpyLibrary:
 
     def share_memory(self, one: Array, other: Array) -> bool:
         """Whether two arrays have a byte in common."""
+        if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+            return np.shares_memory(one, other)
         return np.shares_memory(np.asarray(_Elements(self, one)), np.asarray(_Elements(self, other)))
 
     def synchronize(self) -> None:

@@ -53,8 +53,8 @@ def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, cou
     for index, stage in enumerate(reversed(stages_of(link.size, rank))):
         regions = [out[first:last] for first, last in stage.rows(edges)]
         mine = regions[stage.digit] if index or partner is not None else part
-        exchange = link.exchange(library, [(stage.peers[other], mine) for other in stage.others()],
-                                 [(stage.peers[other], regions[other]) for other in stage.others()])
+        exchange = link.exchange(library, [(stage.peers[other], mine) for other in stage.others],
+                                 [(stage.peers[other], regions[other]) for other in stage.others])
         yield from exchange if index else under_way(exchange, copy_own)
     if partner is not None:
         yield from link.exchange(library, [(partner, out)], [])
@@ -86,8 +86,8 @@ def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, co
         first = stage.rows(edges)[0][0]
         regions = [sums[low - first : high - first] for low, high in stage.rows(edges)]
         parts, received = _landing(regions[stage.digit], stage, library, work)
-        yield from link.exchange(library, [(stage.peers[other], regions[other]) for other in stage.others()],
-                                 [(stage.peers[other], parts[other]) for other in stage.others()])
+        yield from link.exchange(library, [(stage.peers[other], regions[other]) for other in stage.others],
+                                 [(stage.peers[other], parts[other]) for other in stage.others])
         if stage is steps[-1] and partner is None:
             sum_in_order(library, parts, out, beta)
         else:
@@ -133,8 +133,8 @@ def _sum_whole(link: Link, library: NumpyLibrary, row: Array, out: Array, work: 
     sums = yield from _with_partner(link, library, row, work)
     for stage in stages_of(link.size, rank):
         parts, received = _landing(sums, stage, library, work)
-        yield from link.exchange(library, [(stage.peers[other], sums) for other in stage.others()],
-                                 [(stage.peers[other], parts[other]) for other in stage.others()])
+        yield from link.exchange(library, [(stage.peers[other], sums) for other in stage.others],
+                                 [(stage.peers[other], parts[other]) for other in stage.others])
         sums = _added(library, parts, received, work, complete=link.size == len(parts))
     out[...] = sums
     if partner is not None:

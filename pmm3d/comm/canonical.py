@@ -7,7 +7,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from numbers import Complex, Number, Real
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,14 @@ def canonical(value: Any) -> str:
         return _form(value)
     except Exception:
         return f"a {type(value).__qualname__}"
+
+
+class Compared(tuple[Any, ...]):
+    """A tuple that is compared again and again: its form is worked out once."""
+
+    @cached_property
+    def form(self) -> str:
+        return _listed(self)
 
 
 def in_words(what: str, arguments: tuple[Any, ...]) -> str:
@@ -117,5 +127,6 @@ def _element_type(value: Any) -> str | None:
     return text.removeprefix("torch.") if text.startswith("torch.") else None
 
 
-FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str}
+FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str,
+                                             Compared: attrgetter("form")}
 """The common types; a look here is all they cost."""

@@ -25,7 +25,7 @@ class Guard:
     def __init__(self) -> None:
         self.closed = False
         self._inside = threading.RLock()
-        self._user = ""
+        self._user = 0
 
     def check_open(self) -> None:
         if self.closed:
@@ -33,24 +33,28 @@ class Guard:
                             "is to be kept is gathered, or redistributed to another Grid, before")
 
     def __enter__(self) -> None:
-        self.check_open()
-        here = threading.current_thread().name
+        if self.closed:
+            self.check_open()
         if not self._inside.acquire(blocking=False):
-            raise GridError(f"thread {here} uses this grid while thread {self._user} does. One thread at a time uses a "
+            here, user = threading.current_thread().name, _name_of(self._user)
+            raise GridError(f"thread {here} uses this grid while thread {user} does. One thread at a time uses a "
                             "grid: let them take turns, or give each thread a Grid over a communicator of its own")
-        self._user = here
+        self._user = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
         self._inside.release()
 
 
+def _name_of(thread: int) -> str:
+    return next((known.name for known in threading.enumerate() if known.ident == thread), str(thread))
+
+
 def one_thread(operation: Operation) -> Operation:
-    """Decorator: until the operation ends its thread is alone on the grid of its operands."""
+    """Decorator: until the operation ends its thread is alone on the grid of its first operand."""
 
     @wraps(operation)
     def alone(*operands: Any, **options: Any) -> Any:
-        grids = (given.grid for given in (*operands, *options.values()) if hasattr(given, "grid"))
-        grid = next(grids, None)
+        grid = getattr(operands[0] if operands else next(iter(options.values()), None), "grid", None)
         with nullcontext() if grid is None else grid.engine.guard:
             return operation(*operands, **options)
 

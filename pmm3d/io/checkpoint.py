@@ -66,7 +66,7 @@ class Checkpoints:
             check_matrices(self.grid, matrices)
             on_disk.check_names(matrices.keys())
             text = _json_of(meta)
-            described = [text, *((name, *matrices[name].signature()[:4]) for name in sorted(matrices))]
+            described = [text, *((name, *matrices[name].signature[:4]) for name in sorted(matrices))]
             digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
             if not isinstance(step, (int, np.integer)) or step < 0:
                 raise CheckpointError(f"a step is a number of at least 0; got {step!r}")

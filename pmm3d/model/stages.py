@@ -32,18 +32,15 @@ class Stage(NamedTuple):
 
     peers   the ranks that exchange, this one among them, in the order of their sums
     digit   of this one among them
+    others  the other peers' digits, the next one first, so that not all send to the same one at once
     cuts    numbers of actors (see `Stages`): the parts from cuts[i] to cuts[i+1] are what peer i keeps of a sum, and
             brings to a gather
     """
 
     peers: tuple[int, ...]
     digit: int
+    others: tuple[int, ...]
     cuts: tuple[int, ...]
-
-    def others(self) -> list[int]:
-        """The other peers' digits, the next one first, so that not all send to the same one at once."""
-        size = len(self.peers)
-        return [(self.digit + distance) % size for distance in range(1, size)]
 
     def rows(self, edges: Sequence[int]) -> list[tuple[int, int]]:
         """(first, last) of the rows of each peer's parts, where those of the actors begin at these edges."""
@@ -87,7 +84,8 @@ class Stages(NamedTuple):
             stride = size // radix
             digit = (actor - first) // stride
             peers = tuple(self.rank_of(actor + (other - digit) * stride) for other in range(radix))
-            yield Stage(peers, digit, tuple(range(first, first + size + 1, stride)))
+            others = tuple((digit + distance) % radix for distance in range(1, radix))
+            yield Stage(peers, digit, others, tuple(range(first, first + size + 1, stride)))
             first, size = first + digit * stride, stride
 
     def actor_offsets(self, counts: Sequence[int]) -> list[int]:

@@ -30,7 +30,7 @@ def signature_of(matrix: Any) -> Any:
     """What the ranks compare of an operand. Never raises."""
     if matrix is None:
         return None
-    return matrix.signature() if isinstance(matrix, StoredMatrix) else f"a {type(matrix).__name__}"
+    return matrix.signature if isinstance(matrix, StoredMatrix) else f"a {type(matrix).__name__}"
 
 
 def array_signature(array: Any) -> tuple[Any, ...]:

@@ -205,7 +205,7 @@ class DistMatrix(StoredMatrix):
         grid = self.grid if grid is None else grid
         described = grid.shape if isinstance(grid, Grid) else f"a {type(grid).__name__}"
         with ExitStack() as borrowed:
-            with self.grid.together("redistribute", self.signature(), layout, described, signature_of(out)):
+            with self.grid.together("redistribute", self.signature, layout, described, signature_of(out)):
                 self._check_target(layout, grid, out)
                 if out is None:
                     memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
@@ -228,7 +228,7 @@ class DistMatrix(StoredMatrix):
             raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
                             f"({grid.shape}); pass grid=out.grid")
         needed = self.shape, self.dtype, str(layout), grid.shape, self.order, self.library.kind
-        if out.signature() != needed or out.library != self.library:
+        if out.signature != needed or out.library != self.library:
             raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
         if not out.library.writable(out.local):
             raise LayoutError("redistribute: out is read-only")
@@ -239,7 +239,7 @@ class DistMatrix(StoredMatrix):
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere)."""
         with ExitStack() as borrowed:
-            with self.grid.together("gather", self.signature(), root):
+            with self.grid.together("gather", self.signature, root):
                 if root is not None:
                     check_root("gather", root, self.grid)
                 whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))

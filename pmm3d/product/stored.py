@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar
+from functools import cached_property
+from typing import NoReturn, TypeVar
 
 from ..arrays import Array, library_of
 from ..comm import Grid
+from ..comm.canonical import Compared
 from ..errors import GridError
 from ..layout import Box, Layout, Placement
 
@@ -50,9 +52,10 @@ class StoredMatrix:
         """A matrix of the same shape, type and order in another layout, whose shard is in that memory."""
         return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
 
-    def signature(self) -> tuple[Any, ...]:
+    @cached_property
+    def signature(self) -> Compared:
         """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
-        return self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library.kind
+        return Compared((self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library.kind))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise GridError("a distributed matrix lives on the ranks of its Grid: it can be neither copied nor pickled. "
