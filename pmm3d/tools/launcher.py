@@ -112,7 +112,7 @@ def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | N
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     """Width and colour of this terminal: ranks cannot ask, since mpiexec may give them a terminal of its own."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return {"COLUMNS": "120"} | dict(environ) | {"TERM": "dumb"}
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
 

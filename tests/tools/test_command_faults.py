@@ -68,6 +68,7 @@ def place(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "latin.toml").write_bytes(b'[data]\nfile = "caf\xe9.h5"\n')
     (tmp_path / "deep.toml").write_text("a = " + "[" * 5000)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "digits.toml").write_text("[data]\nfile = 'x'\nbatch_size = " + "9" * 5000)
     (tmp_path / "red.toml").write_text('[data]\nfile = "red\\u001b[31m.h5"\n')
     (tmp_path / "good.toml").write_text("[data]\nfile = 'data.h5'\n")
@@ -92,6 +93,7 @@ def place(tmp_path):
         (("train", "digits.toml"), "digits.toml is not TOML: Exceeds the limit"),
         (("train", "red.toml"), r"cannot open red\x1b[31m.h5"),
         (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
+        (("report", "deep.json"), "maximum recursion depth exceeded"),
         (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
         (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),
         (("convert", "table.csv", "none/x.h5"), "cannot write none/x.h5: there is no folder"),

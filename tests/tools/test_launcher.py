@@ -203,6 +203,13 @@ def test_arguments_after_the_program_are_its_own(tmp_path):
     assert "['--show', '-n', '7', '--', 'x']" in result.stdout
 
 
+def test_a_closed_stdout_is_no_error(tmp_path):
+    (tmp_path / "nothing.py").touch()
+    launch = [sys.executable, "-m", "pmm3d.launcher", "-n", "1", str(tmp_path / "nothing.py")]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *launch], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_show_prints_the_command_and_runs_nothing():
     result = run_launcher("-n", 2, "--mpiexec", "false", "--show", "--", "-m", "package", OMP_NUM_THREADS="3")
     assert result.returncode == 0

@@ -77,7 +77,7 @@ def _record(path: Path, notes: list[str]) -> Json:
         return {}
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         notes.append(f"run.json cannot be read, so hosts, times, bytes and memory are not known: {error}")
         return {}
     if not isinstance(found, dict) or found.get("format") != 1:
@@ -89,7 +89,7 @@ def _record(path: Path, notes: list[str]) -> Json:
 def _read_bench(path: Path) -> list[Json]:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Pmm3dError(f"{path} is not JSON ({error}): name {OF_A_RUN}") from None
     results = found if isinstance(found, list) else [found]
     if not results or not all(isinstance(result, dict) and OF_A_BENCHMARK <= result.keys() for result in results):
