@@ -9,7 +9,6 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, Pending
-from ..comm.algorithms import gather_parts, sum_arrays
 from ..comm.transport import Collective, Link
 from ..errors import needs
 from ..layout import Layout
@@ -41,6 +40,11 @@ class Form:
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
         """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
         return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
+
+    def like(self, shape: tuple[int, int], layout: Layout) -> Form:
+        """The form of another matrix of this type."""
+        box = layout.box(shape, self.grid.shape, self.grid.coords)
+        return Form(self.grid, shape, layout, self.dtype, self.library, box.shape)
 
     def matrix(self, local: Array) -> DistMatrix:
         """The matrix of this form of which `local` is this rank's shard."""
@@ -118,20 +122,8 @@ def begin_after(before: Sequence[Pending], axis: Axis, name: str, collective: Ca
     return axis.begin(name, steps, library=library)
 
 
-def sum_over(axis: Axis, array: Array, *before: Pending) -> Pending:
-    """Start the sum of an array over an axis, in place, once what fills it is done."""
-    library = library_of(array)
-    return begin_after(before, axis, "all_reduce", lambda link: sum_arrays(link, library, array, array), library)
-
-
-def gather_over(axis: Axis, part: Array, out: Array, counts: Sequence[int]) -> Pending:
-    """Start bringing the parts of all ranks of an axis, of so many rows, together in `out`."""
-    library = library_of(part)
-    return axis.begin("all_gather", lambda link: gather_parts(link, library, part, out, counts), library=library)
-
-
 def stacked(axis: Axis, array: Array) -> Array:
     """The arrays of all ranks of an axis, of one shape: (G, *shape). Each rank receives G-1 of them."""
     library, rows = library_of(array), array.shape[0]
     out = library.empty((axis.size * rows, *array.shape[1:]), library.dtype(array))
-    return gather_over(axis, array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))
+    return axis.gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))
