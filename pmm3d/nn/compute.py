@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..comm import Axis, Grid, Pending
-from ..comm.transport import Collective, Link
+from ..comm import Axis, Grid
 from ..errors import needs
 from ..layout import Layout
 from ..product import DistMatrix
@@ -106,20 +105,6 @@ def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     rows = max(1, CHUNK // max(1, out.shape[1]))
     for start in range(0, out.shape[0], rows):
         out[start : start + rows] = function(*(array[start : start + rows] for array in arrays))
-
-
-def begin_after(before: Sequence[Pending], axis: Axis, name: str, collective: Callable[[Link], Collective[Any]],
-                library: NumpyLibrary) -> Pending:
-    """Start a collective along an axis on arrays of a library, which begins once others are done."""
-
-    def steps(link: Link) -> Collective[Any]:
-        if before:
-            yield list(before)
-        for pending in before:
-            pending.wait()
-        return (yield from collective(link))
-
-    return axis.begin(name, steps, library=library)
 
 
 def stacked(axis: Axis, array: Array) -> Array:

@@ -18,7 +18,7 @@ from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout, part_sizes
 from .compute import Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks, stacked
 from .contract import Product
-from .linear import linear
+from .dense import linear
 from .parameter import Parameter
 from .tensor import Tensor, add, relayout, scale, whole
 

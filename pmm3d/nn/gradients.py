@@ -16,11 +16,12 @@ from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..comm.algorithms import reduce_parts, sum_arrays
+from ..comm.forms import following
 from ..comm.transport import Collective, Link
 from ..layout import Layout, itemsize, offsets
 from ..model.volumes import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
-from .compute import begin_after, in_chunks
+from .compute import in_chunks
 from .contract import EVERYTHING, Gradient, Part, Product, natural, route
 from .overlap import Overlap
 
@@ -245,8 +246,8 @@ class Gradients:
             flight.pop(0).wait()
         collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
-            pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective,
-                                  members[0].parameter.library)
+            pending = axis.begin("reduce_scatter" if split else "all_reduce", following(before, collective),
+                                 library=members[0].parameter.library)
         for member in members:
             member.pending = pending
         self._flights[axis.name] = [*flight, pending]

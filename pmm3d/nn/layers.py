@@ -19,7 +19,7 @@ from ..layout import Layout, batch_layout
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
-from .linear import ACTIVATIONS, OTHER, weight_layout
+from .dense import ACTIVATIONS, OTHER, weight_layout
 from .parameter import Parameter
 from .tape import Tape, no_grad, outside, propagate
 from .tensor import Tensor, as_tensor
