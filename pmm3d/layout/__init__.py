@@ -9,6 +9,7 @@ from .transitions import Step, transitions
 
 __all__ = [
     "AXES", "EMPTY", "FIRST", "LOW_PRECISION", "MATRIX_DTYPES", "Box", "Coords", "GridShape", "Layout", "Placement",
-    "Step", "Whole", "aligned", "batch_layout", "check_same_dtype", "cuts", "incoming", "is_axis_name", "itemsize", "matrix_shape", "offsets",
-    "outgoing", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
+    "Step", "Whole", "aligned", "batch_layout", "check_same_dtype", "cuts", "incoming", "is_axis_name", "itemsize",
+    "matrix_shape", "offsets", "outgoing", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions",
+    "whole_number",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from itertools import count, permutations
+from itertools import count
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pmm3d import GridShape, Layout, LayoutError
-from pmm3d.layout import Placement, Step, incoming, transitions
+from pmm3d.layout import Placement, incoming, transitions
 
 FIVE = GridShape(2, 2, 2, 2, seq=2)
 grids = st.sampled_from([
@@ -138,46 +138,45 @@ def received(kind, size, ranks):
             "reduce_scatter": size * (ranks - 1) / ranks, "all_to_all": size * (ranks - 1) / ranks}[kind]
 
 
-def neighbours(layout, grid, axes):
-    """(kind, axis, layout) of every step that any of the axes can make."""
-    dims = {0: layout.rows, 1: layout.cols}
+def neighbours(layout, target, axes):
+    """(kind, axis, layout) of every step of one of the axes; none is cut by one that does not cut it in the target."""
     for axis in axes:
-        rest = [tuple(other for other in group if other != axis) for group in (layout.rows, layout.cols, layout.sums)]
-        ends = [dim for dim in dims if dims[dim][-1:] == (axis,)]
-        for dim in ends:
-            yield "gather", axis, Layout(*rest)
+        rows, cols, sums = (tuple(other for other in group if other != axis)
+                            for group in (layout.rows, layout.cols, layout.sums))
+        minor = [group[-1:] == (axis,) for group in (layout.rows, layout.cols)]
+        if any(minor):
+            yield "gather", axis, Layout(rows, cols, sums)
         if axis in layout.sums:
-            yield "all_reduce", axis, Layout(*rest)
+            yield "all_reduce", axis, Layout(rows, cols, sums)
         if axis not in layout.named:
-            yield "keep", axis, Layout(*rest[:2], (*rest[2], axis))
-        for dim in dims:
-            longer = Layout(*(group + (axis,) * (dim == number) for number, group in enumerate(rest[:2])), rest[2])
-            if axis in layout.sums:
-                yield "reduce_scatter", axis, longer
-            if axis not in layout.named:
-                yield "slice", axis, longer
-            if ends == [1 - dim]:
-                yield "all_to_all", axis, longer
+            yield "keep", axis, Layout(rows, cols, (*sums, axis))
+        for dim, wanted in enumerate((target.rows, target.cols)):
+            if axis in wanted:
+                longer = Layout((*rows, axis), cols, sums) if dim == 0 else Layout(rows, (*cols, axis), sums)
+                if axis in layout.sums:
+                    yield "reduce_scatter", axis, longer
+                if axis not in layout.named:
+                    yield "slice", axis, longer
+                if minor[1 - dim]:
+                    yield "all_to_all", axis, longer
 
 
 def least(source, target, grid):
     """Fewest elements received on any way along the axes whose state changes."""
-    before, after = states(source), states(target)
-    axes = [axis for axis in grid.names if getattr(grid, axis) > 1 and (
-        before.get(axis) != after.get(axis) or after.get(axis) in ("rows", "cols") and source != target)]
-    axes = [axis for axis in axes if before.get(axis) != after.get(axis)]
-    number, best = count(), {}
-    waiting = [(0, next(number), source.on(grid))]
+    before, after = states(source.on(grid)), states(target.on(grid))
+    axes = [axis for axis in grid.names if before.get(axis) != after.get(axis)]
+    number, done, waiting = count(), set(), [(0, 0, source.on(grid))]
     while waiting:
         cost, _, layout = heapq.heappop(waiting)
         if layout == target.on(grid):
             return cost
-        if best.setdefault(layout, cost) < cost or best.get((layout, "done")):
+        if layout in done:
             continue
-        best[layout, "done"] = True
-        for kind, axis, found in neighbours(layout, grid, axes):
-            size = grid.size / grid.along(layout.splitting)
-            heapq.heappush(waiting, (cost + received(kind, size, getattr(grid, axis)), next(number), found.on(grid)))
+        done.add(layout)
+        size = grid.size / grid.along(layout.splitting)
+        for kind, axis, found in neighbours(layout, target, axes):
+            more = received(kind, size, getattr(grid, axis))
+            heapq.heappush(waiting, (cost + more, next(number), found.on(grid)))
     return None
 
 
@@ -197,9 +196,64 @@ def small_cases(draw):
                    for layout in (draw(layouts(grid, shape)), draw(layouts(grid, shape))))
 
 
+@settings(max_examples=300)
 @given(small_cases())
 def test_no_order_of_steps_sends_less(case):
     grid, source, target = case
     steps = transitions(source, target, grid)
     assume(all(step.kind != "move" for step in steps))
     assert total(steps, source, grid) <= least(source, target, grid) + 1e-9
+
+
+PLAIN = GridShape(2, 2, 2, 2)
+EXAMPLES = {
+    "weight gathered": (Layout(("y", "z"), "x"), Layout("y", "x"), "gather z 0"),
+    "gradient of a weight": (Layout("y", "x", sums=("data", "z")), Layout(("y", "z"), "x"),
+                             "reduce_scatter z 0, all_reduce data"),
+    "gradient of a weight over data": (Layout("y", "x", sums=("z", "data")), Layout(("y", "z", "data"), "x"),
+                                       "reduce_scatter z 0, reduce_scatter data 0"),
+    "output of a layer": (Layout(("data", "z"), "x", sums="y"), Layout(("data", "z"), "x"), "all_reduce y"),
+    "output in shards": (Layout(("data", "z"), "x", sums="y"), Layout(("data", "z", "y"), "x"), "reduce_scatter y 0"),
+    "rows to columns": (Layout(("z", "x"), "y"), Layout("z", ("y", "x")), "all_to_all x 0"),
+    "columns to rows": (Layout("z", ("y", "x")), Layout(("z", "x"), "y"), "all_to_all x 1"),
+    "cut before it is summed": (Layout(sums="z"), Layout("x", "y"), "slice x 0, slice y 1, all_reduce z"),
+    "summed before it is gathered": (Layout("x", sums="z"), Layout(), "all_reduce z, gather x 0"),
+    "one keeps it": (Layout("x"), Layout("x", sums=("z", "data")), "keep z, keep data"),
+    "minor first, if both go": (Layout(("x", "y", "z")), Layout("x"), "gather z 0, gather y 0"),
+    "minor gathered, major to the other dim": (Layout(("x", "y")), Layout((), "x"), "gather y 0, all_to_all x 0"),
+    "the major goes": (Layout(("x", "y")), Layout("y"), "move"),
+    "another order": (Layout(("x", "y")), Layout(("y", "x")), "move"),
+    "one for another": (Layout("x"), Layout("y"), "move"),
+    "dims changed": (Layout("x", "y"), Layout("y", "x"), "move"),
+    "summed before it is moved": (Layout("x", sums="z"), Layout("z"), "reduce_scatter z 0, move"),
+    "partial sums moved": (Layout("x", sums="z"), Layout("y", sums="z"), "move"),
+    "moved, then kept": (Layout("x"), Layout("y", sums="z"), "move, keep z"),
+    "other units": (Layout("x", units=(2, 1)), Layout("x", units=(3, 1)), "move"),
+    "units of what is cut further": (Layout("x", units=(2, 1)), Layout(("x", "z"), units=(2, 1)), "slice z 0"),
+    "units gained": (Layout((), "x"), Layout("x", units=(3, 1)), "all_to_all x 1"),
+    "units lost": (Layout(("x", "z"), units=(2, 1)), Layout(), "gather z 0, gather x 0"),
+}
+
+
+def in_words(steps):
+    return ", ".join(" ".join([step.kind] + [step.axis] * bool(step.axis) + [str(step.dim)] * (
+        step.kind not in ("all_reduce", "keep", "move"))) for step in steps)
+
+
+@pytest.mark.parametrize("source, target, expected", EXAMPLES.values(), ids=EXAMPLES)
+def test_the_steps_are(source, target, expected):
+    assert in_words(transitions(source, target, PLAIN)) == expected
+
+
+def test_cuts_at_the_same_places_are_the_same_in_other_units():
+    source, target = Layout("x", units=(2, 1)), Layout(("x", "z"), units=(3, 1))
+    assert in_words(transitions(source, target, PLAIN, (24, 1))) == "slice z 0"
+    assert in_words(transitions(source, target, PLAIN, (6, 1))) == "move"
+    assert in_words(transitions(source, Layout("x"), PLAIN, (8, 1))) == ""
+
+
+def test_a_step_costs_nothing_along_an_axis_of_one_rank_and_unknown_ones_are_refused():
+    assert transitions(Layout(("x", "y"), sums="z"), Layout((), "y"), GridShape(1, 1, 1, 4)) == []
+    for source, target in ((Layout("w"), Layout()), (Layout(), Layout(sums="w"))):
+        with pytest.raises(LayoutError, match="names the axis 'w'; the axes of this grid are x, y, z, data"):
+            transitions(source, target, PLAIN)
