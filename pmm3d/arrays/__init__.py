@@ -1,5 +1,9 @@
 """numpy, torch and cupy arrays behind one face; the BLAS; work arrays; random numbers."""
 
+from .dry import DryLibrary
+from .dry_array import DryArray
+from .dry_run import Action, DryRun
+from .dry_workspace import DryWorkspace
 from .libraries import (
     check_matrix_dtype,
     dtype_named,
@@ -14,6 +18,7 @@ from .sums import sum_in_order
 from .workspace import Slab, Workspace
 
 __all__ = [
-    "Array", "NumpyLibrary", "Slab", "Workspace", "check_matrix_dtype", "dtype_named", "library_here", "library_kind",
-    "library_named", "library_of", "sum_in_order", "take_device",
+    "Action", "Array", "DryArray", "DryLibrary", "DryRun", "DryWorkspace", "NumpyLibrary", "Slab", "Workspace",
+    "check_matrix_dtype", "dtype_named", "library_here", "library_kind", "library_named", "library_of", "sum_in_order",
+    "take_device",
 ]  # fmt: skip

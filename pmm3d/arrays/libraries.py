@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import DTypeError, Pmm3dError
 from ..layout import MATRIX_DTYPES
+from .dry_array import DryArray
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
 
@@ -27,6 +28,8 @@ def library_of(array: Array) -> NumpyLibrary:
     if isinstance(array, (np.ndarray, np.generic)):
         _check_plain(array)
         return NumpyLibrary()
+    if isinstance(array, DryArray):
+        return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         from .torch_library import TorchLibrary
 

@@ -3,6 +3,7 @@ differs is here: allocation, addresses, synchronisation, the GEMM with accumulat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -39,6 +40,8 @@ class NumpyLibrary:
     name: ClassVar[str] = "numpy"
     gemm_adds: ClassVar[bool] = True
     """Whether `gemm` adds to C itself; else it forms a product of its own first, in a work array."""
+    has_data: ClassVar[bool] = True
+    """Whether there are values behind its arrays; those of a dry run have none."""
 
     @property
     def kind(self) -> str:
@@ -69,6 +72,10 @@ class NumpyLibrary:
         pages = np.empty(max(nbytes + HUGE_PAGE, NUMPY_ADVISES), np.uint8)
         start = -self.address(pages) % HUGE_PAGE
         return self.view(pages[start:], shape, dtype)
+
+    def made(self, shape: tuple[int, ...], dtype: str, values: Callable[[], np.ndarray]) -> Array:
+        """An array of what values() gives, a numpy array of that shape; not called where arrays have no data."""
+        return self.from_numpy(values(), dtype)
 
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps

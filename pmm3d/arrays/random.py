@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import Pmm3dError
 from ..layout import Box
+from .numpy_library import NumpyLibrary
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
@@ -68,3 +69,10 @@ def fill(out: np.ndarray, box: Box, columns: int, seed: int, distribution: str) 
             part.imag = _real(index, seed, 1, distribution)
         else:
             part[...] = _real(index, seed, 0, distribution)
+
+
+def drawn(box: Box, dtype: str, columns: int, seed: int, distribution: str) -> np.ndarray:
+    """The same as a new array; of float32 where numpy has no such type."""
+    out = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)
+    fill(out, box, columns, seed, distribution)
+    return out

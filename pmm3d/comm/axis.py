@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
-from ..errors import DTypeError, GridError, LayoutError
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from . import collectives, forms
 from .collectives import Counts
@@ -128,6 +128,8 @@ class Axis:
 
     def settle(self, library: NumpyLibrary) -> None:
         """Before the first arrays of a device travel along the axis: find out how. Collective along the axis, once."""
+        if not library.has_data:
+            raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
         transport = self._engine.transport
         if not (library.on_host or self._settled or transport.settled):
             self._settled, transport.settled = True, self.name == "all"

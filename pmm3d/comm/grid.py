@@ -8,15 +8,25 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from math import prod
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Workspace
-from ..errors import GridError
-from ..layout import AXES
+from ..arrays import (
+    DryLibrary,
+    DryRun,
+    DryWorkspace,
+    NumpyLibrary,
+    Workspace,
+    library_here,
+    library_kind,
+    library_named,
+)
+from ..errors import GridError, Pmm3dError
+from ..layout import AXES, parse_shape, whole_number
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
@@ -25,6 +35,7 @@ from .agreement import Terms, agree
 from .axis import Axis
 from .canonical import canonical, in_words
 from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
+from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .engine import Engine
 from .ledger import Ledger
 from .shapes import chosen_shape
@@ -60,6 +71,7 @@ class Grid:
     hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
     ledger, workspace, engine
     attached        what higher layers keep with the grid
+    dry_run         None, but of `Grid.dry`: what was done and held
 
     "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
     Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
@@ -83,6 +95,7 @@ class Grid:
     y: Axis
     z: Axis
     data: Axis
+    dry_run: DryRun | None = None
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  product: Product | None = None, dtype: str = "float64", memory: int | None = None,
@@ -148,6 +161,26 @@ class Grid:
         first, second = (self.shape.rank(self.coords._replace(**{name: index})) for index in (0, 1))
         step = second - first
         return range(first, first + getattr(self.shape, name) * step, step)
+
+    @staticmethod
+    def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: None = None, hosts: int = 1) -> DryGrid:
+        """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
+
+        shape, data   as of a Grid, in numbers or written "GxxGyxGz"
+        rank          the rank to stand for
+        hosts         number of nodes, with as many ranks each
+
+        Matrices have shapes, types and layouts and no values. What is sent, multiplied and held is counted as on a grid
+        with data: in `ledger`, and in `dry_run` (`pmm3d.arrays.DryRun`). Raises GridError for what is no grid or rank.
+
+            >>> from pmm3d import DistMatrix, Layout
+            >>> with Grid.dry((32, 32, 32), rank=5) as grid:
+            ...     a = DistMatrix.random(grid, (10**6, 10**6))
+            ...     c = a @ DistMatrix.random(grid, (10**6, 10**6), layout=Layout.B)
+            ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
+            (7565484376, 'gemm')
+        """
+        return DryGrid(shape, data, rank, axes, hosts)
 
     @property
     def comm(self) -> WatchedComm:
@@ -216,6 +249,20 @@ class Grid:
         from .out_of_memory import as_out_of_memory
 
         return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
+
+    def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
+        """The array library of that name, for arrays that live on this grid.
+
+        Raises Pmm3dError if there is none, or if this process has no such device.
+        """
+        library = library_here(name)
+        if not library.has_data:
+            raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
+        return library
+
+    def same_processes(self, other: Grid) -> bool:
+        """Whether the other grid is over the same processes, in the same order."""
+        return other.dry_run is None and MPI.Comm.Compare(self.comm, other.comm) in (MPI.IDENT, MPI.CONGRUENT)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
@@ -293,3 +340,67 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
+
+
+class DryGrid(Grid):
+    """A grid without data, on which one process stands for any rank; made by `Grid.dry`."""
+
+    dry_run: DryRun
+
+    def __init__(self, shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: None = None, hosts: int = 1):
+        sizes = parse_shape(shape)[:3] if isinstance(shape, str) else tuple(shape)
+        try:
+            ranks, numbers = prod(map(whole_number, (*sizes, data))), (whole_number(rank), whole_number(hosts))
+        except TypeError:
+            ranks, numbers = 0, (rank, hosts)
+        self.shape = chosen_shape(sizes, data, ranks, None, "float64", None)
+        self.rank, self.hosts = numbers
+        self.size = self.shape.size
+        if not 0 <= self.rank < self.size or not 1 <= self.hosts <= self.size:
+            raise GridError(f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}, on at most as many "
+                            f"hosts; got rank {rank!r}, hosts {hosts!r}")
+        self.debug = self._check = False
+        self.coords = self.shape.coords(self.rank)
+        self.dry_run = DryRun()
+        self.ledger, self.workspace = DryLedger(self.rank, run=self.dry_run), DryWorkspace(self.dry_run)
+        self.attached = {}
+        self.engine = DryEngine(self.ledger, self.workspace)
+        self._comm = DryComm(self.size, self.rank)
+        self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
+        for name in AXES:
+            members = self._members(name)
+            setattr(self, name, DryAxis(self.engine, name, DryComm(len(members), members.index(self.rank)), members))
+
+    def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
+        kind = library_kind(name)
+        if kind.partition(":")[0] not in ("numpy", "torch", "cupy"):
+            library_named(name)
+        return DryLibrary(self.dry_run, kind)
+
+    @contextmanager
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+        """The body runs; there is nobody to compare with."""
+        with self.engine.guard:
+            yield
+
+    def same_processes(self, other: Grid) -> bool:
+        return other is self
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % -(-self.size // self.hosts)
+
+    def host_of(self, rank: int) -> str:
+        return f"host {rank // -(-self.size // self.hosts)}"
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Refused."""
+        raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
+
+    def close(self) -> None:
+        """What is under way is completed."""
+        if not self.engine.guard.closed:
+            self.engine.close()
+
+    def _leave(self, error: BaseException) -> None:
+        self.engine.guard.closed = True

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -115,6 +115,10 @@ class Ledger:
             yield
         finally:
             self._phase = outer
+
+    def holding(self, kind: str) -> AbstractContextManager[None]:
+        """Arrays made in this context are of that kind ("weights", "gradients", "state"): counted in a dry run."""
+        return nullcontext()
 
     def computing(self, operation: str) -> AbstractContextManager[None]:
         """Time in this context is computation."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -128,7 +128,10 @@ class Link:
 
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them
+    dry      whether it is a dry run's, which sends nothing
     """
+
+    dry: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
                  stream: CommunicationStream | None = None, check: bool = True):

@@ -8,14 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from ..arrays import (
     Array,
     NumpyLibrary,
     check_matrix_dtype,
     dtype_named,
-    library_here,
     library_kind,
     library_of,
     random,
@@ -66,7 +64,7 @@ class DistMatrix(StoredMatrix):
               library: Library = "numpy") -> DistMatrix:
         """Arbitrary contents."""
         with together(grid, "DistMatrix.empty", shape, compared_dtype(dtype), layout, library_kind(library)):
-            library = library_here(library)
+            library = grid.library(library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
             local = library.empty(box.shape, check_matrix_dtype(dtype_named(dtype), library))
         return cls(grid, local, shape, layout)
@@ -81,7 +79,7 @@ class DistMatrix(StoredMatrix):
         if root is not None:
             return cls._scattered(grid, array, layout, root)
         with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
-            library = library_of(array)
+            library = grid.library(library_of(array))
             check_matrix_dtype(library.dtype(array), library)
             box = Placement(tuple(array.shape), layout, grid.shape).box(grid.rank)
             local = library.copy(array[box.within(EMPTY)])
@@ -92,7 +90,8 @@ class DistMatrix(StoredMatrix):
         described = None
         with together(grid, "DistMatrix.from_global", layout, root):
             check_root("DistMatrix.from_global", root, grid)
-            if grid.rank == root:
+            has_array = grid.rank == root or grid.dry_run is not None
+            if has_array:
                 library = library_of(array)
                 described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library.kind
                 Placement(described[0], layout, grid.shape)
@@ -100,7 +99,7 @@ class DistMatrix(StoredMatrix):
         plan = Move(Whole(shape, (root,)), Placement(shape, layout, grid.shape), dtype)
         with ExitStack() as borrowed:
             with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
-                library = library_of(array) if grid.rank == root else library_here(kind)
+                library = grid.library(library_of(array) if has_array else kind)
                 work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
                 local = library.empty(plan.target.box(grid.rank).shape, dtype)
             library = library_of(local)
@@ -117,17 +116,17 @@ class DistMatrix(StoredMatrix):
         It gives the values, of two dims that numpy broadcasts to those of i and j together, or one number for all.
         """
         with together(grid, "DistMatrix.from_function", shape, compared_dtype(dtype), layout, library_kind(library)):
-            library = library_here(library)
+            library = grid.library(library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
-            local = library.from_numpy(evaluated(function, box, dtype), dtype)
+            local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
         return cls(grid, local, shape, layout)
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A) -> DistMatrix:
         """From each rank's shard, which is used in place if it is C-contiguous and copied if not."""
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
-            library = library_of(local)
+            library = grid.library(library_of(local))
             check_matrix_dtype(library.dtype(local), library)
             placement = Placement(shape, layout, grid.shape)
             box = placement.box(grid.rank)
@@ -145,12 +144,12 @@ class DistMatrix(StoredMatrix):
         """From a 2D array in a .npy file or a data set in an HDF5 file; each rank reads its own slice, no other."""
         shape = 0, 0
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library)):
-            library = library_here(library)
+            library = grid.library(library)
             with _opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = Placement(shape, layout, grid.shape).box(grid.rank)
-                values = np.asarray(source[box.r0 : box.r1, box.c0 : box.c1])
-            local = library.from_numpy(values, check_matrix_dtype(values.dtype.name, library))
+                dtype = check_matrix_dtype(source.dtype.name, library)
+                local = library.made(box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
         with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
             pass
         return cls(grid, local, shape, layout)
@@ -161,12 +160,10 @@ class DistMatrix(StoredMatrix):
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
         passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution
         with together(grid, "DistMatrix.random", *passed):
-            library = library_here(library)
+            library = grid.library(library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             box = Placement(shape, layout, grid.shape).box(grid.rank)
-            drawn = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)
-            random.fill(drawn, box, int(shape[1]), seed, distribution)
-            local = library.from_numpy(drawn, dtype)
+            local = library.made(box.shape, dtype, lambda: random.drawn(box, dtype, int(shape[1]), seed, distribution))
         return cls(grid, local, shape, layout)
 
     @property
@@ -218,7 +215,7 @@ class DistMatrix(StoredMatrix):
     def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:
         if not isinstance(grid, Grid):
             raise GridError(f"redistribute: the grid is a pmm3d.Grid; got {grid!r}")
-        if MPI.Comm.Compare(self.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
+        if not self.grid.same_processes(grid):
             raise GridError("redistribute: the two grids are not over the same processes in the same order")
         if out is None:
             return

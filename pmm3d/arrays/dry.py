@@ -1,0 +1,196 @@
+"""The library of a dry run's arrays: the face of the others, with shapes in place of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..layout import MATRIX_DTYPES, itemsize
+from .dry_array import COMPARISONS, Axis, DryArray, common_dtype, common_shape
+from .dry_run import DryRun, Held
+from .low_precision import WorkArrays, rounded_gemm, widened_gemm
+from .numpy_library import Array, NumpyLibrary, dtype_name
+
+ELEMENTWISE = (*COMPARISONS, "abs", "add", "ceil", "conj", "cos", "divide", "erf", "exp", "expm1", "floor", "imag",
+               "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round", "sign",
+               "sin", "sqrt", "square", "subtract", "tanh", "where")
+TYPES = (*MATRIX_DTYPES, "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@dataclass(frozen=True)
+class DryLibrary(NumpyLibrary):
+    """Arrays of shape and type, which stand for those of a library (by its `kind`). Belongs to a grid without data.
+
+    run   counts the arrays of `empty`, `copy` and `from_numpy`, and has the GEMMs
+    of    "numpy", "torch", "torch:cuda", "cupy"
+
+        >>> library = DryLibrary(DryRun())
+        >>> array = library.empty((10**6, 10**6), "float32")
+        >>> (array[:, :10] * 2).sum(axis=1).shape, library.run.held
+        ((1000000,), {'other': 4000000000000})
+    """
+
+    run: DryRun
+    of: str = "numpy"
+    has_data: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.of.partition(":")[0]
+
+    @property
+    def gemm_adds(self) -> bool:  # type: ignore[override]
+        return self.name in ("numpy", "torch")
+
+    @property
+    def kind(self) -> str:
+        return self.of
+
+    @property
+    def xp(self) -> Any:
+        return DryNamespace(self)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> DryArray:
+        return self.array(shape, dtype, self.run.hold(prod(shape) * itemsize(dtype)))
+
+    def array(self, shape: tuple[int, ...], dtype: str, held: Held | None) -> DryArray:
+        """A new array, whose bytes `held` counts."""
+        return DryArray(self.run.elements(shape, dtype), dtype, self, held)
+
+    def temporary(self, shape: tuple[int, ...], dtype: str) -> DryArray:
+        """A new array that is not counted."""
+        return DryArray(self.run.elements(shape, dtype), dtype, self)
+
+    def made(self, shape: tuple[int, ...], dtype: str, values: Callable[[], np.ndarray]) -> DryArray:
+        return self.empty(shape, dtype)
+
+    def view(self, flat: DryArray, shape: tuple[int, ...], dtype: str) -> DryArray:
+        size = itemsize(dtype)
+        elements = flat.elements[: prod(shape) * size].view(f"V{size}").reshape(shape)
+        return DryArray(elements, dtype, self, flat.held)
+
+    def dtype(self, array: Array) -> str:
+        return array.dtype if isinstance(array, DryArray) else dtype_name(array.dtype)
+
+    def strides(self, array: Array) -> tuple[int, ...]:
+        return tuple(stride // array.itemsize for stride in _place(array).strides)
+
+    def address(self, array: Array) -> int:
+        return _place(array).__array_interface__["data"][0]
+
+    def writable(self, array: Array) -> bool:
+        return True
+
+    def is_contiguous(self, array: Array) -> bool:
+        return _place(array).flags.c_contiguous
+
+    def share_memory(self, one: Array, other: Array) -> bool:
+        return np.shares_memory(_place(one), _place(other))
+
+    def astype(self, array: DryArray, dtype: str) -> DryArray:
+        return self.temporary(array.shape, dtype)
+
+    def copy(self, array: Array) -> DryArray:
+        return self.empty(tuple(array.shape), self.dtype(array))
+
+    conjugate = copy
+
+    def plain(self, array: Array) -> DryArray:
+        return array if isinstance(array, DryArray) and self.is_contiguous(array) else self.copy(array)
+
+    def like(self, array: Array) -> DryArray:
+        """An array of shape and type of one with data; not counted."""
+        return array if isinstance(array, DryArray) else self.temporary(tuple(array.shape), self.dtype(array))
+
+    def from_numpy(self, array: np.ndarray, dtype: str) -> DryArray:
+        return self.empty(array.shape, dtype)
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        """Ones (zeros of whole numbers) of the array's shape, read-only, one number in memory."""
+        return np.broadcast_to(self.number(array.dtype), array.shape) if isinstance(array, DryArray) else array
+
+    def number(self, dtype: str) -> np.ndarray:
+        """What stands for an element of that type."""
+        return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
+
+    def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays) -> None:
+        """Written down, with the work arrays that the library takes."""
+        if a.dtype == "float16" and self.gemm_adds:
+            widened_gemm(self, a, b, c, alpha, beta, work)
+        elif a.dtype != c.dtype:
+            rounded_gemm(self, a, b, c, alpha, beta, work)
+        elif self.gemm_adds or (alpha == 1 and beta == 0):
+            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype)
+        else:
+            with work.borrow(c.shape, c.dtype, self) as product:
+                self.gemm(a, b, product, 1, 0, work)
+
+    def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
+        """The result of a function of that name."""
+        return self.temporary(common_shape(operands), "bool" if name in COMPARISONS else common_dtype(operands))
+
+
+def _place(array: Array) -> np.ndarray:
+    """Where an array is, as numpy has it."""
+    return array.elements if isinstance(array, DryArray) else array
+
+
+class DryNamespace:
+    """Functions of the array API that give shapes; what it has not is an AttributeError."""
+
+    __name__ = "pmm3d.arrays.dry"
+
+    def __init__(self, library: DryLibrary) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TYPES:
+            return name
+        if name not in ELEMENTWISE:
+            raise AttributeError(f"arrays of a dry run have no {name!r}; there are elementwise functions, sums, stack, "
+                                 "concat and what makes new arrays")
+
+        def function(*operands: Any, out: DryArray | None = None, **options: Any) -> DryArray:
+            return self._library.elementwise(name, operands) if out is None else out
+
+        return function
+
+    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
+        return array.sum(axis, keepdims)
+
+    def max(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
+        return array.max(axis, keepdims)
+
+    min = mean = max
+
+    def any(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
+        return array.any(axis, keepdims)
+
+    all = any
+
+    def stack(self, arrays: Sequence[DryArray], axis: int = 0) -> DryArray:
+        shape = list(arrays[0].shape)
+        shape.insert(axis % (len(shape) + 1), len(arrays))
+        return self._library.temporary(tuple(shape), common_dtype(arrays))
+
+    def concat(self, arrays: Sequence[DryArray], axis: int = 0) -> DryArray:
+        shape = list(arrays[0].shape)
+        shape[axis] = sum(array.shape[axis] for array in arrays)
+        return self._library.temporary(tuple(shape), common_dtype(arrays))
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = "float64", **options: Any) -> DryArray:
+        return self._library.temporary((shape,) if isinstance(shape, int) else tuple(shape), "uint8").astype(dtype)
+
+    zeros = ones = empty
+
+    def empty_like(self, array: DryArray, dtype: Any = None) -> DryArray:
+        return array.astype(array.dtype if dtype is None else dtype)
+
+    zeros_like = ones_like = empty_like
+
+    def reshape(self, array: DryArray, shape: tuple[int, ...]) -> DryArray:
+        return array.reshape(shape)

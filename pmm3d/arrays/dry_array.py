@@ -1,0 +1,216 @@
+"""Arrays of a dry run: a shape, an element type, a place in memory, and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ..errors import DTypeError, Pmm3dError
+from ..layout import itemsize
+from .dry_run import Held
+from .numpy_library import dtype_name
+
+Axis = int | tuple[int, ...] | None
+COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "isfinite", "isnan", "isinf",
+               "logical_and", "logical_or", "logical_not", "signbit")
+"""Whose results are of type bool."""
+Operation = Callable[[Any, Any], Any]
+
+
+def _arithmetic(self: DryArray, other: Any) -> DryArray:
+    return self.library.elementwise("", (self, other))
+
+
+def _comparison(self: DryArray, other: Any) -> DryArray:
+    return self.library.elementwise("equal", (self, other))
+
+
+def _in_place(self: DryArray, other: Any) -> DryArray:
+    return self
+
+
+class DryArray:
+    """An array of shape and type. Slices are views, results of operations have the shape that they would have, and
+    numbers that a program asks for are 1 (or 0 of whole numbers).
+
+    elements   an array of addresses, which must not be read
+    library    the DryLibrary of its grid
+    held       what counts its bytes for as long as it, or a view of it, lives; None for what is not counted
+    """
+
+    __slots__ = ("__weakref__", "dtype", "elements", "held", "library")
+
+    def __init__(self, elements: np.ndarray, dtype: str, library: Any, held: Held | None = None):
+        self.elements, self.dtype, self.library, self.held = elements, dtype, library, held
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.elements.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.elements.ndim
+
+    @property
+    def size(self) -> int:
+        return self.elements.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @property
+    def T(self) -> DryArray:
+        return self._view(self.elements.T)
+
+    def reshape(self, *shape: Any) -> DryArray:
+        """A view where the elements lie without gaps, else a copy."""
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if self.elements.flags.c_contiguous:
+            return self._view(self.elements.reshape(wanted))
+        return self.library.temporary(self.shape, self.dtype).reshape(wanted)
+
+    def __getitem__(self, key: Any) -> DryArray:
+        if isinstance(key, slice):
+            return self._view(self.elements[key])
+        keys = key if isinstance(key, tuple) else (key,)
+        if all(isinstance(one, (slice, int, EllipsisType, np.integer)) or one is None for one in keys):
+            if not any(one is Ellipsis for one in keys):
+                keys = *keys, Ellipsis  # else numpy would read a single element
+            return self._view(self.elements[keys])
+        return self.library.temporary(self._chosen(keys), self.dtype)
+
+    def _chosen(self, keys: tuple[Any, ...]) -> tuple[int, ...]:
+        """The shape of what arrays of indices choose, which stand side by side."""
+        shape, indices, place, rest = list[int](), list[tuple[int, ...]](), 0, list(self.shape)
+        for key in keys:
+            if key is None:
+                shape.append(1)
+            elif isinstance(key, slice):
+                shape.append(len(range(*key.indices(rest.pop(0)))))
+            elif isinstance(key, (int, np.integer)):
+                rest.pop(0)
+            elif key is Ellipsis or str(getattr(key, "dtype", "")) == "bool":
+                raise Pmm3dError("a dry run does not know which elements a mask chooses; choose them by their indices")
+            else:
+                place = place if indices else len(shape)
+                indices.append(tuple(getattr(key, "shape", (len(key),))))
+                rest.pop(0)
+        return *shape[:place], *np.broadcast_shapes(*indices), *shape[place:], *rest
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """There is nothing to change."""
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    def __iter__(self) -> Iterator[DryArray]:
+        return (self[index] for index in range(len(self)))
+
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> DryArray:
+        return self.reduced(axis, keepdims, "int64" if self.dtype == "bool" else self.dtype)
+
+    def max(self, axis: Axis = None, keepdims: bool = False) -> DryArray:
+        return self.reduced(axis, keepdims, self.dtype)
+
+    min = mean = max
+
+    def any(self, axis: Axis = None, keepdims: bool = False) -> DryArray:
+        return self.reduced(axis, keepdims, "bool")
+
+    all = any
+
+    def reduced(self, axis: Axis, keepdims: bool, dtype: str) -> DryArray:
+        """What is left when one dim, some, or all of them (None) are taken together."""
+        dims = range(self.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+        gone = {dim % self.ndim for dim in dims}
+        shape = [1 if dim in gone else size for dim, size in enumerate(self.shape) if keepdims or dim not in gone]
+        return self.library.temporary(tuple(shape), dtype)
+
+    def clip(self, *bounds: Any) -> DryArray:
+        return self.library.temporary(self.shape, self.dtype)
+
+    copy = conj = erf = clip
+
+    def astype(self, dtype: Any) -> DryArray:
+        return self.library.temporary(self.shape, dtype if dtype == "bfloat16" else dtype_name(dtype))
+
+    def __matmul__(self, other: DryArray) -> DryArray:
+        product = self.library.temporary((self.shape[0], other.shape[1]), self.dtype)
+        self.library.gemm(self, other, product, 1, 0, None)
+        return product
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _arithmetic
+    __pow__ = __rpow__ = __mod__ = __floordiv__ = __and__ = __or__ = __xor__ = _arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = _comparison
+    __eq__ = __ne__ = _comparison  # type: ignore[assignment]
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _in_place
+    __hash__ = None  # type: ignore[assignment]
+
+    def __neg__(self) -> DryArray:
+        return self.clip()
+
+    __abs__ = __pos__ = __invert__ = __neg__
+
+    def __float__(self) -> float:
+        return float(self.number)
+
+    def __int__(self) -> int:
+        return int(self.number)
+
+    def item(self) -> float | int | bool:
+        return self.number.item()
+
+    @property
+    def number(self) -> np.ndarray:
+        """What stands for an element."""
+        return self.library.number(self.dtype)
+
+    def __bool__(self) -> NoReturn:
+        raise Pmm3dError("a dry run has no values by which a program could decide. Ask whether library.has_data first")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise Pmm3dError("a dry run has no values of which numpy could make an array; library.to_numpy(array) gives "
+                         "ones of its shape")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """numpy's and scipy's elementwise functions give a shape too."""
+        if method != "__call__" or ufunc.nout != 1:
+            return NotImplemented
+        out = options.get("out", (None,))[0]
+        return self.library.elementwise(ufunc.__name__, inputs) if out is None else out
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return self.library.xp
+
+    def __repr__(self) -> str:
+        return f"<dry array {' x '.join(map(str, self.shape))} {self.dtype}>"
+
+    def _view(self, elements: np.ndarray) -> DryArray:
+        return DryArray(elements, self.dtype, self.library, self.held)
+
+
+def common_shape(operands: Sequence[Any]) -> tuple[int, ...]:
+    """What arrays and numbers have in common when they are broadcast."""
+    shapes = {operand.shape for operand in operands if hasattr(operand, "shape")}
+    return shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)
+
+
+def common_dtype(operands: Sequence[Any]) -> str:
+    """The type of a result. Numbers of Python take that of the arrays."""
+    types = {str(operand.dtype) for operand in operands if hasattr(operand, "dtype")}
+    if len(types) == 1:
+        return types.pop()
+    known = types - {"bfloat16"}
+    try:
+        found = np.result_type(*known).name
+    except TypeError:
+        raise DTypeError(f"no type holds {', '.join(sorted(types))}") from None
+    return "bfloat16" if known != types and np.dtype(found).itemsize <= 2 and found != "float16" else found

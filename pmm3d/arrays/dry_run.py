@@ -1,0 +1,139 @@
+"""What a dry run writes down: what is done, in order, and how many bytes of what kind are held. No array has data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ..layout import aligned, itemsize
+
+SPACE = 2**62
+"""Bytes of addresses that the arrays of a dry run are given, none of them twice."""
+FIRST_ADDRESS = 2**21
+"""No array is at 0."""
+
+
+@dataclass(slots=True)
+class Action:
+    """One thing that a rank does.
+
+    what   "gemm": C (m, n) of A (m, k) and B, of that dtype
+           "begin": a collective, by `axis`, `operation`, `phase` of the ledger, the bytes that this rank sends and
+           receives in it, and its number in the run
+           "wait": for the collective of that number
+    """
+
+    what: str
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    dtype: str = ""
+    axis: str = ""
+    operation: str = ""
+    phase: str = ""
+    sent: int = 0
+    received: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        if self.what == "gemm":
+            return f"gemm {self.m} x {self.n} x {self.k} {self.dtype}"
+        if self.what == "wait":
+            return f"wait for #{self.number}"
+        phase = f" ({self.phase})" if self.phase else ""
+        return (f"begin #{self.number} {self.operation}{phase} on axis {self.axis}: sends {self.sent:,}, receives "
+                f"{self.received:,} bytes")
+
+
+class _Addresses:
+    """All addresses there are, for numpy, which does not look at what is there."""
+
+    __array_interface__ = {"version": 3, "shape": (SPACE,), "typestr": "|u1", "data": (FIRST_ADDRESS, False)}
+
+
+class DryRun:
+    """Of one rank of a grid without data.
+
+    actions   in their order
+    held      kind -> bytes of the arrays that somebody refers to. Kinds: "weights", "gradients", "state" (of an
+              optimizer), "activations" (tensors, what rules keep, gradients that flow), "workspace" (of products and
+              messages), "other"
+    peak      the same, at the moment when most was held in all
+    most      kind -> bytes, the most that this kind alone held at once
+
+    Arrays that arithmetic makes on its way are not counted: elementwise operations work through small slices.
+
+        >>> run = DryRun()
+        >>> with run.holding("weights"):
+        ...     weight = run.hold(100)
+        >>> del weight
+        >>> run.held, run.peak
+        ({'weights': 0}, {'weights': 100})
+    """
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.held: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self.kind = "other"
+        self._total = self._largest = self._used = 0
+        self._addresses = np.asarray(_Addresses())
+
+    def hold(self, nbytes: int, kind: str | None = None) -> Held:
+        """Bytes that are held for as long as somebody refers to the result; of the present kind if left out."""
+        return Held(self, kind or self.kind, nbytes)
+
+    @contextmanager
+    def holding(self, kind: str) -> Iterator[None]:
+        """In this context new arrays are of that kind, unless whoever makes them says another."""
+        outer, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = outer
+
+    def elements(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """An array of new addresses, which must not be read: shape, strides, slices and overlaps are numpy's own."""
+        size = itemsize(dtype)
+        start, nbytes = self._used, prod(shape) * size
+        self._used += aligned(nbytes)
+        return self._addresses[start : start + nbytes].view(f"V{size}").reshape(shape)
+
+    def multiplied(self, m: int, n: int, k: int, dtype: str) -> None:
+        """Write a GEMM down, if there is anything to multiply."""
+        if m * n * k:
+            self.actions.append(Action("gemm", m, n, k, dtype))
+
+    def taken(self, kind: str, nbytes: int) -> None:
+        now = self.held[kind] = self.held.get(kind, 0) + nbytes
+        self._total += nbytes
+        if now > self.most.get(kind, 0):
+            self.most[kind] = now
+        if self._total > self._largest:
+            self._largest, self.peak = self._total, dict(self.held)
+
+    def given_back(self, kind: str, nbytes: int) -> None:
+        self.held[kind] -= nbytes
+        self._total -= nbytes
+
+
+class Held:
+    """Bytes of a kind, counted while this lives."""
+
+    __slots__ = ("_kind", "_nbytes", "_run")
+
+    def __init__(self, run: DryRun, kind: str, nbytes: int) -> None:
+        self._run, self._kind, self._nbytes = run, kind, nbytes
+        run.taken(kind, nbytes)
+
+    def end(self) -> None:
+        """Count them no longer."""
+        self._run.given_back(self._kind, self._nbytes)
+        self._nbytes = 0
+
+    __del__ = end

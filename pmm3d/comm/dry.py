@@ -1,0 +1,205 @@
+"""What a grid without data is made of: axes whose collectives send nothing and count what they would, an engine that
+writes down when each is begun and waited for, a communicator whose ranks all say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Action, Array, DryLibrary, DryRun, DryWorkspace, NumpyLibrary, library_of
+from ..errors import Pmm3dError
+from ..layout import offsets, part_sizes
+from .axis import Axis
+from .communicator import WatchedComm
+from .engine import Engine, Pending
+from .ledger import Ledger, Record
+from .transport import Collective, Link, Transport
+
+
+@dataclass
+class DryLedger(Ledger):
+    """Also knows what kind of arrays are made."""
+
+    run: DryRun = field(default_factory=DryRun)
+
+    def holding(self, kind: str) -> AbstractContextManager[None]:
+        return self.run.holding(kind)
+
+
+class DryComm(WatchedComm):
+    """No communicator of MPI: what this rank says, all of so many ranks say."""
+
+    _size: int
+    _rank: int
+
+    def __new__(cls, size: int, rank: int) -> DryComm:
+        comm = super().__new__(cls)
+        comm._size, comm._rank = size, rank
+        return comm
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self._size
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self._rank
+
+    def Free(self) -> None:
+        """There is nothing to free."""
+
+    def Barrier(self) -> None:
+        """Nobody comes later."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return [sendobj] * self._size
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        return [sendobj] * self._size if self._rank == root else None
+
+    def largest(self, value: float) -> float:
+        return float(value)
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        return obj
+
+
+class Messages:
+    """Those that an exchange would post. done: whether somebody waited for them."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def end(self) -> None:
+        self.done = True
+
+
+class DryLink(Link):
+    """Counts the bytes of a collective, and sends none."""
+
+    dry = True
+
+    def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+        sent, received = sum([array.nbytes for _, array in sends]), sum([array.nbytes for _, array in receives])
+        self.record.sent += sent
+        self.record.received += received
+        yield [Messages()] if sent or received else []
+
+
+class DryPending(Pending):
+    """A collective that is done once it is waited for."""
+
+    _engine: DryEngine
+
+    def __init__(self, engine: DryEngine, generator: Collective[Any], record: Record):
+        super().__init__(engine, generator, record)
+        axis, phase, operation = record.key
+        self.action = Action("begin", axis=axis, operation=operation, phase=phase)
+
+    def test(self) -> bool:
+        """Time does not pass in a dry run: to ask is to wait."""
+        self.wait()
+        return True
+
+    def wait(self) -> Any:
+        if not self.done:
+            self._engine.run.actions.append(Action("wait", number=self.action.number))
+            self.end()
+        return super().wait()
+
+    def end(self) -> None:
+        """Go on to the end, whatever it waits for."""
+        while not self.done:
+            for awaited in self._requests:
+                awaited.end()
+            if self._progress():
+                self._engine.ended(self)
+
+
+class DryEngine(Engine):
+    """Runs a collective up to its first messages when it is begun, and to its end when it is waited for, or when one
+    that is waited for waits for it. Both are written down, in `run`, of those that have messages."""
+
+    def __init__(self, ledger: DryLedger, workspace: DryWorkspace):
+        nobody: Any = None
+        super().__init__(ledger, nobody, Transport("staged", workspace), debug=False, check=False)
+        self.run, self._numbers = ledger.run, count(1)
+
+    def start(self, generator: Collective[Any], record: Record) -> Pending:
+        pending = DryPending(self, generator, record)
+        if pending._progress():
+            self.ledger.end(record)
+            return pending
+        pending.action.number = next(self._numbers)
+        self.run.actions.append(pending.action)
+        self._active.append(pending)
+        return pending
+
+    def ended(self, pending: DryPending) -> None:
+        """Count it."""
+        self.ledger.end(pending.record)
+        self._active.remove(pending)
+        pending.action.sent, pending.action.received = pending.record.sent, pending.record.received
+
+    def poll(self) -> None:
+        """Nothing moves by itself."""
+
+    @contextmanager
+    def background(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        for pending in self.under_way():
+            pending.wait()
+        self.guard.closed = True
+
+
+class DryAxis(Axis):
+    """An axis of which one rank is looked at. Arrays with data, of numpy, count as they are; the result is that of
+    ranks which all pass the same."""
+
+    _engine: DryEngine
+
+    def settle(self, library: NumpyLibrary) -> None:
+        if library.has_data:
+            raise Pmm3dError(f"a matrix on the grid of a dry run has no data; this one is of {library.name}. Make it "
+                             "by the methods of DistMatrix: from_local and from_global take shape and type only")
+
+    def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
+              library: NumpyLibrary | None = None) -> Pending:
+        engine = self._engine
+        with engine.guard:
+            record = self.next_record(name)
+            link = DryLink(self._comm, 0, record, engine.transport, None, False)
+            return engine.start(make_collective(link), record)
+
+    def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
+        library, name = library_of(array), operation.__name__
+        if not library.has_data:
+            return super()._start(operation, array, **options)
+        dry, out, counts = DryLibrary(self._engine.run), options.pop("out", None), options.get("counts")
+        landing = None if out is None else dry.like(out)
+
+        def same_everywhere(link: Link) -> Collective[Array]:
+            shape = (yield from operation(link, dry, dry.like(array), out=landing, **options)).shape
+            result = np.empty(shape, array.dtype) if out is None else out
+            result[...] = self._of_equals(name, array, counts, shape)
+            return result
+
+        return self.begin(name, same_everywhere)
+
+    def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
+                   ) -> np.ndarray:
+        """The result where all members pass this array."""
+        if name in ("reduce_scatter", "all_to_all"):
+            starts = offsets(part_sizes(len(array), self.size) if counts is None else counts)
+            array = array[starts[self.index] : starts[self.index + 1]]
+        return array * self.size if name in ("all_reduce", "reduce_scatter") else np.resize(array, shape)

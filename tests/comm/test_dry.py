@@ -1,0 +1,208 @@
+"""Grid.dry: collectives count on any rank what they count with data, are done when they are waited for, and send
+nothing."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from samples import integers
+
+from pmm3d import Grid, GridError, Pmm3dError
+from pmm3d.arrays import NumpyLibrary
+from pmm3d.comm.algorithms import sum_arrays
+from pmm3d.layout import part_sizes
+
+AXES = ("x", "y", "z", "data", "everyone")
+SIZES = [((0,), "int8"), ((1,), "complex128"), ((7, 3), "float32"), ((13, 5), "float16"), ((64, 300), "float64")]
+"""The last one is summed in parts, the others whole."""
+
+
+def moved(ledger):
+    """(calls, bytes sent, bytes received) by key, agreements left out."""
+    return {key: (entry.calls, entry.sent, entry.received) for key, entry in ledger.entries.items()
+            if key.axis and not key.operation.startswith("agreement")}
+
+
+def dry_like(grid, **options):
+    return Grid.dry(grid.shape[:3], grid.shape.data, grid.rank, **options)
+
+
+def all_collectives(grid, library):
+    """Every collective on every axis, with parts of all sizes; the shapes of the results."""
+    shapes = []
+    for name in AXES:
+        axis = getattr(grid, name)
+        for phase, (shape, dtype) in enumerate(SIZES):
+            counts = part_sizes(shape[0], axis.size)
+            array = library.from_numpy(integers(shape, dtype), dtype)
+            part = library.from_numpy(integers((counts[axis.index], *shape[1:]), dtype), dtype)
+            with grid.ledger.phase(str(phase)):
+                found = [axis.all_gather(part, counts=counts), axis.reduce_scatter(array), axis.all_reduce(array),
+                         axis.all_to_all(array, received=[counts[axis.index]] * axis.size), axis.shift(array, 2),
+                         axis.reduce_scatter(array, counts=[*[0] * (axis.size - 1), shape[0]]),
+                         axis.all_to_all(array)]
+                shapes += [tuple(pending.wait().shape) for pending in found]
+    return shapes
+
+
+def assert_the_same(grid):
+    with dry_like(grid) as dry:
+        assert all_collectives(dry, dry.library("numpy")) == all_collectives(grid, NumpyLibrary())
+        assert moved(dry.ledger) == moved(grid.ledger)
+        assert dry.workspace.in_use() == 0 and dry.dry_run.held["workspace"] == 0
+
+
+@pytest.mark.parallel([1, 2, 6, 8])
+def test_every_collective_counts_what_it_counts_with_data(grid):
+    assert_the_same(grid)
+
+
+@pytest.mark.parallel([3, 8])
+def test_in_stages_too(stages_of_two, some_grid):
+    assert_the_same(some_grid)
+
+
+@pytest.mark.parallel([4])
+def test_with_a_data_axis(comm):
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        assert_the_same(grid)
+
+
+def test_a_collective_is_done_when_it_is_waited_for():
+    with Grid.dry((4, 1, 2), rank=3) as grid:
+        library = grid.library("numpy")
+        first, second = (grid.x.all_reduce(library.empty((1000, 1000), "float32")) for _ in range(2))
+        alone = grid.y.all_reduce(library.empty((5,), "float32"))
+        assert alone.done and not first.done and not second.done and grid.ledger.total(axis="x").calls == 0
+        assert grid.engine.under_way() == [first, second]
+        assert second.wait().shape == (1000, 1000) and second.done and not first.done
+        assert first.test() and first.done and grid.engine.idle()
+        first.wait()
+        actions = grid.dry_run.actions
+        assert [(action.what, action.number) for action in actions] == [("begin", 1), ("begin", 2), ("wait", 2),
+                                                                        ("wait", 1)]
+        assert (actions[0].axis, actions[0].operation, actions[0].sent) == ("x", "all_reduce", 6 * 10**6)
+        assert "begin #1 all_reduce on axis x: sends 6,000,000" in str(actions[0]) and str(actions[2]) == "wait for #2"
+
+
+def test_what_is_waited_for_ends_what_it_waits_for():
+    with Grid.dry((4, 2, 1), rank=1) as grid:
+        array = grid.library("numpy").empty((10, 10), "float64")
+        first = grid.x.all_reduce(array)
+
+        def after(link):
+            yield [first]
+            return (yield from sum_arrays(link, array.library, array, array))
+
+        second = grid.y.begin("all_reduce", after)
+        assert not first.done
+        assert second.wait() is array and first.done
+        assert [action.what for action in grid.dry_run.actions] == ["begin", "begin", "wait"]
+        assert all(action.sent for action in grid.dry_run.actions[:2])
+
+
+def test_what_fails_fails_when_it_is_waited_for():
+    with Grid.dry((4, 1, 1)) as grid:
+        array = grid.library("numpy").empty((10, 10), "float64")
+        with pytest.raises(Pmm3dError, match="out is"):
+            grid.x.all_reduce(array, out=array[:3]).wait()
+
+
+def test_what_is_under_way_ends_with_the_grid():
+    with Grid.dry((2, 1, 1)) as grid:
+        pending = grid.x.all_reduce(grid.library("numpy").empty((10,), "float64"))
+    assert pending.done and grid.ledger.total(axis="x").calls == 1
+    with pytest.raises(GridError, match="closed"):
+        grid.x.all_reduce(pending.wait())
+
+
+def test_numbers_are_those_of_ranks_that_all_pass_the_same():
+    """Small arrays with data: how many rows, whether a signal came."""
+    with Grid.dry((3, 1, 1), rank=1) as grid:
+        numbers = np.array([5.0, 7.0, 0.0])
+        assert grid.x.all_reduce(numbers, agreed=True).wait().tolist() == [15, 21, 0]
+        assert grid.x.all_reduce(numbers, out=numbers).wait() is numbers and numbers.tolist() == [15, 21, 0]
+        assert grid.x.all_gather(np.array([4])).wait().tolist() == [4, 4, 4]
+        assert grid.x.reduce_scatter(np.array([1, 2, 3])).wait().tolist() == [6]
+        assert grid.x.all_to_all(np.array([1, 2, 3])).wait().tolist() == [2, 2, 2]
+        assert grid.x.shift(np.array([8])).wait().tolist() == [8]
+        assert grid.comm.allgather("a") == ["a"] * 3 and grid.comm.bcast("b") == "b" and grid.comm.largest(3) == 3
+        assert grid.comm.gather("c") is None and grid.comm.gather("c", 1) == ["c"] * 3 and grid.comm.size == 3
+        assert grid.ledger.total(axis="x", operation="shift").sent == 8
+
+
+def test_where_the_rank_is():
+    with Grid.dry("4x3x2", 5, rank=100, hosts=20) as grid:
+        assert grid.shape == (4, 3, 2, 5) and grid.coords == grid.shape.coords(100) and grid.size == 120
+        assert [grid.axis(name).index for name in AXES[:4]] == list(grid.coords)
+        assert list(grid.data.ranks) == [4, 28, 52, 76, 100] and grid.hosts == 20
+        assert grid.local_rank == 4 and grid.host_of(100) == "host 16" and grid.active
+        assert "rank 100" in repr(grid) and grid.attached == {}
+
+
+@pytest.mark.parametrize("options", [{"rank": 8}, {"rank": -1}, {"rank": 1.5}, {"hosts": 0}, {"hosts": 9},
+                                     {"data": 0}, {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"}])
+def test_what_is_no_rank_of_a_grid_is_refused(options):
+    with pytest.raises(GridError):
+        Grid.dry(**{"shape": (2, 2, 2), **options})
+
+
+def test_what_a_dry_run_cannot_give_is_refused():
+    with Grid.dry((2, 1, 1)) as grid, pytest.raises(GridError, match="nothing takes time"):
+        grid.write_trace("trace.json")
+    with Grid.dry((2, 1, 1)) as grid:
+        array = grid.library("numpy").empty((3, 3), "float32")
+        for refused in (lambda: bool(array.any()), lambda: np.asarray(array), lambda: array[array > 0]):
+            with pytest.raises(Pmm3dError, match="a dry run"):
+                refused()
+        with pytest.raises(Pmm3dError, match="unknown array library"):
+            grid.library("nonsense")
+        with pytest.raises(AttributeError, match="have no 'einsum'"):
+            array.__array_namespace__().einsum  # noqa: B018
+
+
+@pytest.mark.parallel([1, 2])
+def test_arrays_of_a_dry_run_do_not_meet_messages(comm):
+    with Grid(comm) as grid, dry_like(grid) as dry:
+        array = dry.library("numpy").empty((3, 3), "float32")
+        with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
+            grid.everyone.all_reduce(array)
+        with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
+            grid.library(array.library)
+        assert grid.dry_run is None and grid.library("numpy") == NumpyLibrary()
+        with grid.ledger.holding("weights"):
+            assert grid.library("numpy").made((2,), "float32", lambda: np.ones(2)).tolist() == [1, 1]
+
+
+def test_bytes_are_held_by_kind_for_as_long_as_somebody_refers_to_them():
+    with Grid.dry((1, 1, 1)) as grid:
+        library, run = grid.library("numpy"), grid.dry_run
+        with grid.ledger.holding("weights"):
+            weight = library.empty((10, 10), "float32")
+            activation = grid.workspace.array((20, 10), "float64", library)
+        view = weight[2:].T
+        del weight
+        with grid.workspace.borrow((5, 5), "float64", library), grid.workspace.slab(1000, library) as slab:
+            slab.array((3,), "float32")
+            assert run.held == {"weights": 400, "activations": 1600, "workspace": 1200}
+        assert run.peak == {"weights": 400, "activations": 1600, "workspace": 1200}
+        del view
+        assert run.held == {"weights": 0, "activations": 1600, "workspace": 0}
+        assert grid.workspace.in_use() == grid.workspace.most_lent == 1600
+        grid.workspace.rehearse([500, 900], library)
+        assert run.most == {"weights": 400, "activations": 1600, "workspace": 1400}
+        assert activation.nbytes == 1600 and run.kind == "other"
+
+
+def test_the_ranks_of_a_large_grid_take_no_memory():
+    tracemalloc.start()
+    try:
+        for rank in (0, 12345, 32767):
+            with Grid.dry((32, 32, 32), rank=rank, hosts=4096) as grid:
+                array = grid.library("torch").empty((10**6, 10**6), "bfloat16")
+                for name in AXES:
+                    getattr(grid, name).all_reduce(array, agreed=True).wait()
+                assert grid.ledger.total(axis="x").sent > 10**12
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+    finally:
+        tracemalloc.stop()
