@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names, for type checkers
     from .compute import in_chunks
     from .contract import Gradient, Product
+    from .dense import linear
     from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
     from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
-    from .dense import linear
     from .loss import accuracy, cross_entropy, mae, mse, r2
     from .overlap import Overlap
     from .parameter import Parameter

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
 from ..errors import needs
-from ..layout import Layout
+from ..layout import FIRST, Layout, itemsize, part_sizes
 from ..product import DistMatrix
 
 with needs("train", "networks"):
@@ -35,6 +34,23 @@ class Form:
     @classmethod
     def of(cls, value: DistMatrix) -> Form:
         return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
+
+    @property
+    def is_vector(self) -> bool:
+        """One row for all rows of a batch: a bias."""
+        return self.shape[0] == 1 and not self.layout.rows
+
+    def row_counts(self, axis: Axis) -> list[int]:
+        """Rows that each rank along an axis holds, the last one that splits the rows, of all that they hold."""
+        outer = Layout(tuple(name for name in self.layout.rows if name != axis.name), units=self.layout.units)
+        rows, _ = outer.box(self.shape, self.grid.shape, self.grid.coords).shape
+        unit = self.layout.units[0]
+        return [unit * units for units in part_sizes(rows // unit, axis.size)]
+
+    def largest_without(self, axis: str) -> int:
+        """Bytes of the largest rank's part, if that axis did not split the rows."""
+        outer = Layout(tuple(name for name in self.layout.rows if name != axis), self.layout.cols)
+        return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
 
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
         """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""

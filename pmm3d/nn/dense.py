@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..arrays import Array
@@ -63,10 +64,10 @@ def linear(x: Tensor, weight: Tensor, bias: Parameter | None = None, *, activati
     output = Layout((*rows, k) if activations == "sharded" else rows, n)
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
                          weight if isinstance(weight, Parameter) else None)
-    inputs = schedule.block(x.form, x.local, Layout(rows, k), "gather I")
-    full = weight.local if schedule.weight is None else schedule.gathered_weight(x.tape.phase)
+    inputs = schedule.block(x.form, x.shard, Layout(rows, k), "gather I")
+    full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep = [x.local if x.tape.parallel.overlap.regather_inputs else inputs]
+    keep = [x.shard if x.tape.parallel.overlap.regather_inputs else inputs]
     keep += [full] if schedule.weight is None and schedule.wanted else []
     return x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
                   shape=schedule.out.shape, layout=output)
@@ -89,8 +90,9 @@ class _Schedule:
     wanted: bool
     weight: Parameter | None
 
-    def gathered_weight(self, phase: str) -> Array:
-        return Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
+    def full(self, kept: Sequence[Array], phase: str) -> Array:
+        """The block of the weight: kept, or gathered."""
+        return kept[0] if self.weight is None else Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
 
     def block(self, form: Form, array: Array, layout: Layout, phase: str) -> Array:
         """The array with its rows brought together, if they are split more than in that layout."""
@@ -118,7 +120,7 @@ class _Schedule:
         (m, k), n, form = inputs.shape, gradient.shape[1], self.came
         of_input = None
         if self.wanted:
-            whole = full[0] if self.weight is None else self.gathered_weight("backward")
+            whole = self.full(full, "backward")
             of_input = Product(Layout(self.rows, self.k, self.n), (m, k), lambda out, beta, part: gemm(
                 form, gradient[part], whole.T, out, beta), "reduce dI")
         of_weight = Product(Layout(self.k, self.n, self.rows), (k, n), lambda out, beta, _: gemm(

@@ -96,7 +96,7 @@ def gelu(x: Tensor) -> Tensor:
 def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_output: bool = False) -> Tensor:
     """The derivative is taken of the input, or of the output, which is then all that is kept."""
     x = whole(x)
-    form, local = x.form, x.local
+    form, local = x.form, x.shard
     xp = array_namespace(local)
     with computing(form.grid, "elementwise"):
         out = elementwise(form, lambda part: function(part, xp), local)
@@ -143,7 +143,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         with computing(form.grid, "elementwise"):
             return elementwise(form, lambda part, keep: part * keep * (1 / (1 - p)), array, mask)
 
-    return x.made(masked(x.local, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
+    return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
 
 
 def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace: Workspace) -> np.ndarray:
@@ -175,7 +175,7 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
     x = relayout(x, Layout(x.layout.rows, gain.layout.cols))
-    form, local, axis = x.form, x.local, x.grid.axis(gain.layout.cols[0])
+    form, local, axis = x.form, x.shard, x.grid.axis(gain.layout.cols[0])
     xp = array_namespace(local)
     mean, variance = _moments(form, local, axis)
     inverse = 1 / xp.sqrt(variance + eps)

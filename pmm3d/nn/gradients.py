@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING
-from weakref import ref
+from typing import Protocol
 
 from ..arrays import Array
 from ..arrays.workspace import Ticket
@@ -18,15 +17,12 @@ from ..comm import Axis, Grid, Pending
 from ..comm.algorithms import reduce_parts, sum_arrays
 from ..comm.forms import following
 from ..comm.transport import Collective, Link
-from ..layout import Layout, itemsize, offsets
+from ..layout import FIRST, Layout, itemsize, offsets, part_sizes
 from ..model.volumes import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
-from .compute import in_chunks
+from .compute import Form, in_chunks
 from .contract import EVERYTHING, Gradient, Part, Product, natural, route
 from .overlap import Overlap
-
-if TYPE_CHECKING:
-    from .parameter import Parameter
 
 IN_FLIGHT = 2
 """Sums of gradients along one axis that are under way at once: more would take memory and speed nothing up, since the
@@ -52,31 +48,46 @@ class State(Enum):
 class Accumulated:
     """A parameter's gradient, kept from step to step.
 
+    form      of the parameter
     array     shaped like the parameter's shard;   state   how far it is
     sums      axes over which the ranks' arrays are still to be added
-    split     whether, once summed, each rank along data holds its own part only (ZeRO-1): `Parameter.split_layout`
+    split     whether, once summed, each rank along data holds its own part only (ZeRO-1)
+    owners    for each optimizer of the parameter, whether it needs that part only
     pending   the last collective that writes to the array
     to_come   how often the backward pass under way will still add to it
     """
 
-    of: ref[Parameter]
+    form: Form
     array: Array = None
     state: State = State.EMPTY
     sums: tuple[str, ...] = ()
     split: bool = False
     pending: Pending | None = None
     to_come: int = 0
-
-    @property
-    def parameter(self) -> Parameter:
-        found = self.of()
-        assert found is not None
-        return found
+    owners: set[bool] = field(default_factory=set)
 
     @property
     def layout(self) -> Layout:
-        """Of the whole gradient."""
-        return self.parameter.split_layout if self.split else self.parameter.layout
+        """That the array, or the part of it that counts, is in."""
+        rows, cols = self.form.layout.rows, self.form.layout.cols
+        return self.split_layout if self.split else Layout(rows, cols, self.sums, self.form.layout.units)
+
+    @property
+    def split_layout(self) -> Layout:
+        """If the data axis splits it too: the rows of a matrix, the columns of a vector."""
+        rows, cols = self.form.layout.rows, self.form.layout.cols
+        return Layout(rows, (*cols, "data")) if self.form.is_vector else Layout((*rows, "data"), cols)
+
+    def data_counts(self) -> list[int]:
+        """Elements of the shard in each part that the data axis splits it into, one after the other."""
+        rows, cols = self.form.local_shape
+        size, width = (cols, 1) if self.form.is_vector else (rows, cols)
+        return [part * width for part in part_sizes(size, self.form.grid.data.size)]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest rank's array."""
+        return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
 
     def wait(self) -> None:
         if self.pending is not None:
@@ -87,11 +98,11 @@ class Accumulated:
         """(array, beta, adds): where another part of the gradient goes that is to be summed over those axes, the array
         times beta that it is added to, and whether this rank adds it: of what is whole along an axis over which the
         rest is still to be summed the first rank counts alone."""
-        parameter, grid = self.parameter, self.parameter.grid
+        grid = self.form.grid
         if self.state is State.EMPTY:
             if self.array is None:
                 with grid.ledger.holding("gradients"):
-                    self.array = parameter.library.empty(tuple(parameter.shard.shape), parameter.dtype)
+                    self.array = self.form.library.empty(self.form.local_shape, self.form.dtype)
             beta, self.sums, self.state, self.split = 0, sums, State.OPEN, False
         else:
             self._open([axis for axis in sums if self.state is not State.OPEN or axis not in self.sums])
@@ -106,16 +117,28 @@ class Accumulated:
         self.wait()
         if self.state is not State.OPEN:
             self.sums, self.state = (), State.OPEN
-        flat, grid = self.array.reshape(-1), self.parameter.grid
+        flat, grid = self.array.reshape(-1), self.form.grid
         start, stop = 0, flat.shape[0]
         if self.split:
             more, self.sums, self.split = [axis for axis in more if axis != "data"], ("data",), False
-            start, stop = offsets(self.parameter.data_counts())[grid.data.index :][:2]
+            start, stop = offsets(self.data_counts())[grid.data.index :][:2]
         if any(grid.axis(axis).index for axis in more):
             start = stop = 0
         flat[:start] = 0
         flat[stop:] = 0
         self.sums = tuple(axis for axis in grid.shape.names if axis in (*self.sums, *more))
+
+
+class Leaf(Protocol):
+    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None."""
+
+    name: str
+    shape: tuple[int, int]
+
+    @property
+    def accumulated(self) -> Accumulated | None: ...
+
+    def receive(self, part: Part) -> None: ...
 
 
 class Gradients:
@@ -127,22 +150,22 @@ class Gradients:
         self._flights: dict[str, list[Pending]] = {}
         self._work: dict[str, list[Sequence[int]]] = {}
         self._partials = Partials(grid)
-        self._open: dict[Accumulated, Parameter] = {}
+        self._open: dict[Accumulated, None] = {}
         self.begin(True, Overlap(), Counter())
 
-    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Parameter]) -> None:
-        """A backward pass begins, which brings so many parts to each parameter; they are summed in it or in a later
+    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated]) -> None:
+        """A backward pass begins, which brings so many parts to each gradient; they are summed in it or in a later
         one."""
         self._sync, self._overlap = sync, overlap
         self._bucket: list[Accumulated] = []
         self._used = list(uses)
-        for parameter, times in uses.items():
-            parameter.accumulated.to_come = times
+        for record, times in uses.items():
+            record.to_come = times
 
-    def add(self, parameter: Parameter, part: Part) -> None:
+    def add(self, record: Accumulated, part: Part) -> None:
         """Add a part to a parameter's gradient."""
-        record, found, grid = parameter.accumulated, natural(parameter.form, part), self._grid
-        home, source = parameter.layout.on(grid.shape), found.layout.on(grid.shape)
+        found, grid = natural(record.form, part), self._grid
+        home, source = record.form.layout.on(grid.shape), found.layout.on(grid.shape)
         sums = tuple(axis for axis in source.sums if axis not in home.splitting)
         landed = Layout(home.rows, home.cols, sums, home.units)
         kind, axis = route(source, landed, grid.shape)
@@ -156,17 +179,17 @@ class Gradients:
             self._scatter(record, found, grid.axis(axis), out, beta)
         else:
             self._bring(record, found, landed, beta, adds)
-        self._open[record] = parameter
+        self._open[record] = None
         record.to_come -= 1
         if self._sync and self._overlap.buckets and record.to_come == 0 and set(record.sums) <= {"data"}:
             self._put(record)
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
-        cols, counts = out.shape[1], record.parameter.row_counts(axis)
-        partial = self._partials.take(record.parameter, (sum(counts), cols))
+        cols, counts = out.shape[1], record.form.row_counts(axis)
+        partial = self._partials.take(record.form, (sum(counts), cols))
         _fill(part, partial, 0)
         record.wait()
-        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.parameter.dtype).work])
+        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.form.dtype).work])
         with self._grid.ledger.phase("reduce dW"):
             record.pending = axis.reduce_into(partial, out, counts, beta)
         self._partials.busy(record.pending)
@@ -175,7 +198,7 @@ class Gradients:
 
     def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
         """By way of an array of its own: what takes more than one step, or is not added on this rank."""
-        array, form = getattr(part, "array", None), record.parameter.form
+        array, form = getattr(part, "array", None), record.form
         if isinstance(part, Product):
             array = form.new(part.shape)
             _fill(part, array, 0)
@@ -199,7 +222,7 @@ class Gradients:
             if record.state is State.OPEN:
                 self._put(record)
         self._flush()
-        for record in dict.fromkeys([parameter.accumulated for parameter in self._used] + list(summed)):
+        for record in dict.fromkeys([*self._used, *summed]):
             record.wait()
             if record.state is State.SUMMING:
                 record.state, record.sums = State.SUMMED, ()
@@ -209,7 +232,7 @@ class Gradients:
     def _rehearse(self) -> None:
         if self._used:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
-            library = self._used[0].library
+            library = self._used[0].form.library
             with self._grid.engine.transport.as_in_collectives(library):
                 self._grid.workspace.rehearse(work, library)
         self._work = {}
@@ -224,11 +247,11 @@ class Gradients:
         record.state = State.SUMMING
         if "data" not in record.sums:
             return
-        record.split = record.parameter.wants_split
+        record.split = record.owners == {True}
         if len(_alike([*self._bucket, record])) > 1:
             self._flush()
         self._bucket.append(record)
-        if sum(member.parameter.largest(member.parameter.layout) for member in self._bucket) >= self._overlap.bucket_bytes:
+        if sum(member.largest for member in self._bucket) >= self._overlap.bucket_bytes:
             self._flush()
 
     def _flush(self) -> None:
@@ -247,7 +270,7 @@ class Gradients:
         collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
             pending = axis.begin("reduce_scatter" if split else "all_reduce", following(before, collective),
-                                 library=members[0].parameter.library)
+                                 library=members[0].form.library)
         for member in members:
             member.pending = pending
         self._flights[axis.name] = [*flight, pending]
@@ -267,8 +290,7 @@ def _alike(records: Iterable[Accumulated]) -> list[list[Accumulated]]:
     """The gradients in groups that one message can carry."""
     groups: dict[tuple[object, ...], list[Accumulated]] = {}
     for record in records:
-        parameter = record.parameter
-        groups.setdefault((parameter.dtype, parameter.library, record.split), []).append(record)
+        groups.setdefault((record.form.dtype, record.form.library, record.split), []).append(record)
     return list(groups.values())
 
 
@@ -281,19 +303,19 @@ class Partials:
         self._tickets: list[Ticket | None] = [None] * IN_FLIGHT
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
-    def take(self, weight: Parameter, shape: tuple[int, int]) -> Array:
+    def take(self, form: Form, shape: tuple[int, int]) -> Array:
         """An array with arbitrary contents; `busy` says until when it is needed."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:
             pending.wait()
-        nbytes, library = shape[0] * shape[1] * itemsize(weight.dtype), weight.library
+        nbytes, library = shape[0] * shape[1] * itemsize(form.dtype), form.library
         if ticket is None or ticket.pool.memory != library.memory or ticket.flat.shape[0] < nbytes:
             if ticket is not None:
                 self._grid.workspace.give(ticket)
             _, ticket = self._grid.workspace.take((nbytes,), "uint8", library)
         self._tickets[self._turn], self._sums[self._turn] = ticket, None
-        return library.view(ticket.flat, shape, weight.dtype)
+        return library.view(ticket.flat, shape, form.dtype)
 
     def busy(self, pending: Pending) -> None:
         """The array that was taken last is needed until this collective is done."""
@@ -303,13 +325,13 @@ class Partials:
 def reduced(link: Link, members: list[Accumulated], split: bool) -> Collective[None]:
     """Generator: the members' gradients summed in place, in one message a peer. split: along data, of each gradient
     only the part that this rank is to have."""
-    flats, library = [member.array.reshape(-1) for member in members], members[0].parameter.library
+    flats, library = [member.array.reshape(-1) for member in members], members[0].form.library
     with ExitStack() as borrowed:
 
         def work(size: int) -> Array:
-            return borrowed.enter_context(link.workspace.borrow((size,), members[0].parameter.dtype, library))
+            return borrowed.enter_context(link.workspace.borrow((size,), members[0].form.dtype, library))
 
-        starts = [offsets(member.parameter.data_counts()) for member in members] if split else []
+        starts = [offsets(member.data_counts()) for member in members] if split else []
         pieces = [_parts(flats, starts, rank) for rank in range(link.size)] if split else [flats]
         packed = flats[0]
         if len(flats) > 1:
@@ -342,9 +364,9 @@ def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Arr
 
 def _work(axis: Axis, members: list[Accumulated], split: bool) -> list[int]:
     """Bytes of the work arrays of `reduced`."""
-    size, dtype = sum(member.array.reshape(-1).shape[0] for member in members), members[0].parameter.dtype
+    size, dtype = sum(member.array.reshape(-1).shape[0] for member in members), members[0].form.dtype
     packed = [size * itemsize(dtype)] if len(members) > 1 else []
     if not split:
         return [*packed, all_reduce_volume(size, dtype, axis.size, axis.index).work]
-    counts = [sum(parts) for parts in zip(*(member.parameter.data_counts() for member in members))]
+    counts = [sum(parts) for parts in zip(*(member.data_counts() for member in members))]
     return [*packed, counts[axis.index] * itemsize(dtype), reduce_volume(counts, axis.index, 1, dtype).work]

@@ -335,7 +335,7 @@ class Recompute(Module):
             again = self._again(Tensor(form.matrix(value), node=node), random_state, gradient)
             return [again.get(parent.number) for parent in outer]
 
-        return x.made(out.local, outer, rule, keep=[x.local], shape=out.shape, layout=out.layout)
+        return x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
 
     def _again(self, x: Tensor, random_state: dict[str, int], gradient: Array) -> dict[int, Array]:
         """Forward once more, with the same random numbers, then backward through what was made here: number -> gradient

@@ -54,7 +54,7 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
     prediction = whole(prediction)
-    form, local, target_local = prediction.form, prediction.local, _aligned(prediction, target)
+    form, local, target_local = prediction.form, prediction.shard, _aligned(prediction, target)
     xp = array_namespace(local)
     with computing(form.grid, "loss"):
         difference = elementwise(form, lambda p, t: p - t, local, target_local)
@@ -85,7 +85,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         1.386294
     """
     logits = whole(logits)
-    form, local = logits.form, logits.local
+    form, local = logits.form, logits.shard
     xp = array_namespace(local)
     columns, rows = _local_labels(logits, labels)
     largest, logarithm, chosen = _log_sum_exp(logits, columns, rows)
@@ -129,7 +129,7 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
 
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
-    form, local = logits.form, logits.local
+    form, local = logits.form, logits.shard
     xp = array_namespace(local)
     own = form.new((3, local.shape[0]))
     work = form.new()
@@ -167,7 +167,7 @@ def _aligned(prediction: Tensor, target: Matrix) -> Array:
     shape = getattr(target, "shape", type(target).__name__)
     if not isinstance(target, (Tensor, DistMatrix)) or shape != prediction.shape:
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
-    return relayout(as_tensor(target), prediction.layout).local
+    return relayout(as_tensor(target), prediction.layout).shard
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
@@ -207,7 +207,7 @@ class R2:
     def add(self, prediction: Tensor, target: Matrix) -> R2:
         library = prediction.library
         wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
-        error = wanted - np.asarray(library.to_numpy(prediction.local), np.float64)
+        error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
         self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
         self._rows += prediction.shape[0]
         self._like = prediction.form

@@ -54,7 +54,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self._state: dict[Parameter, list[Array]] = {}
         for parameter in self.parameters:
-            parameter.owned(self.shard_over_data)
+            parameter.accumulated.owners.add(self.shard_over_data)
 
     def step(self) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective. Raises Pmm3dError, on every
@@ -68,7 +68,7 @@ class Optimizer:
                 parameter.version += 1
                 if self.shard_over_data:
                     own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-                    gathers.append(self.grid.data.gather_into(own, whole, parameter.data_counts()))
+                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts()))
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
@@ -134,7 +134,7 @@ class Optimizer:
         split, and this optimizer needs all of it."""
         record = parameter.accumulated
         if record.split and not self.shard_over_data:
-            flat, counts = record.array.reshape(-1), parameter.data_counts()
+            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts()
             start, stop = offsets(counts)[self.grid.data.index :][:2]
             self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
             record.split = False
@@ -150,7 +150,7 @@ class Optimizer:
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
         flat, index = array.reshape(-1), self.grid.data.index
-        return flat[slice(*offsets(parameter.data_counts())[index : index + 2])] if self.shard_over_data else flat
+        return flat[slice(*offsets(parameter.accumulated.data_counts())[index : index + 2])] if self.shard_over_data else flat
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
@@ -163,7 +163,7 @@ class Optimizer:
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.split_layout if self.shard_over_data else parameter.layout
+        return parameter.accumulated.split_layout if self.shard_over_data else parameter.layout
 
 
 class SGD(Optimizer):

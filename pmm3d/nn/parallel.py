@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ..comm import Grid
 from ..errors import DisagreementError
 from .contract import Part
 from .gathered import Weights
-from .gradients import Gradients
+from .gradients import Gradients, Leaf
 from .overlap import Overlap
-
-if TYPE_CHECKING:
-    from .parameter import Parameter
-    from .tensor import Tensor
 
 
 class Parallel:
@@ -28,9 +23,16 @@ class Parallel:
     """
 
     def __init__(self, grid: Grid):
-        self.grid, self.overlap = grid, Overlap()
-        self.weights, self.gradients = Weights(self), Gradients(grid)
-        self.deferred: Callable[[Parameter, Part], None] | None = None
+        self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
+        self.deferred: Callable[[Leaf, Part], None] | None = None
+
+    @property
+    def overlap(self) -> Overlap:
+        return self.weights.overlap
+
+    @overlap.setter
+    def overlap(self, value: Overlap) -> None:
+        self.weights.overlap = value
 
     @classmethod
     def of(cls, grid: Grid) -> Parallel:
@@ -39,24 +41,24 @@ class Parallel:
         return grid.attached[cls]
 
     @contextmanager
-    def backward(self, sync: bool, uses: Counter[Tensor]) -> Iterator[None]:
+    def backward(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
         """A backward pass that brings so many parts to each leaf; at its end all gradients are there. Raises
         DisagreementError, on every rank, if the ranks' networks differ."""
         grid, memory = self.grid, self.grid.ledger.memory
-        parameters = Counter({leaf: times for leaf, times in uses.items() if hasattr(leaf, "accumulated")})
-        _agree_on(grid, parameters)
+        _agree_on(grid, uses)
+        records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
-            self.gradients.begin(sync, self.overlap, parameters)
+            self.gradients.begin(sync, self.overlap, records)
             yield
             self.gradients.finish()
         self.weights.pause()
         memory["arrays, most at once"] = grid.workspace.most_lent
 
 
-def _agree_on(grid: Grid, uses: Counter[Parameter]) -> None:
+def _agree_on(grid: Grid, uses: Counter[Leaf]) -> None:
     """Raises, on every rank, if not all ranks use the same parameters as often: their sums would not match."""
-    mine = [f"{leaf.name or 'a parameter'} ({leaf.shape[0]} x {leaf.shape[1]}) {times} times"
+    mine = [f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]}) {times} times"
             for leaf, times in uses.items()]
     try:
         with grid.together("backward", ", ".join(mine)):

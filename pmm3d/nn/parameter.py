@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from weakref import ref
-
-from ..arrays import Array
-from ..comm import Axis
 from ..errors import LayoutError
-from ..layout import FIRST, Layout, itemsize, part_sizes
+from ..layout import Layout
 from ..product import DistMatrix
+from .compute import Form
 from .contract import Part
 from .gradients import Accumulated, State
 from .tape import Node
@@ -29,17 +26,16 @@ class Parameter(Tensor):
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="fsdp") as grid:
-        ...     Parameter(DistMatrix.random(grid, (4, 2), layout=Layout(("y", "z"), "x"))).gathered_layout.rows
-        ('y',)
+        ...     Parameter(DistMatrix.random(grid, (4, 2), layout=Layout(("y", "z"), "x"))).grad is None
+        True
     """
 
-    name = ""
     version = 0
     has_state = handed_out = False
+    accumulated: Accumulated
 
     def __init__(self, value: DistMatrix):
-        self.accumulated = Accumulated(ref(self))
-        self._owners: set[bool] = set()
+        self.accumulated = Accumulated(Form.of(value))
         super().__init__(value, requires_grad=True)
 
     @property
@@ -53,50 +49,9 @@ class Parameter(Tensor):
         return self._value
 
     @property
-    def shard(self) -> Array:
-        """The shard, as `stored`."""
-        return self._value.local
-
-    @property
     def is_vector(self) -> bool:
         """One row for all rows of a batch: a bias."""
-        return self.shape[0] == 1 and not self.layout.rows
-
-    @property
-    def gathered_layout(self) -> Layout:
-        """Of a weight once its shards along z are together."""
-        return Layout(tuple(axis for axis in self.layout.rows if axis != "z"), self.layout.cols)
-
-    @property
-    def split_layout(self) -> Layout:
-        """If the data axis splits it too: the rows of a matrix, the columns of a vector."""
-        rows, cols = self.layout.rows, self.layout.cols
-        return Layout(rows, (*cols, "data")) if self.is_vector else Layout((*rows, "data"), cols)
-
-    def row_counts(self, axis: Axis) -> list[int]:
-        """Rows that each rank along an axis holds, the last one that splits the rows, of all that they hold."""
-        outer = Layout(tuple(name for name in self.layout.rows if name != axis.name), self.layout.cols)
-        rows, _ = outer.box(self.shape, self.grid.shape, self.grid.coords).shape
-        return part_sizes(rows, axis.size)
-
-    def data_counts(self) -> list[int]:
-        """Elements of the shard in each part that the data axis splits it into, one after the other."""
-        rows, cols = self.shard.shape
-        size, width = (cols, 1) if self.is_vector else (rows, cols)
-        return [part * width for part in part_sizes(size, self.grid.data.size)]
-
-    def largest(self, layout: Layout) -> int:
-        """Bytes of the largest rank's shard in a layout."""
-        return layout.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
-
-    def owned(self, split: bool) -> None:
-        """An optimizer changes it from now on, each rank along data its own part only (split) or the whole shard. The
-        sum of gradients is split over data if no optimizer needs it whole."""
-        self._owners.add(split)
-
-    @property
-    def wants_split(self) -> bool:
-        return self._owners == {True}
+        return self.form.is_vector
 
     @property
     def grad(self) -> DistMatrix | None:
@@ -105,8 +60,6 @@ class Parameter(Tensor):
         record = self.accumulated
         if record.state is State.EMPTY:
             return None
-        if record.state is State.OPEN:
-            return DistMatrix(self.grid, record.array, self.shape, Layout(self.layout.rows, self.layout.cols, record.sums))
         box = record.layout.box(self.shape, self.grid.shape, self.grid.coords)
         return DistMatrix(self.grid, record.array[box.within(self.box)], self.shape, record.layout)
 
@@ -120,7 +73,7 @@ class Parameter(Tensor):
         """Take a part of the gradient; the queue of `defer_weights` may have it first."""
         parallel = self.tape.parallel
         if parallel.deferred is None:
-            parallel.gradients.add(self, part)
+            parallel.gradients.add(self.accumulated, part)
         else:
             parallel.deferred(self, part)
 
@@ -142,5 +95,5 @@ class Parameter(Tensor):
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
         self._take(self._value.redistribute(layout))
-        self.node = Node(self.form, leaf=self)
+        self.node, self.accumulated = Node(self.form, leaf=self), Accumulated(self.form, owners=self.accumulated.owners)
         self.version += 1

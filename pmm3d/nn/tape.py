@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from ..arrays import Array
@@ -16,10 +16,8 @@ from ..errors import Pmm3dError
 from .compute import Form
 from .contract import Part
 from .forming import Coming, brought
+from .gradients import Leaf
 from .parallel import Parallel
-
-if TYPE_CHECKING:
-    from .tensor import Tensor
 
 Rule = Callable[..., Sequence[Part]]
 """rule(gradient, *kept): from the gradient of a result to those of what it was made of. See `Tensor.made`."""
@@ -51,7 +49,7 @@ class Tape:
         self.parallel = Parallel.of(grid)
         self.recording = self.keeping = self.syncing = True
         self.phase = "forward"
-        self.inspect: Callable[[Any, Tensor], None] | None = None
+        self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Packing = _as_it_is
         self.unpack: Packing = _as_it_is
         self.numbers = count()
@@ -87,7 +85,7 @@ class Node:
     __slots__ = ("__weakref__", "form", "kept", "leaf", "number", "parents", "rule")
 
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
-                 kept: Sequence[Any] = (), leaf: Tensor | None = None):
+                 kept: Sequence[Any] = (), leaf: Leaf | None = None):
         self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
         self.leaf = None if leaf is None else ref(leaf)
         self.number = next(Tape.of(form.grid).numbers)
@@ -140,10 +138,10 @@ def outside(last: Node | None, first: int) -> list[Node]:
     return found
 
 
-def uses(last: Node) -> Counter[Tensor]:
+def uses(last: Node) -> Counter[Leaf]:
     """How often a backward pass from this node will bring something to each leaf. Raises Pmm3dError if a part of the
     tape was used already."""
-    found: Counter[Tensor] = Counter()
+    found: Counter[Leaf] = Counter()
     for node in reachable(last):
         if node.used:
             raise Pmm3dError(USED)
@@ -219,12 +217,12 @@ class WeightProducts:
 
     def __init__(self, grid: Grid):
         self._grid = grid
-        self._waiting: list[tuple[Any, Part]] = []
+        self._waiting: list[tuple[Leaf, Part]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, parameter: Any, part: Part) -> None:
+    def put(self, parameter: Leaf, part: Part) -> None:
         self._waiting.append((parameter, part))
 
     def drain(self) -> None:

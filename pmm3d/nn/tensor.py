@@ -15,6 +15,7 @@ from ..product.relayout import relayout as relayout_array
 from .compute import Form, elementwise
 from .contract import Gradient, Part
 from .forming import brought
+from .gradients import Accumulated
 from .tape import Node, Rule, Tape, propagate, reachable, uses
 
 
@@ -35,6 +36,8 @@ class Tensor:
     """
 
     grad: DistMatrix | None
+    name = ""
+    accumulated: Accumulated | None = None
 
     def __init__(self, value: DistMatrix, *, requires_grad: bool = False, node: Node | None = None,
                  pending: Pending | None = None):
@@ -55,14 +58,23 @@ class Tensor:
 
     @property
     def value(self) -> DistMatrix:
+        self._arrive()
+        return self._value
+
+    def _arrive(self) -> None:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        return self._value
 
     @property
     def local(self) -> Array:
         return self.value.local
+
+    @property
+    def shard(self) -> Array:
+        """`local`, to be read only: what operations take."""
+        self._arrive()
+        return self._value.local
 
     @property
     def box(self) -> Box:
@@ -142,12 +154,13 @@ class Tensor:
         """The number in a 1 x 1 tensor; collective only in that it waits for a sum that is under way."""
         if self.shape != (1, 1):
             raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}")
-        host = self.library.to_numpy(whole(self).local)
+        host = self.library.to_numpy(whole(self).shard)
         return float(host[0, 0]) if host.size else float("nan")
 
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array; see `DistMatrix.gather`."""
-        return self.value.gather(root)
+        self._arrive()
+        return self._value.gather(root)
 
     def __add__(self, other: Tensor) -> Tensor:
         return add(self, other)
@@ -187,7 +200,7 @@ def add(a: Tensor, b: Tensor | DistMatrix) -> Tensor:
     if a.shape != b.shape:
         raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
     b = relayout(b, a.layout)
-    return a.made(elementwise(a.form, plus, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
+    return a.made(elementwise(a.form, plus, a.shard, b.shard), (a, b), lambda gradient: (gradient, gradient))
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
@@ -200,7 +213,7 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     """
     x, factor = as_tensor(x), float(factor)
     scaled = partial(elementwise, x.form, lambda part: part * factor)
-    return x.made(scaled(x.local), (x,), lambda gradient: (scaled(gradient),))
+    return x.made(scaled(x.shard), (x,), lambda gradient: (scaled(gradient),))
 
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
@@ -215,7 +228,7 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
     if x.layout == layout:
         return x
     with x.grid.ledger.phase("relayout"):
-        local = relayout_array(x.grid, x.local, x.shape, x.layout, layout).wait()
+        local = relayout_array(x.grid, x.shard, x.shape, x.layout, layout).wait()
     return x.made(x.library.plain(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
 
 
