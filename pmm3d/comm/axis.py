@@ -77,7 +77,7 @@ class Axis:
 
         This and the next three are for callers that know their shapes: nothing is looked at, told or compared. They run
         once all of `after` are done, but are begun, in the same order on all ranks, at once. What they are given must
-        stay as it is until then; what has gaps is copied where messages need it, but for what is said here.
+        stay as it is until then. What has gaps is copied where messages need it, unless it is said here to have none.
 
         part     may be where it belongs in `out`
         out      without gaps; the result
@@ -91,7 +91,7 @@ class Axis:
     def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
                     after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
-        Along dim 0 `whole` has no gaps, along dim 1 `out` has none. The rest as in `gather_into`."""
+        Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
         library = library_of(whole)
         return self._begin_after(after, "reduce_scatter", library,
                                  lambda link: forms.reduced(link, library, whole, out, counts, beta, dim, work))

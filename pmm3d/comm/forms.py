@@ -54,7 +54,7 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
         return (yield from gather_parts(link, library, part, out, counts))
     rows, dtype = out.shape[0], library.dtype(out)
     with ExitStack() as borrowed:
-        memory = _slab(link, library, work, lambda: gather_work(out.shape, dtype, dim), borrowed)
+        memory = work_slab(link, library, work, lambda: gather_work(out.shape, dtype, dim), borrowed)
         packed = memory.array((prod(out.shape),), dtype)
         sizes = [rows * count for count in counts]
         places = [flat.reshape(rows, count) for flat, count in zip(blocks(packed, sizes, 0), counts)]
@@ -67,17 +67,20 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
 
 def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
             dim: int = 0, work: Slab | None = None) -> Collective[Array]:
-    """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 0
-    `whole` has no gaps, along dim 1 `out` has none. `reduce_work`."""
-    if dim == 0:
+    """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
+    `out` has no gaps. `reduce_work`."""
+    if dim == 0 and library.is_contiguous(whole):
         flat = (whole, out) if whole.ndim == 2 else (whole[:, None], out[:, None])
         yield from reduce_parts(link, library, *flat, counts, beta, work)
         return out
-    rows, dtype = whole.shape[0], library.dtype(whole)
     with ExitStack() as borrowed:
-        memory = _slab(link, library, work, lambda: reduce_work(whole.shape, dtype, counts, link.rank, dim), borrowed)
-        packed = memory.array((prod(whole.shape),), dtype)
-        sizes = [rows * count for count in counts]
+        memory = work_slab(link, library, work, lambda: reduce_work(library, whole, counts, link.rank, dim), borrowed)
+        packed = memory.array((prod(whole.shape),), library.dtype(whole))
+        if dim == 0:
+            packed = packed.reshape(tuple(whole.shape))
+            packed[...] = whole
+            return (yield from reduced(link, library, packed, out, counts, beta, 0, memory.rest()))
+        sizes = [whole.shape[0] * count for count in counts]
         for place, block in zip(blocks(packed, sizes, 0), blocks(whole, counts, 1)):
             place.reshape(tuple(block.shape))[...] = block
         yield from reduce_parts(link, library, packed[:, None], out.reshape(-1, 1), sizes, beta, memory.rest())
@@ -89,6 +92,9 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
     """out = beta out + the sum of the ranks' arrays. With beta, or where `out` has gaps, the sum is formed in `array`
     first. `all_reduce_volume`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
+        if out is not array and not library.is_contiguous(array):
+            out[...] = array
+            array = out
         return (yield from sum_arrays(link, library, array, out, work))
     yield from sum_arrays(link, library, array, array, work)
     sum_in_order(library, [array], out, beta)
@@ -99,7 +105,7 @@ def exchanged(link: Link, library: NumpyLibrary, pieces: Sequence[Array], landin
               work: Slab | None = None) -> Collective[Sequence[Array]]:
     """pieces[r] to rank r, and in landing[r] what rank r sent. `exchange_work`."""
     with ExitStack() as borrowed:
-        memory = _slab(link, library, work, lambda: exchange_work(library, pieces, landing, link.rank), borrowed)
+        memory = work_slab(link, library, work, lambda: exchange_work(library, pieces, landing, link.rank), borrowed)
         leaving, coming = (_without_gaps(library, arrays, link.rank, memory) for arrays in (pieces, landing))
         for piece, packed in zip(pieces, leaving):
             if packed is not piece:
@@ -123,10 +129,12 @@ def gather_work(shape: Sequence[int], dtype: str, dim: int) -> int:
     return 0 if dim == 0 else aligned(prod(shape) * itemsize(dtype))
 
 
-def reduce_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int) -> int:
-    """Bytes of the work memory of `reduced`, of arrays of that shape."""
+def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int) -> int:
+    """Bytes of the work memory of `reduced`."""
+    shape, dtype = tuple(whole.shape), library.dtype(whole)
     if dim == 0:
-        return reduce_volume(counts, rank, prod(shape[1:]), dtype).work
+        packed = 0 if library.is_contiguous(whole) else aligned(prod(shape) * itemsize(dtype))
+        return packed + reduce_volume(counts, rank, prod(shape[1:]), dtype).work
     sizes = [shape[0] * count for count in counts]
     return aligned(prod(shape) * itemsize(dtype)) + reduce_volume(sizes, rank, 1, dtype).work
 
@@ -148,7 +156,9 @@ def blocks(array: Array, counts: Counts, dim: int) -> Iterator[Array]:
     return (array[start:stop] if dim == 0 else array[:, start:stop] for start, stop in zip(starts, starts[1:]))
 
 
-def _slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int], borrowed: ExitStack) -> Slab:
+def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],
+              borrowed: ExitStack) -> Slab:
+    """The work memory that was given, or so much of the workspace's."""
     return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
 
 

@@ -60,7 +60,7 @@ def check_forms(grid, library, dtype):
             out = empty(shape, library, dtype)
             assert axis.gather_into(part, out, counts, dim=dim).wait() is out
             same(out, whole, library)
-            mine = to_library(arrays[rank], library, dtype)
+            mine = (gapped if rank % 2 else to_library)(arrays[rank], library, dtype)
             landing = to_library(np.ones_like(own(total, counts, rank, dim)), library, dtype)
             assert axis.reduce_into(mine, landing, counts, 2, dim=dim).wait() is landing
             same(landing, own(total, counts, rank, dim) + 2, library)
@@ -68,6 +68,7 @@ def check_forms(grid, library, dtype):
             assert axis.sum_into(mine, out).wait() is out
             same(out, total, library)
             same(mine, arrays[rank], library)
+            mine = to_library(arrays[rank], library, dtype)
             strided = gapped(np.ones(shape, arrays[0].dtype), library, dtype)
             axis.sum_into(mine, strided, 3).wait()
             same(strided, total + 3, library)
@@ -197,7 +198,7 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(s
             return (yield from forms.gathered(link, LIBRARY, part, out, counts, 1, work))
 
     def reduce(link):
-        with link.workspace.slab(forms.reduce_work(shape, dtype, counts, link.rank, 1), LIBRARY) as work:
+        with link.workspace.slab(forms.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1), LIBRARY) as work:
             out = np.empty((3, counts[link.rank]), dtype)
             return (yield from forms.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
 
