@@ -259,7 +259,7 @@ SWITCHES = [nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(bucket_bytes=1,
             nn.Overlap.none()]
 PATHS = {
     "used twice, once, not at all, twice": [(0, 1, 1), (0, 1), (0,), (1, 0, 1), (2, 2, 2), (0, 1, 1)],
-    "stochastic depth": [tuple(np.flatnonzero(np.random.default_rng(step).random(4) < 0.5)) or (3,) for step in range(6)],
+    "stochastic depth": [(0, 1, 3), (3,), (0, 1, 2, 3), (1,), (0, 2), (1, 2)],
 }
 RATE = 0.125
 
@@ -305,10 +305,10 @@ def test_a_graph_may_change_from_step_to_step(comm, paths):
     their own."""
 
     def check(grid):
-        for index, (overlap, count) in enumerate(product(SWITCHES, (1, 2))):
-            nn.Tape.of(grid).parallel.overlap = overlap
+        for index, overlap in enumerate(SWITCHES):
+            nn.Tape.of(grid).parallel.overlap, count = overlap, 1 + index % 2
             net = Paths(grid)
-            optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index % 3 == 0)
+            optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index > 1)
             weights = weights_of(net)
             for step, path in enumerate(paths):
                 ways = [path, paths[step - 1]][:count]
@@ -319,7 +319,7 @@ def test_a_graph_may_change_from_step_to_step(comm, paths):
                 weights = stepped(weights, ways, batches(step, count))
                 assert largest_difference(weights_of(net), weights) < 1e-12, (grid, overlap, step)
 
-    on_each_grid(comm, check)
+    on_each_grid(comm, check, GRIDS[comm.size][-4:-1] if comm.size == 8 else None)
 
 
 def stepped(weights, ways, given):
@@ -415,11 +415,12 @@ DIFFERENT = """
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("layers, bucket_bytes", [(2, 2**24), (2, 1), (24, 1), (24, 2000)])
-@pytest.mark.parametrize("when", [0, 2], ids=["first step", "later step"])
-@pytest.mark.parametrize("uses, others", [(1, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize("ranks, layers, bucket_bytes, when, uses, others", [
+    (2, 2, 2**24, 0, 1, 0), (2, 2, 1, 2, 0, 1), (2, 24, 1, 0, 2, 1), (2, 24, 1, 2, 1, 0), (2, 24, 2000, 2, 0, 1),
+    (4, 2, 1, 0, 1, 0), (4, 24, 2000, 2, 2, 1),
+])  # fmt: skip
 def test_a_rank_that_uses_a_layer_otherwise_is_named(job, ranks, layers, bucket_bytes, when, uses, others):
+    """In the first step or a later one, with one bucket or many: nobody hangs, all say the same."""
     done = job(ranks, DIFFERENT, layers, bucket_bytes, when, uses, others, timeout=60)
     said = sorted(done.stdout.splitlines())
     texts = {line.partition(": ")[2] for line in said}
