@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
+from samples import grids_of, integers
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout, batch_layout
@@ -20,6 +21,8 @@ GRIDS = {
 """(shape, data) of grids on which each axis, and each pair of axes, has more than one rank somewhere."""
 WIDEST = {1: ("1x1x1", 1), 2: ("1x2x1", 1), 4: ("2x1x1", 2), 6: ("3x1x2", 1), 8: ("2x2x2", 1)}
 """One grid of that many ranks."""
+ALL_GRIDS = {count: grids_of(count, (1, 2, 4, 8)) for count in (1, 2, 4, 8)}
+"""Every grid of that many ranks."""
 INPUT = batch_layout("y")
 
 
@@ -57,6 +60,13 @@ def network_of(grid, case: Case, dtype="float64", **options):
     return nn.MLP(grid, case.sizes, getattr(nn, case.activation), **options)
 
 
+def whole_numbers(net):
+    """The same network with integers for weights, so that sums are exact."""
+    for seed, parameter in enumerate(net.parameters()):
+        parameter.assign(spread(net.grid, integers(parameter.shape, seed=seed, low=-2, high=2), parameter.layout))
+    return net
+
+
 def batch_of(case: Case, step: int, rows: int | None = None):
     """(x, y) of a step, the whole of them in numpy; labels are (rows, 1)."""
     random = np.random.default_rng([step, *case.sizes])
@@ -88,9 +98,9 @@ def adamw(parameters, **options):
 
 
 def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, rows=None, dtype="float64",
-          library="numpy", **options):
-    """(losses, the network) after some steps, each on another batch."""
-    net = network_of(grid, case, dtype, library=library, **options)
+          library="numpy", net=None, **options):
+    """(losses, the network) after some steps, each on another batch. net: one of one's own."""
+    net = net or network_of(grid, case, dtype, library=library, **options)
     optimizer, losses = make(net.parameters()), []
     schedule = schedule(optimizer) if schedule else None
     for step in range(steps):

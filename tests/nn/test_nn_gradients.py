@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from differences import H, assert_gradients_are_differences
 from networks import (
     CLASSES,
     EVEN,
@@ -19,6 +20,7 @@ from networks import (
     on_each_grid,
     spread,
     weights_of,
+    whole_numbers,
 )
 from samples import integers
 
@@ -28,7 +30,6 @@ from pmm3d.nn import optim
 
 RANKS = [1, 2, 4, 6, 8]
 ROWS, COLS, OUT = 11, 7, 5
-H = 2.0**-17
 WEIGHT, TURNED = Layout(("y", "z"), "x"), Layout(("x", "z"), "y")
 ACROSS, WHOLE = batch_layout("x"), batch_layout(None)
 LABELS = np.arange(ROWS)[:, None] % OUT
@@ -88,70 +89,15 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def drawn(shape, seed):
-    """Away from 0, from TARGET and from integers, where relu and mae have their corners."""
-    return integers(shape, seed=seed, low=-2, high=1) + np.random.default_rng(seed).uniform(0.3, 0.7, shape)
-
-
-def tensors(grid, values, inputs):
-    made = {}
-    for name, (_, layout) in inputs.items():
-        value = spread(grid, values[name], layout)
-        made[name] = nn.Tensor(value, requires_grad=True) if name in "xw" else nn.Parameter(value)
-    return made
-
-
-def scalar(out, seed=40):
-    """A 1 x 1 tensor of any: <out, a random matrix>."""
-    return out if out.shape == (1, 1) else inner(out, drawn(out.shape, seed))
-
-
-def gradients(grid, operation, values, inputs):
-    given = tensors(grid, values, inputs)
-    scalar(operation(given)).backward()
-    assert_replicas_agree(grid, {name: tensor.grad for name, tensor in given.items()})
-    for name, tensor in given.items():
-        assert tensor.grad.layout == inputs[name][1]
-    return {name: tensor.grad.gather() for name, tensor in given.items()}
-
-
-def difference(grid, operation, values, inputs, name, direction):
-    at = lambda h: tensors(grid, {**values, name: values[name] + h * direction}, inputs)
-    return (scalar(operation(at(H))).item() - scalar(operation(at(-H))).item()) / (2 * H)
-
-
-def directions(shape, every: bool):
-    if not every:
-        return [np.random.default_rng(seed).standard_normal(shape) for seed in (1, 2)]
-    return np.eye(shape[0] * shape[1]).reshape(-1, *shape)
-
-
-def assert_gradients_are_differences(grid, every=False):
-    for title, (inputs, operation) in OPERATIONS.items():
-        values = {name: drawn(shape, seed) for seed, (name, (shape, _)) in enumerate(inputs.items())}
-        found = gradients(grid, operation, values, inputs)
-        with nn.no_grad(grid):
-            for name, value in values.items():
-                for direction in directions(value.shape, every):
-                    slope = difference(grid, operation, values, inputs, name, direction)
-                    assert abs(np.vdot(found[name], direction) - slope) < 2e-8, (title, name)
-
-
 @pytest.mark.parallel([1, 2, 4, 8])
 def test_gradients_are_central_differences_in_random_directions(comm):
-    on_each_grid(comm, assert_gradients_are_differences, check=False)
+    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, OPERATIONS), check=False)
 
 
 @pytest.mark.parallel([1, 2])
 def test_gradients_are_central_differences_element_by_element(comm):
-    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, True), [WIDEST[comm.size]], check=False)
-
-
-def whole_numbers(net):
-    """The same network with integers for weights, so that sums are exact."""
-    for seed, parameter in enumerate(net.parameters()):
-        parameter.assign(spread(net.grid, integers(parameter.shape, seed=seed, low=-2, high=2), parameter.layout))
-    return net
+    check = lambda grid: assert_gradients_are_differences(grid, OPERATIONS, True)
+    on_each_grid(comm, check, [WIDEST[comm.size]], check=False)
 
 
 def linear_layers(grid):

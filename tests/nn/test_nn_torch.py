@@ -1,11 +1,11 @@
 """Against torch: the same initial weights and batches give the same losses, on every grid."""
 
-import time
 from functools import cache
 
 import numpy as np
 import pytest
 from networks import CLASSES, EVEN, GRIDS, VECTORS, adamw, batch_of, bits, network_of, on_each_grid, train, weights_of
+from torch_reference import by_rank_0, clipped, torch_loss
 
 from pmm3d import Grid
 from pmm3d.nn import optim
@@ -35,15 +35,6 @@ SCHEDULES = {
 }
 
 
-def by_rank_0(comm, call):
-    """What rank 0's call returns, for all. The others sleep: torch takes two seconds of a core to import."""
-    found = call() if comm.rank == 0 else None
-    arrival = comm.Ibarrier()
-    while not arrival.Test():
-        time.sleep(0.01)
-    return comm.bcast(found)
-
-
 @cache
 def torch_losses(case, steps, optimizer="AdamW", schedule=None, clip=None):
     """Losses (and, with clip, norms) of torch with the weights that pmm3d starts from. On one rank."""
@@ -59,8 +50,7 @@ def torch_losses(case, steps, optimizer="AdamW", schedule=None, clip=None):
     losses = []
     for step in range(steps):
         x, y = map(torch.from_numpy, batch_of(case, step))
-        function = getattr(torch.nn.functional, {"mse": "mse_loss", "cross_entropy": "cross_entropy"}[case.loss])
-        loss = function(net(x), y[:, 0] if case.loss == "cross_entropy" else y)
+        loss = torch_loss(torch, case, net(x), y)
         chosen.zero_grad()
         loss.backward()
         losses.append(loss.item())
@@ -70,12 +60,6 @@ def torch_losses(case, steps, optimizer="AdamW", schedule=None, clip=None):
         if rates:
             rates.step()
     return np.array(losses)
-
-
-def clipped(torch, weights, clip):
-    """clip_grad_norm_ divides by norm + 1e-6, so it is asked for as much more."""
-    norm = torch.nn.utils.clip_grad_norm_(weights, float("inf")).item()
-    return torch.nn.utils.clip_grad_norm_(weights, clip * (norm + 1e-6) / norm).item()
 
 
 def torch_network(torch, case, weights):

@@ -1,0 +1,179 @@
+"""Gradients of what is no row of a batch and no weight of one layer only: tied weights, penalties, positional tables.
+
+And backward passes that start anywhere, or leave the products of the weights to their caller.
+"""
+
+import numpy as np
+import pytest
+from differences import assert_gradients_are_differences, drawn, scalar
+from networks import (
+    ALL_GRIDS,
+    CLASSES,
+    GRIDS,
+    INPUT,
+    batch_of,
+    bits,
+    gradients_of,
+    inner,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    whole_numbers,
+)
+from samples import integers
+
+from pmm3d import nn
+from pmm3d.layout import Layout, batch_layout
+
+pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+
+ROWS, SIZE = 11, 7
+WEIGHT, TURNED, BIAS = Layout(("y", "z"), "x"), Layout(("x", "z"), "y"), Layout((), "x")
+X = {"x": ((ROWS, SIZE), INPUT)}
+W = ((SIZE, SIZE), WEIGHT)
+TARGET = 0.25 + integers((SIZE, SIZE), seed=9)
+TABLES = {
+    "replicated": Layout(),
+    "rows over z": Layout("z"),
+    "columns over y": Layout((), "y"),
+    "rows over y, z": Layout(("y", "z")),
+    "as the batch": INPUT,
+    "as a weight": WEIGHT,
+}
+
+
+def twice(t):
+    return nn.linear(nn.tanh(nn.scale(nn.linear(t["x"], t["W"], t["b"]), 0.1)), t["W"])
+
+
+def penalized(weight, kind=nn.mse):
+    return kind(nn.scale(weight, 1), spread(weight.grid, TARGET, WEIGHT))
+
+
+def penalty(kind, layout):
+    return {"W": ((SIZE, SIZE), layout)}, lambda t: penalized(t["W"], kind)
+
+
+def table(layout):
+    """Added before a layer, and to its result once more."""
+
+    def operation(t):
+        return nn.add(nn.linear(nn.add(t["x"], t["T"]), t["W"]), t["T"])
+
+    return {**X, "W": W, "T": ((ROWS, SIZE), layout)}, operation
+
+
+OPERATIONS = {
+    "tied": ({**X, "W": W, "b": ((1, SIZE), BIAS)}, twice),
+    "tied, turned": ({**X, "W": ((SIZE, SIZE), TURNED)}, lambda t: nn.linear(nn.linear(t["x"], t["W"]), t["W"])),
+    "tied to itself": ({"W": W}, lambda t: nn.linear(nn.relayout(nn.scale(t["W"], 0.5), INPUT), t["W"])),
+    "added to itself": ({"W": W}, lambda t: nn.add(t["W"], t["W"])),
+    "added to the result": ({"x": ((SIZE, SIZE), INPUT), "W": W}, lambda t: nn.add(nn.linear(t["x"], t["W"]), t["W"])),
+    "mse of a weight": penalty(nn.mse, WEIGHT), "mse of a turned weight": penalty(nn.mse, TURNED),
+    "mae of a weight": penalty(nn.mae, WEIGHT), "mse of a replicated matrix": penalty(nn.mse, Layout()),
+    "penalty": ({**X, "W": W}, lambda t: scalar(nn.linear(t["x"], t["W"])) + penalized(t["W"])),
+    "penalty on a bias": ({**X, "W": W, "b": ((1, SIZE), BIAS)}, lambda t: scalar(twice(t)) + nn.mse(
+        nn.scale(t["b"], 1), spread(t["b"].grid, TARGET[:1], Layout()))),
+    **{f"table, {name}": table(layout) for name, layout in TABLES.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", OPERATIONS)
+def test_gradients_are_central_differences(comm, title):
+    chosen = {title: OPERATIONS[title]}
+    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, chosen), check=False)
+
+
+@pytest.mark.parametrize("layout", [INPUT, batch_layout("x"), Layout(), Layout("x", "z")], ids=str)
+def test_a_backward_pass_from_any_tensor(comm, layout):
+    """From a gradient in any layout: that of <out, gradient>, exact. Of leaves, of weights, of what both go into."""
+
+    def check(grid):
+        x, g = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
+        found = []
+        for start in (lambda out: out.backward(spread(grid, g, layout)), lambda out: inner(out, g).backward()):
+            net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
+            given = nn.Tensor(spread(grid, x), requires_grad=True)
+            start(net(nn.add(nn.scale(given, 2), given)))
+            found.append(bits({**gradients_of(net), "x": given.grad.gather()}))
+            assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ g)
+            assert np.array_equal(gradients_of(net)["bias"], g.sum(0, keepdims=True))
+        assert found[0] == found[1]
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+
+
+def test_a_backward_pass_from_a_loss_and_a_factor(comm):
+    """Also of a tensor that nothing made: its gradient is what was given."""
+
+    def check(grid):
+        x = drawn((ROWS, SIZE), 3)
+        given = nn.Tensor(spread(grid, x), requires_grad=True)
+        loss = nn.mse(given, spread(grid, 0 * x))
+        loss.backward(spread(grid, np.full((1, 1), 3.0), Layout()))
+        assert np.abs(given.grad.gather() - 6 * x / x.size).max() < 1e-15
+        given.backward(spread(grid, x))
+        assert np.abs(given.grad.gather() - (6 / x.size + 1) * x).max() < 1e-15
+
+    on_each_grid(comm, check)
+
+
+def deferred(grid, recompute, batches):
+    """Gradients of batches of which only the last is summed over data, with the products of the weights put off until
+    after each backward pass."""
+    net = network_of(grid, CLASSES, recompute=recompute)
+    matrices = [parameter for parameter in net.parameters() if parameter.shape[0] > 1]
+    for index in range(batches):
+        loss = loss_of(net, CLASSES, *batch_of(CLASSES, index))
+        with grid_sync(grid, index == batches - 1):
+            with nn.defer_weights(grid) as queue:
+                loss.backward()
+            if index == 0:
+                assert all(weight.grad is None for weight in matrices)
+            queue.drain()
+        assert all(weight.grad is not None for weight in matrices)
+    return bits(gradients_of(net))
+
+
+def at_once(grid, recompute, batches):
+    net = network_of(grid, CLASSES, recompute=recompute)
+    for index in range(batches):
+        loss = loss_of(net, CLASSES, *batch_of(CLASSES, index))
+        with grid_sync(grid, index == batches - 1):
+            loss.backward()
+    return bits(gradients_of(net))
+
+
+def grid_sync(grid, now):
+    return nn.Tape.of(grid).set(syncing=now)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_deferred_weight_products_give_the_same_bits(comm, batches):
+    def check(grid):
+        for recompute in (False, True):
+            assert deferred(grid, recompute, batches) == at_once(grid, recompute, batches)
+
+    on_each_grid(comm, check, GRIDS[comm.size])
+
+
+def test_a_queue_is_drained_after_other_passes_too(comm):
+    """As a pipeline does: two backward passes, then the products of the first, then those of the second. Exact."""
+
+    def check(grid):
+        x, v = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
+        net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
+        outs, queues = [net(spread(grid, x)), net(spread(grid, 2 * x))], []
+        for out, now in zip(outs, (False, True)):
+            given = spread(grid, v, out.layout)
+            with grid_sync(grid, now), nn.defer_weights(grid) as queue:
+                out.backward(given)
+            queues.append(queue)
+        assert net.weight.grad is None
+        for queue in queues:
+            queue.drain()
+        assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ v)
+        assert np.array_equal(gradients_of(net)["bias"], 2 * v.sum(0, keepdims=True))
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])

@@ -1,0 +1,160 @@
+"""Activations whole along the axis that was summed, or sharded over it (Megatron's sequence parallelism)."""
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from networks import (
+    ALL_GRIDS,
+    CLASSES,
+    GRIDS,
+    Case,
+    adamw,
+    assert_replicas_agree,
+    batch_of,
+    bits,
+    largest_difference,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    train,
+    weights_of,
+)
+from torch_reference import by_rank_0, torch_steps
+
+from pmm3d import nn
+from pmm3d.layout import batch_layout
+
+pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(120)]
+
+STEPS, NORM = 5, 0.5
+WHOLE, SHARDED = {}, {"activations": "sharded"}
+PRESETS = [("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 1), ("megatron", 2)]
+RAGGED = Case((7, 13, 5), 23)
+PLAIN = Case((40, 32, 48, 24), 96)
+"""Without vectors and norms, each element of a gradient is the sum of the same numbers in the same order."""
+LARGE = Case((64, 128, 64, 128, 64), 256, "relu", loss="mse")
+"""All divides by 8, and what is all-reduced is large enough for two steps."""
+
+
+def every_grid(comm):
+    """By its family's name where it has one."""
+    size, half = comm.size, comm.size // 2
+    named = [((1, 1, 1), size), ((1, 1, size), 1), ((1, 1, half), 2), ((size, 1, 1), 1), ((half, 1, 1), 2)]
+    return PRESETS + [grid for grid in ALL_GRIDS[size] if grid not in named]
+
+
+def deep(grid, kind=WHOLE):
+    """Every kind of layer, ragged; a block computed again, a layer whose result is added to what it took."""
+    inputs, size, classes = RAGGED.sizes
+    make = lambda inputs, outputs, seed: nn.Linear(grid, inputs, outputs, dtype="float64", seed=seed, **kind)
+    norm = nn.LayerNorm(grid, size, dtype="float64")
+    block = nn.Sequential(grid, norm, make(size, 17, 2), nn.gelu, nn.Dropout(grid, 0.2, 3), make(17, size, 4))
+    return nn.Sequential(grid, make(inputs, size, 1), nn.tanh, nn.Recompute(nn.Residual(block)), nn.Dropout(grid, 0.1),
+                         nn.Residual(make(size, size, 5)), make(size, classes, 6))
+
+
+@cache
+def of_torch():
+    return torch_steps(deep, RAGGED, STEPS, NORM)
+
+
+@pytest.mark.parametrize("kind", [WHOLE, SHARDED], ids=["whole", "sharded"])
+def test_losses_norms_and_weights_are_those_of_torch(comm, kind):
+    """AdamW with its state split over data; the norms are above the limit, so that clipping matters."""
+    losses, weights = by_rank_0(comm, of_torch)
+    assert losses[1::2].max() > NORM
+    found = {}
+
+    def check(grid):
+        given, net = train(grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM, net=deep(grid, kind))
+        found[str(grid.shape)] = max(np.abs(given - losses).max(), largest_difference(weights_of(net), weights))
+        assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
+
+    on_each_grid(comm, check, every_grid(comm))
+    assert max(found.values()) < 1e-10, found
+
+
+def test_no_bit_of_the_weights_depends_on_it(comm):
+    """In one strip; with dropout, a part computed again, ZeRO-1."""
+
+    def check(grid):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(strips=1)
+        for recompute in (False, True):
+            options = {"norm": False, "bias": False, "dropout": 0.2, "recompute": recompute}
+            make = partial(adamw, shard_over_data=recompute)
+            trained = lambda kind: train(grid, PLAIN, 3, make, **options, **kind)[1]
+            assert bits(weights_of(trained(WHOLE))) == bits(weights_of(trained(SHARDED)))
+
+    on_each_grid(comm, check, GRIDS[comm.size])
+
+
+def moved(grid, kind, wanted):
+    """Operation -> bytes received on x and y by this rank in the second step, but for the loss."""
+    net = network_of(grid, LARGE, norm=False, bias=False, **kind)
+    optimizer = adamw(net.parameters())
+    for step in range(2):
+        x, y = batch_of(LARGE, step)
+        x = nn.Tensor(spread(grid, x), requires_grad=wanted)
+        grid.ledger.reset()
+        loss = nn.mse(net(x), spread(grid, y, batch_layout(None)))
+        loss.backward()
+        loss.item()
+        optimizer.step()
+    assert grid.ledger.total(phase="redistribute").calls == 0
+    received = dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "all_to_all"), 0)
+    for key, entry in grid.ledger.entries.items():
+        if key.axis in ("x", "y") and key.phase != "loss" and key.operation in received:
+            received[key.operation] += entry.received
+    return received
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["", "of the input too"])
+def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm, wanted):
+    """The gradient of a batch is whole, as the batch is."""
+
+    def check(grid):
+        whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
+        assert whole["reduce_scatter"] == whole["all_gather"] == 0
+        assert (whole["all_reduce"] > 0) == (grid.x.size * grid.y.size > 1)
+        assert sum(sharded.values()) == whole["all_reduce"]
+        assert (sharded["all_reduce"] > 0) == (wanted and grid.x.size > 1)
+        assert sharded["all_to_all"] == whole["all_to_all"] == 0
+
+    on_each_grid(comm, check, every_grid(comm))
+
+
+def between_layers(grid, kind):
+    """(elements that this rank holds, layout) of what each layer but the last gives, and what the network does."""
+    net, found = network_of(grid, LARGE, norm=False, dropout=0.5, **kind), []
+    with nn.Tape.of(grid).set(inspect=lambda layer, out: found.append((layer, out.local.size, out.layout))):
+        out = net(spread(grid, batch_of(LARGE, 0)[0]))
+    assert out.layout.on(grid.shape) == net.output_layout.on(grid.shape)
+    return [(size, layout) for layer, size, layout in found if layer is not net][:-1]
+
+
+def test_tensors_between_layers_hold_one_part_for_each_rank_of_the_summed_axis(comm):
+    def check(grid):
+        whole, sharded = between_layers(grid, WHOLE), between_layers(grid, SHARDED)
+        assert len(whole) == len(sharded) == 6
+        for index, ((all_of_it, _), (part, layout)) in enumerate(zip(whole, sharded)):
+            summed = "yx"[index // 2 % 2]
+            assert part * grid.axis(summed).size == all_of_it
+            assert grid.axis(summed).size == 1 or summed in layout.rows
+
+    on_each_grid(comm, check, every_grid(comm))
+
+
+def test_evaluation_and_accuracy_are_the_same(comm):
+    def check(grid):
+        x, y = batch_of(CLASSES, 0)
+        found = []
+        for kind in (WHOLE, SHARDED):
+            net = network_of(grid, CLASSES, dropout=0.5, **kind)
+            labels = spread(grid, y, batch_layout(None))
+            with net.evaluating():
+                found.append((loss_of(net, CLASSES, x, y).item(), nn.accuracy(net(spread(grid, x)), labels)))
+        assert found[0] == pytest.approx(found[1], abs=1e-13)
+
+    on_each_grid(comm, check)

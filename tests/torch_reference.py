@@ -1,0 +1,80 @@
+"""What a network of pmm3d computes and learns, by torch, on one rank."""
+
+import time
+from collections import Counter
+
+import numpy as np
+from networks import alone, batch_of
+
+from pmm3d import DistMatrix, nn
+
+
+def by_rank_0(comm, call):
+    """What rank 0's call returns, for all. The others sleep: torch takes two seconds of a core to import."""
+    found = call() if comm.rank == 0 else None
+    arrival = comm.Ibarrier()
+    while not arrival.Test():
+        time.sleep(0.01)
+    return comm.bcast(found)
+
+
+def clipped(torch, weights, clip):
+    """The norm; clip_grad_norm_ divides by norm + 1e-6, so it is asked for as much more."""
+    norm = torch.nn.utils.clip_grad_norm_(weights, float("inf")).item()
+    return torch.nn.utils.clip_grad_norm_(weights, clip * (norm + 1e-6) / norm).item()
+
+
+def torch_steps(build, case, steps, clip):
+    """(losses and norms, name -> weight) after steps of AdamW, as `networks.train` takes them with these. build(grid):
+    the network, of Sequential, Residual, Recompute, Linear, LayerNorm, Dropout and functions that torch has too."""
+    import torch
+
+    torch.set_num_threads(1)
+    with alone() as grid:
+        net = build(grid)
+        named = net.named_parameters()
+        weights = {each: torch.tensor(np.array(each.gather()), requires_grad=True) for each in named.values()}
+        optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, weight_decay=0.1)
+        found, calls = [], Counter()
+        for step in range(steps):
+            x, y = map(torch.from_numpy, batch_of(case, step))
+            loss = torch_loss(torch, case, _forward(torch, net, x, weights, calls), y)
+            optimizer.zero_grad()
+            loss.backward()
+            found += [loss.item(), clipped(torch, list(weights.values()), clip)]
+            optimizer.step()
+        return np.array(found), {name: weights[each].detach().numpy() for name, each in named.items()}
+
+
+def torch_loss(torch, case, out, y):
+    function = getattr(torch.nn.functional, {"mse": "mse_loss", "cross_entropy": "cross_entropy"}[case.loss])
+    return function(out, y[:, 0] if case.loss == "cross_entropy" else y)
+
+
+def _forward(torch, module, x, weights, calls):
+    within = lambda inner: _forward(torch, inner, x, weights, calls)
+    match module:
+        case nn.Sequential():
+            for layer in module.layers:
+                x = _forward(torch, layer, x, weights, calls)
+            return x
+        case nn.Recompute():
+            return within(module.module)
+        case nn.Residual():
+            return x + within(module.module)
+        case nn.Linear():
+            product = x @ weights[module.weight]
+            return product if module.bias is None else product + weights[module.bias]
+        case nn.LayerNorm():
+            gain, bias = weights[module.gain][0], weights[module.bias][0]
+            return torch.nn.functional.layer_norm(x, gain.shape, gain, bias, module.eps)
+        case nn.Dropout():
+            calls[module] += 1
+            return x * torch.from_numpy(_mask(module, tuple(x.shape), calls[module]))
+    return getattr(torch.nn.functional, module.__name__)(x)
+
+
+def _mask(layer, shape, call):
+    """The same on every grid, as tests/nn/test_nn_overlap.py shows."""
+    ones = DistMatrix.from_function(layer.grid, shape, lambda i, j: 1.0 + 0 * (i + j), dtype="float64")
+    return np.array(nn.dropout(nn.Tensor(ones), layer.p, layer.seed, call).gather())
