@@ -30,8 +30,9 @@ _MODULES = {
 }  # fmt: skip
 __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Product", "Recompute",
-    "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cross_entropy", "defer_weights", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "mae",
-    "mse", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "tanh",
+    "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cross_entropy", "defer_weights", "dropout",
+    "gelu", "in_chunks", "layer_norm", "linear", "mae", "mse", "no_grad", "no_sync", "r2", "relayout", "relu",
+    "scale", "sigmoid", "silu", "tanh",
 ]  # fmt: skip
 
 

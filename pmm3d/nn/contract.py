@@ -51,9 +51,10 @@ def natural(form: Form, part: Part) -> Gradient | Product:
     gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
     box = gradient.layout.box(form.shape, form.grid.shape, form.grid.coords)
     if tuple(gradient.array.shape) != box.shape:
-        raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a tensor "
-                          f"{form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is {box.shape[0]} x "
-                          f"{box.shape[1]}. In another layout than the tensor's it is a nn.Gradient(array, layout)")
+        raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "
+                          f"tensor {form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is "
+                          f"{box.shape[0]} x {box.shape[1]}. In another layout than the tensor's it is a "
+                          "nn.Gradient(array, layout)")
     return gradient
 
 

@@ -124,9 +124,9 @@ class Optimizer:
         states = {parameter: parameter.accumulated.state for parameter in self.parameters}
         if State.OPEN in states.values():
             name = next(parameter.name for parameter, state in states.items() if state is State.OPEN)
-            raise Pmm3dError(f"{type(self).__name__}: the gradient of {name or 'a parameter'} is not summed over the ranks "
-                             "yet: the last backward pass before a step must be outside of no_sync, and a queue of "
-                             "defer_weights drained")
+            raise Pmm3dError(f"{type(self).__name__}: the gradient of {name or 'a parameter'} is not summed over the "
+                             "ranks yet: the last backward pass before a step must be outside of no_sync, and a queue "
+                             "of defer_weights drained")
         return [parameter for parameter, state in states.items() if state is State.SUMMED]
 
     def _gradient(self, parameter: Parameter) -> Array:
@@ -150,7 +150,9 @@ class Optimizer:
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
         flat, index = array.reshape(-1), self.grid.data.index
-        return flat[slice(*offsets(parameter.accumulated.data_counts())[index : index + 2])] if self.shard_over_data else flat
+        if not self.shard_over_data:
+            return flat
+        return flat[slice(*offsets(parameter.accumulated.data_counts())[index : index + 2])]
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""

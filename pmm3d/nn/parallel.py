@@ -49,7 +49,7 @@ class Parallel:
         records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
-            self.gradients.begin(sync, self.overlap, records)
+            self.gradients.begin(sync and self.deferred is None, self.overlap, records)
             yield
             self.gradients.finish()
         self.weights.pause()
@@ -68,5 +68,6 @@ def _agree_on(grid: Grid, uses: Counter[Leaf]) -> None:
     with grid.together("backward", always=True):
         more, less = [use for use in mine if use not in others], sorted(others - set(mine))
         raise DisagreementError("the ranks use different parameters, or in another order: here "
-                                f"{', '.join(more) or 'no other'}, on rank 0 {', '.join(less) or 'no other'}. All ranks "
-                                "must compute the same operations: what a rank decides alone must not choose layers")
+                                f"{', '.join(more) or 'no other'}, on rank 0 {', '.join(less) or 'no other'}. All "
+                                "ranks must compute the same operations: what a rank decides alone must not choose "
+                                "layers")

@@ -104,8 +104,8 @@ class Node:
         return parents, lambda gradient: rule(gradient, *map(unpack, kept))
 
 
-USED = ("backward: a part of what made this tensor was used by a backward pass already, or is inside a Recompute, which "
-        "keeps nothing of it. Add the losses and call backward once, or compute the shared part anew for each")
+USED = ("backward: a part of what made this tensor was used already, by another backward pass, or is inside a "
+        "Recompute, which keeps nothing of it. Add the losses and call backward once, or compute the shared part anew for each")
 
 
 def reachable(last: Node) -> Iterator[Node]:
@@ -145,8 +145,8 @@ def uses(last: Node) -> Counter[Leaf]:
     for node in reachable(last):
         if node.used:
             raise Pmm3dError(USED)
-        for parent in node.parents:
-            leaf = parent.leaf() if parent is not None and parent.leaf is not None else None
+        for end in [node] if node is last and node.leaf else node.parents:
+            leaf = end.leaf() if end is not None and end.leaf is not None else None
             if leaf is not None:
                 found[leaf] += 1
     return found

@@ -117,12 +117,15 @@ class Tensor:
         DisagreementError if the ranks used different parameters.
         """
         node = self.node
-        if node is None or node.rule is None:
+        if node is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
         counted = uses(node)
         start = self._start(gradient)
         with self.tape.parallel.backward(self.tape.syncing, counted):
-            propagate(node, start)
+            if node.leaf is None:
+                propagate(node, start)
+            else:
+                self.receive(start)
 
     def _start(self, gradient: Tensor | DistMatrix | None) -> Array:
         if gradient is not None:

@@ -55,6 +55,7 @@ class NetworkSection(Section):
     dropout: Share = 0.0
     bias: bool = True
     recompute: bool = False
+    activations: Literal["replicated", "sharded"] = "replicated"
     dtype: Literal["float32", "float64"] = "float32"
     library: str = "numpy"
 
@@ -100,6 +101,7 @@ class OverlapSection(Section):
     buckets: bool = True
     bucket_bytes: Count = 2**24
     reshard_after_forward: bool | None = None
+    regather_inputs: bool = False
 
 
 class Config(Section):
