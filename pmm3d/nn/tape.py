@@ -105,7 +105,8 @@ class Node:
 
 
 USED = ("backward: a part of what made this tensor was used already, by another backward pass, or is inside a "
-        "Recompute, which keeps nothing of it. Add the losses and call backward once, or compute the shared part anew for each")
+        "Recompute, which keeps nothing of it. Add the losses and call backward once, or compute the shared part anew "
+        "for each")
 
 
 def reachable(last: Node) -> Iterator[Node]:
