@@ -16,8 +16,8 @@ from .low_precision import WorkArrays, rounded_gemm, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
 ELEMENTWISE = (*COMPARISONS, "abs", "add", "ceil", "conj", "cos", "divide", "erf", "exp", "expm1", "floor", "imag",
-               "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round", "sign",
-               "sin", "sqrt", "square", "subtract", "tanh", "where")
+               "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round",
+               "sign", "sin", "sqrt", "square", "subtract", "tanh", "where")
 TYPES = (*MATRIX_DTYPES, "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 

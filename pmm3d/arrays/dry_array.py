@@ -39,6 +39,12 @@ class DryArray:
     elements   an array of addresses, which must not be read
     library    the DryLibrary of its grid
     held       what counts its bytes for as long as it, or a view of it, lives; None for what is not counted
+
+        >>> from pmm3d import Grid
+        >>> with Grid.dry((2, 2, 2)) as grid:
+        ...     array = grid.library("numpy").empty((10**6, 10**6), "float32")
+        ...     array[:10].T, (array > 0).sum(axis=0), float(array.max())
+        (<dry array 1000000 x 10 float32>, <dry array 1000000 int64>, 1.0)
     """
 
     __slots__ = ("__weakref__", "dtype", "elements", "held", "library")

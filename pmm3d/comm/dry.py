@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Action, Array, DryLibrary, DryRun, DryWorkspace, NumpyLibrary, library_of
+from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_of
+from ..arrays.dry_run import Action
+from ..arrays.dry_workspace import DryWorkspace
 from ..errors import Pmm3dError
 from ..layout import offsets, part_sizes
 from .axis import Axis

@@ -1,6 +1,7 @@
 """Products on a grid without data: for every rank the bytes, the memory and the GEMMs of the product with data."""
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,3 +183,10 @@ def test_nor_sent_to_a_grid_with_data(comm):
                 source.redistribute(Layout(), target)
         with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
             DistMatrix.from_local(grid, a.local, (3, 3))
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    said = capsys.readouterr().out
+    assert "x gather A all_gather 3" in said and "gemm 31250 x 31250 x 31250 float32" in said
