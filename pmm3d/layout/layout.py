@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import LayoutError
-from .cuts import part_range
-from .shape import AXES, Coords, GridShape
+from .cuts import whole_number
+from .shape import AXES, Coords, GridShape, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
 
@@ -45,40 +46,61 @@ class Box(NamedTuple):
 EMPTY = Box(0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
-    """Which grid axes split the rows and which split the columns, major to minor. Axes not named replicate.
+    """What each grid axis does to a matrix: it splits the rows, or the columns, or each rank along it holds a partial
+    sum, or (not named) it replicates.
+
+    rows, cols   axes, major to minor
+    sums         axes along which the matrix is the sum of what the ranks hold
+    units        (rows, columns) that no cut parts: those of a sequence, of a head
 
     Layout(rows=("z", "x"), cols=("y",)): the rows are cut into Gz parts, each of those into Gx; the columns into Gy.
     Layout.A, Layout.B and Layout.C are what `matmul` takes and gives without moving anything first.
 
-    Raises LayoutError for an axis that no grid has, or that is named twice.
+    Raises LayoutError for what can be no axis, for an axis that is named twice, for units that are no two whole numbers
+    of at least 1. Methods that take a grid raise it where that grid has no such axis, `box` also where a dim that is
+    cut is no multiple of its unit.
 
         >>> Layout("z", "y").box((10, 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
         Box(r0=8, r1=10, c0=3, c1=6)
+        >>> Layout("z", units=(5, 1)).box((20, 6), GridShape(1, 1, 3), GridShape(1, 1, 3).coords(0))
+        Box(r0=0, r1=10, c0=0, c1=6)
+        >>> Layout("z", sums="y").on(GridShape(2, 1, 4)), Layout("z", sums="y").summed
+        (Layout(rows=('z',), cols=()), Layout(rows=('z',), cols=()))
     """
 
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    units: tuple[int, int] = (1, 1)
 
     A: ClassVar[Layout]
     B: ClassVar[Layout]
     C: ClassVar[Layout]
 
-    def __init__(self, rows: Axes = (), cols: Axes = ()):
-        for name, value in (("rows", rows), ("cols", cols)):
+    def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (), units: Sequence[int] = (1, 1)):
+        for name, value in (("rows", rows), ("cols", cols), ("sums", sums)):
             if not isinstance(value, (str, tuple, list)):
-                raise LayoutError(f"the {name} of a layout are split by an axis, or a tuple of them; got {value!r}")
+                raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        for axis in self.splitting:
-            if axis not in AXES:
-                raise LayoutError(f"{self} names the axis {axis!r}; the axes of a grid are {', '.join(AXES)}")
-        twice = sorted({axis for axis in self.splitting if self.splitting.count(axis) > 1})
-        if twice:
-            raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once")
+        object.__setattr__(self, "units", units if units == (1, 1) else _checked_units(units))
+        named = self.named
+        for axis in named:
+            if not is_axis_name(axis):
+                raise LayoutError(f"{self} names the axis {axis!r}, which no grid can have; every grid has the axes "
+                                  f"{', '.join(AXES)}, and those that it was made with")
+        if len(set(named)) < len(named):
+            twice = sorted({axis for axis in named if named.count(axis) > 1})
+            raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or "
+                              "hold partial sums")
 
     def __str__(self) -> str:
-        return f"Layout(rows={self.rows}, cols={self.cols})"
+        sums = f", sums={self.sums}" if self.sums else ""
+        units = "" if self.units == (1, 1) else f", units={self.units}"
+        return f"Layout(rows={self.rows}, cols={self.cols}{sums}{units})"
+
+    __repr__ = __str__
 
     @property
     def splitting(self) -> tuple[str, ...]:
@@ -86,31 +108,57 @@ class Layout:
         return self.rows + self.cols
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The axes that do not replicate."""
+        return self.rows + self.cols + self.sums
+
+    @property
+    def summed(self) -> Layout:
+        """The same, replicated over the axes of `sums`: what all-reduces over them give, and which box a rank holds."""
+        return Layout(self.rows, self.cols, units=self.units) if self.sums else self
+
+    @property
     def T(self) -> Layout:
         """The layout of the transpose."""
-        return Layout(self.cols, self.rows)
+        return Layout(self.cols, self.rows, self.sums, self.units[::-1])
 
     def on(self, grid: GridShape) -> Layout:
-        """The same layout without the axes of size 1, so that equal distributions compare equal."""
+        """The same layout without the axes of size 1, without units of a dim that is not cut, and with the sums in the
+        grid's order, so that equal distributions compare equal."""
         return _reduced(self, grid)
 
     def parts(self, grid: GridShape) -> tuple[int, int]:
         """Into how many parts the rows and the columns are cut."""
+        self.check_axes(grid)
         return grid.along(self.rows), grid.along(self.cols)
 
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
-        """What the rank at `coords` stores of a matrix of that shape; the empty box for an idle rank."""
+        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank."""
         if coords is None:
             return EMPTY
-        return Box(*_range(shape[0], self.rows, grid, coords), *_range(shape[1], self.cols, grid, coords))
+        try:
+            row_unit, col_unit = self.units
+            return Box(*_range(shape[0], self.rows, row_unit, grid, coords),
+                       *_range(shape[1], self.cols, col_unit, grid, coords))
+        except AttributeError:
+            self.check_axes(grid)
+            raise
+
+    def check_axes(self, grid: GridShape) -> None:
+        """Raises LayoutError unless the grid has all axes that are named."""
+        for axis in self.named:
+            if axis not in grid.names:
+                raise LayoutError(f"{self} names the axis {axis!r}; the axes of this grid are {', '.join(grid.names)}")
 
     def is_first(self, coords: Coords) -> bool:
-        """Whether the rank at `coords` is the first of those that hold its box: at 0 along the axes not named."""
-        return all(index == 0 for axis, index in zip(AXES, coords) if axis not in self.splitting)
+        """Whether the rank at `coords` is the first of those that hold the same: at 0 along the axes not named."""
+        named = self.named
+        return all(index == 0 for axis, index in zip(coords.names, coords) if axis not in named)
 
     def replicas(self, grid: GridShape) -> int:
-        """How many ranks hold each element."""
-        return grid.size // grid.along(self.splitting)
+        """How many ranks hold each element, or the same part of its sum."""
+        self.check_axes(grid)
+        return grid.size // grid.along(self.named)
 
 
 Layout.A = Layout(rows=("z", "x"), cols=("y",))
@@ -130,12 +178,45 @@ def batch_layout(cols: str | None = "y") -> Layout:
 
 @lru_cache(maxsize=1024)
 def _reduced(layout: Layout, grid: GridShape) -> Layout:
-    return Layout(*(tuple(axis for axis in axes if getattr(grid, axis) > 1) for axes in (layout.rows, layout.cols)))
+    layout.check_axes(grid)
+    rows, cols, sums = (tuple(axis for axis in axes if getattr(grid, axis) > 1)
+                        for axes in (layout.rows, layout.cols, layout.sums))
+    row_unit, col_unit = layout.units
+    return Layout(rows, cols, sorted(sums, key=grid.names.index), (row_unit if rows else 1, col_unit if cols else 1))
 
 
-def _range(size: int, axes: tuple[str, ...], grid: GridShape, coords: Coords) -> tuple[int, int]:
-    start, stop = 0, size
+def _range(size: int, axes: tuple[str, ...], unit: int, grid: GridShape, coords: Coords) -> tuple[int, int]:
+    unit = cutting_unit(size, axes, unit, grid)
+    start, size = 0, size // unit
     for axis in axes:
-        low, high = part_range(stop - start, getattr(grid, axis), getattr(coords, axis))
-        start, stop = start + low, start + high
-    return start, stop
+        index = getattr(coords, axis)
+        small, larger = divmod(size, getattr(grid, axis))
+        start += index * small + min(index, larger)
+        size = small + (index < larger)
+    return start * unit, (start + size) * unit
+
+
+def cutting_unit(size: int, axes: tuple[str, ...], unit: int, grid: GridShape) -> int:
+    """The unit in which axes cut a dim of that size: 1 where they do not cut it. Raises LayoutError for a dim that is
+    no multiple.
+
+        >>> cutting_unit(12, ("z",), 4, GridShape(1, 1, 2)), cutting_unit(10, ("z",), 4, GridShape(1, 1, 1))
+        (4, 1)
+    """
+    if unit == 1 or grid.along(axes) == 1:
+        return 1
+    if size % unit:
+        raise LayoutError(f"a dim of {size} is cut in units of {unit} by {', '.join(axes)}: it must be a multiple of "
+                          "the unit")
+    return unit
+
+
+def _checked_units(units: Any) -> tuple[int, int]:
+    try:
+        row_unit, col_unit = map(whole_number, units)
+    except (TypeError, ValueError):
+        row_unit, col_unit = 0, 0
+    if min(row_unit, col_unit) < 1:
+        raise LayoutError("the units of a layout are two whole numbers of at least 1: rows and columns that a cut does "
+                          f"not part; got {units!r}")
+    return row_unit, col_unit

@@ -11,13 +11,14 @@ from typing import Any
 
 from ..errors import LayoutError
 from .cuts import overlapping, part_range, whole_number
-from .layout import EMPTY, Box, Layout
-from .shape import AXES, FIRST, GridShape
+from .layout import EMPTY, Box, Layout, cutting_unit
+from .shape import GridShape
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A matrix of some shape in a layout on a grid. Raises LayoutError for what is no shape or no Layout.
+    """A matrix of some shape in a layout on a grid. Raises LayoutError for what is no shape or no Layout, for a layout
+    that does not fit the grid or the shape, and for one of partial sums, of which no rank has an element.
 
         >>> Placement((10, 6), Layout("z"), GridShape(1, 2, 2)).parts(Box(4, 6, 0, 6))
         [(0, Box(r0=4, r1=5, c0=0, c1=6)), (2, Box(r0=5, r1=6, c0=0, c1=6))]
@@ -31,6 +32,13 @@ class Placement:
         if not isinstance(self.layout, Layout):
             raise LayoutError(f"a layout is a pmm3d.Layout; got {self.layout!r}")
         object.__setattr__(self, "shape", matrix_shape(self.shape))
+        self.layout.on(self.grid)
+        if self.layout.sums:
+            raise LayoutError(f"{self.layout}: along {', '.join(self.layout.sums)} the ranks hold partial sums, of which "
+                              "no rank has the elements; bring the matrix to a sum first: "
+                              "redistribute(layout.summed)")
+        if self.layout.units != (1, 1):
+            self.box(0)
 
     def box(self, rank: int) -> Box:
         """What the rank holds."""
@@ -43,26 +51,32 @@ class Placement:
     def row_cuts(self) -> list[int]:
         """Where each part of the rows that is not empty begins, and the end of the last."""
         rows = self.shape[0]
-        return [*(start for start, _ in cuts(rows, self.layout.rows, self.grid, 0, rows)), rows]
+        return [*(start for start, _ in self._cuts(0, 0, rows)), rows]
 
     def holder(self, rank: int, reader: int) -> int:
         """Of the ranks that hold what `rank` holds, the one that serves `reader`: itself where it is one."""
         here, there = self.grid.position(rank), self.grid.position(reader % self.grid.size)
-        return self.grid.rank(there._replace(**{axis: getattr(here, axis) for axis in self.layout.splitting}))
+        splitting = self.layout.splitting
+        return self.grid.rank([mine if axis in splitting else theirs
+                               for axis, mine, theirs in zip(self.grid.names, here, there)])
 
     def parts(self, box: Box) -> list[tuple[int, Box]]:
         """(a rank that holds it, its box within the given one), each element of the given box once."""
-        rows = cuts(self.shape[0], self.layout.rows, self.grid, box.r0, box.r1)
-        cols = cuts(self.shape[1], self.layout.cols, self.grid, box.c0, box.c1)
-        ranks = [self.grid.rank(FIRST._replace(**row, **col)) for _, row in rows for _, col in cols]
+        rows, cols = self._cuts(0, box.r0, box.r1), self._cuts(1, box.c0, box.c1)
+        first = self.grid.position(0)
+        ranks = [self.grid.rank(first._replace(**row, **col)) for _, row in rows for _, col in cols]
         return [(rank, self.box(rank) & box) for rank in ranks]
 
     def replicas(self, rank: int) -> list[int]:
         """All ranks that hold what `rank` holds."""
-        here = self.grid.position(rank)
-        free = [axis for axis in AXES if axis not in self.layout.splitting]
-        others = product(*(range(getattr(self.grid, axis)) for axis in free))
-        return [self.grid.rank(here._replace(**dict(zip(free, indices)))) for indices in others]
+        splitting = self.layout.splitting
+        indices = [(index,) if axis in splitting else range(size)
+                   for axis, index, size in zip(self.grid.names, self.grid.position(rank), self.grid)]
+        return [self.grid.rank(coords) for coords in product(*indices)]
+
+    def _cuts(self, dim: int, low: int, high: int) -> list[tuple[int, dict[str, int]]]:
+        axes = self.layout.cols if dim else self.layout.rows
+        return cuts(self.shape[dim], axes, self.grid, low, high, self.layout.units[dim])
 
 
 def matrix_shape(shape: Any) -> tuple[int, int]:
@@ -110,20 +124,23 @@ class Whole:
         return self.ranks
 
 
-def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int) -> list[tuple[int, dict[str, int]]]:
+def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int,
+         unit: int = 1) -> list[tuple[int, dict[str, int]]]:
     """Start of each part of a dim that has elements of low:high, and the coordinates that own it, in order. Takes as
     many steps as there are such parts, however many there are of others.
 
         >>> cuts(10, ("z",), GridShape(1, 1, 3), 5, 10)
         [(4, {'z': 1}), (7, {'z': 2})]
     """
+    unit = cutting_unit(size, axes, unit, grid)
+    size, low, high = size // unit, low // unit, -(-high // unit)
     parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {}) for _ in overlapping(size, 1, low, high)]
     for axis in axes:
         count = getattr(grid, axis)
         parts = [(start + begin, start + end, {**owner, axis: index}) for start, stop, owner in parts
                  for index in overlapping(stop - start, count, low - start, high - start)
                  for begin, end in [part_range(stop - start, count, index)]]
-    return [(start, owner) for start, _, owner in parts]
+    return [(start * unit, owner) for start, _, owner in parts]
 
 
 def incoming(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:

@@ -2,48 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from operator import mul
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import GridError
 
 AXES = ("x", "y", "z", "data")
+"""What every grid has."""
+Numbers = TypeVar("Numbers", bound="_ByAxis")
 
 
-class Coords(NamedTuple):
+class _Four(NamedTuple):
+    x: int
+    y: int
+    z: int
+    data: int
+
+
+class _ByAxis(_Four):
+    """A tuple of a number for each axis: x, y, z, data, and those that a grid has besides."""
+
+    names: tuple[str, ...] = AXES
+
+    @classmethod
+    def of(cls: type[Numbers], names: Sequence[str], numbers: Iterable[int]) -> Numbers:
+        """The numbers in the order of the names, of which the first are `AXES`."""
+        made: Numbers = tuple.__new__(cls, numbers)
+        if names is not AXES and len(names) > len(AXES):
+            made.__dict__.update(zip(names[len(AXES) :], made[len(AXES) :]), names=tuple(names))
+        return made
+
+    def _asdict(self) -> dict[str, int]:
+        return dict(zip(self.names, self))
+
+    def _replace(self: Numbers, **numbers: int) -> Numbers:
+        changed = self._asdict() | numbers
+        if len(changed) > len(self):
+            raise ValueError(f"{self} has no axis {', '.join(numbers.keys() - set(self.names))}")
+        return self.of(self.names, changed.values())
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.names == getattr(other, "names", self.names)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={number}' for name, number in self._asdict().items())})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.of, (self.names, tuple(self))
+
+
+class Coords(_ByAxis):
     """Where a rank is along each axis.
 
         >>> Coords(x=1)._replace(z=2)
         Coords(x=1, y=0, z=2, data=0)
     """
 
-    x: int = 0
-    y: int = 0
-    z: int = 0
-    data: int = 0
+    def __new__(cls, x: int = 0, y: int = 0, z: int = 0, data: int = 0, **others: int) -> Coords:
+        return cls.of((*AXES, *others), (x, y, z, data, *others.values()))
 
 
 FIRST = Coords()
 """The rank that has the largest part of everything: what it decides by sizes, all ranks decide."""
 
 
-class GridShape(NamedTuple):
-    """Sizes of the four axes. Ranks run fastest along x, then y, z, data.
+class GridShape(_ByAxis):
+    """Sizes of the four axes, and of others by their names. Ranks run fastest along x, then y, z, data, then in the
+    order named.
+
+    Raises GridError for an axis that cannot have its name: no identifier, or one that a shape has otherwise ("size").
 
         >>> shape = GridShape(2, 2, 2)
         >>> shape.size, shape.coords(5), shape.rank(Coords(x=1, z=1))
         (8, Coords(x=1, y=0, z=1, data=0), 5)
+        >>> longer = GridShape(2, 2, 1, 2, seq=2)
+        >>> str(longer), longer.seq, longer.names[-1], longer.coords(9)
+        ('2x2x1 (data 2, seq 2)', 2, 'seq', Coords(x=1, y=0, z=0, data=0, seq=1))
     """
 
-    x: int
-    y: int
-    z: int
-    data: int = 1
+    def __new__(cls, x: int, y: int, z: int, data: int = 1, **others: int) -> GridShape:
+        for name in others:
+            if not is_axis_name(name):
+                raise GridError(f"an axis of a grid cannot be named {name!r}: a name is one word that a shape does "
+                                "not use for something else (size, names, ...)")
+        return cls.of((*AXES, *others) if others else AXES, (x, y, z, data, *others.values()))
 
-    @property
+    @cached_property
     def size(self) -> int:
-        return self.x * self.y * self.z * self.data
+        return prod(self)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """By how much the rank grows with the index along each axis."""
+        return tuple(prod(self[:position]) for position in range(len(self)))
 
     def coords(self, rank: int) -> Coords | None:
         """Position of a rank along each axis; None for a rank that the grid leaves idle."""
@@ -51,21 +110,31 @@ class GridShape(NamedTuple):
 
     def position(self, rank: int) -> Coords:
         """The same, of a rank that is not idle."""
-        rest, x = divmod(rank, self.x)
-        rest, y = divmod(rest, self.y)
-        data, z = divmod(rest, self.z)
-        return Coords(x, y, z, data)
+        found = []
+        for size in self:
+            rank, index = divmod(rank, size)
+            found.append(index)
+        return Coords.of(self.names, found)
 
-    def rank(self, coords: Coords) -> int:
-        return coords.x + self.x * (coords.y + self.y * (coords.z + self.z * coords.data))
+    def rank(self, coords: Iterable[int]) -> int:
+        return sum(map(mul, coords, self.strides))
 
     def along(self, axes: Iterable[str]) -> int:
         """Product of the sizes of the named axes."""
         return prod(getattr(self, axis) for axis in axes)
 
     def __str__(self) -> str:
-        tensor = f"{self.x}x{self.y}x{self.z}"
-        return tensor if self.data == 1 else f"{tensor} (data {self.data})"
+        others = [f"{name} {size}" for name, size in zip(self.names[3:], self[3:]) if size > 1]
+        return f"{self.x}x{self.y}x{self.z}" + (f" ({', '.join(others)})" if others else "")
+
+
+def is_axis_name(name: object) -> bool:
+    """Whether an axis can have that name.
+
+        >>> is_axis_name("seq"), is_axis_name("two words"), is_axis_name("size")
+        (True, False, False)
+    """
+    return name in AXES or isinstance(name, str) and name.isidentifier() and not hasattr(GridShape, name)
 
 
 def parse_shape(text: str) -> GridShape:

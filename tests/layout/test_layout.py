@@ -191,12 +191,29 @@ def test_layouts_that_distribute_equally_are_equal_on_the_grid():
 def test_an_axis_named_twice_is_refused(rows, cols):
     with pytest.raises(LayoutError, match="twice"):
         Layout(rows, cols)
+    with pytest.raises(LayoutError, match="names the axis z twice"):
+        Layout("x", "z", sums="z")
 
 
-@pytest.mark.parametrize("axis", ["w", "X", "rows", "", "xy"])
-def test_an_unknown_axis_is_refused(axis):
-    with pytest.raises(LayoutError, match=f"names the axis '{axis}'; the axes of a grid are x, y, z, data"):
+@pytest.mark.parametrize("layout", [Layout("w"), Layout(cols="X"), Layout(("z", "rows")), Layout("x", sums="xy")], ids=str)
+def test_an_axis_that_the_grid_does_not_have_is_refused_there(layout):
+    grid = GridShape(2, 1, 1)
+    calls = [layout.on, layout.parts, layout.replicas, lambda grid: Placement((4, 4), layout, grid)]
+    calls += [] if layout.sums else [lambda grid: layout.box((4, 4), grid, grid.coords(1))]
+    for call in calls:
+        with pytest.raises(LayoutError, match="names the axis '(w|X|rows|xy)'; the axes of this grid are x, y, z, data$"):
+            call(grid)
+    with pytest.raises(LayoutError, match="the axes of this grid are x, y, z, data, seq$"):
+        layout.on(GridShape(2, 1, 1, seq=1))
+
+
+@pytest.mark.parametrize("axis", ["", "two words", "1", "size", "names", "coords", "_replace", 3, None, ["x"]])
+def test_what_can_be_no_axis_is_refused_at_once(axis):
+    with pytest.raises(LayoutError, match="names the axis .*, which no grid can have"):
         Layout(rows=(axis,))
+    if isinstance(axis, str):
+        with pytest.raises(GridError, match="an axis of a grid cannot be named"):
+            GridShape(1, 1, 1, 1, **{axis: 2})
 
 
 def test_grids_are_written_with_crosses():

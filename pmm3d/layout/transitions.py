@@ -1,0 +1,176 @@
+"""How a matrix goes from one layout to another on its grid: one axis at a time, each by that axis's collective.
+
+What becomes of an axis in one step:
+
+    from \\ to       splits (as the minor axis)        holds partial sums       replicates
+    splits          all_to_all: the other dim                                  gather
+    partial sums    reduce_scatter                                             all_reduce
+    replicates      slice: nothing is sent            keep: nothing is sent
+
+Within a dim only the minor axis can go, and one can come only as the minor. Where an axis must go that others hide, or
+where others come in its place, axes alone would bring together more than is wanted: a "move" between all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .layout import Layout
+from .shape import GridShape
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a relayout.
+
+    kind     "slice": each rank along the axis takes its part;  "gather": all parts are brought together;
+             "reduce_scatter": the sum, of which each rank keeps its part;  "all_reduce": the sum;  "all_to_all": from
+             parts of one dim to parts of the other;  "keep": the first rank along the axis keeps what it has, those of
+             the others are zero;  "move": between all ranks, from where `Placement`s of the `summed` layouts before and
+             after say; partial sums, the same before and after, are moved as if they replicated
+    axis     "" for a move
+    dim      that is cut, or brought together: 0 rows, 1 columns; of an all_to_all the one that was cut before
+    layout   after the step
+    """
+
+    kind: str
+    axis: str
+    dim: int
+    layout: Layout
+
+
+def transitions(source: Layout, target: Layout, grid: GridShape,
+                shape: tuple[int, int] | None = None) -> list[Step]:
+    """The steps from one layout to another that send least; none where nothing changes. Axes of one rank cost none.
+
+    shape   of the matrix: with it, cuts in other units that lie at the same places are known to be the same ones
+
+    Raises LayoutError for a layout that names an axis which the grid does not have.
+
+        >>> steps = transitions(Layout("z", sums="y"), Layout(("z", "y")), GridShape(2, 2, 2))
+        >>> [(step.kind, step.axis, step.dim) for step in steps]
+        [('reduce_scatter', 'y', 0)]
+    """
+    source, target = source.on(grid), target.on(grid)
+    return list(_steps(_in_units_of(target, source, grid, shape) if shape else source, target, grid))
+
+
+@lru_cache(maxsize=1024)
+def _steps(source: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
+    way = _cheapest(source, target, grid, {})
+    return _with_a_move(source, target, grid) if way is None else way[1]
+
+
+Way = tuple[int, tuple[Step, ...]]
+"""Elements that a rank receives, of a matrix of as many elements as the grid has ranks; the steps."""
+
+
+def _cheapest(layout: Layout, target: Layout, grid: GridShape, known: dict[Layout, Way | None]) -> Way | None:
+    """Of all orders of steps by axes alone; None if there is none."""
+    if layout == target:
+        return 0, ()
+    if layout not in known:
+        ways = []
+        for step in (*_coming(layout, target, grid), *_going(layout, target, grid)):
+            rest = _cheapest(step.layout, target, grid, known)
+            if rest is not None:
+                ways.append((_received(step, layout, grid) + rest[0], (step, *rest[1])))
+        known[layout] = min(ways, key=lambda way: way[0], default=None)
+    return known[layout]
+
+
+def _coming(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
+    """Steps after which one more axis splits where it does in the target."""
+    for dim, (now, then) in enumerate(_dims(layout, target)):
+        other = _dims(layout, target)[1 - dim][0]
+        if len(now) == len(then) or not _is_begun(layout, target, dim):
+            continue
+        axis = then[len(now)]
+        if axis in layout.sums:
+            yield Step("reduce_scatter", axis, dim, _split(layout, target, grid, dim, axis))
+        elif axis in other[-1:]:
+            yield Step("all_to_all", axis, 1 - dim, _split(layout, target, grid, dim, axis))
+        elif axis not in layout.named:
+            yield Step("slice", axis, dim, _split(layout, target, grid, dim, axis))
+
+
+def _going(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
+    """Steps after which one axis less splits or holds partial sums, or one more holds them."""
+    for axis in layout.sums:
+        if axis not in target.named:
+            yield Step("all_reduce", axis, 0, _without(layout, grid, axis))
+    for dim, (now, then) in enumerate(_dims(layout, target)):
+        left = then == () or then == now[: len(then)] and layout.units[dim] == target.units[dim]
+        if left and len(now) > len(then) and now[-1] not in target.splitting:
+            yield Step("gather", now[-1], dim, _without(layout, grid, now[-1]))
+    for axis in target.sums:
+        if axis not in layout.named:
+            yield _keep(layout, grid, axis)
+
+
+def _with_a_move(layout: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
+    """Sums are formed first, cut as they come, so that what is moved is no partial sum that the target does not hold."""
+    steps = []
+    for axis in layout.sums:
+        if axis not in target.sums:
+            dim = int(axis in target.cols)
+            layout = _split(layout, layout, grid, dim, axis)
+            steps.append(Step("reduce_scatter", axis, dim, layout))
+    layout = Layout(target.rows, target.cols, layout.sums, target.units).on(grid)
+    steps.append(Step("move", "", 0, layout))
+    for axis in target.sums:
+        if axis not in layout.sums:
+            steps.append(_keep(layout, grid, axis))
+            layout = steps[-1].layout
+    return tuple(steps)
+
+
+def _received(step: Step, before: Layout, grid: GridShape) -> int:
+    """Elements, where each rank's part of a matrix of as many elements as the grid has ranks is whole."""
+    if step.kind in ("slice", "keep"):
+        return 0
+    whole, ranks = grid.size // grid.along(before.splitting), getattr(grid, step.axis)
+    if step.kind == "gather":
+        return whole * (ranks - 1)
+    return whole * (ranks - 1) // ranks * (2 if step.kind == "all_reduce" else 1)
+
+
+def _is_begun(layout: Layout, target: Layout, dim: int) -> bool:
+    """Whether the target cuts a dim further than it is cut now, at the same places."""
+    now, then = _dims(layout, target)[dim]
+    return not now or now == then[: len(now)] and layout.units[dim] == target.units[dim]
+
+
+def _dims(layout: Layout, target: Layout) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """For rows and columns: the axes now, and in the target."""
+    return (layout.rows, target.rows), (layout.cols, target.cols)
+
+
+def _split(layout: Layout, target: Layout, grid: GridShape, dim: int, axis: str) -> Layout:
+    """With the axis as the minor one of a dim, in the target's units where the dim was not cut before."""
+    left = _without(layout, grid, axis)
+    rows, cols = (axes + (axis,) * (number == dim) for number, axes in enumerate((left.rows, left.cols)))
+    row_unit, col_unit = (unit if axes else wanted for axes, unit, wanted in
+                          zip((left.rows, left.cols), left.units, target.units))
+    return Layout(rows, cols, left.sums, (row_unit, col_unit)).on(grid)
+
+
+def _without(layout: Layout, grid: GridShape, axis: str) -> Layout:
+    rows, cols, sums = (tuple(other for other in axes if other != axis)
+                        for axes in (layout.rows, layout.cols, layout.sums))
+    return Layout(rows, cols, sums, layout.units).on(grid)
+
+
+def _keep(layout: Layout, grid: GridShape, axis: str) -> Step:
+    return Step("keep", axis, 0, Layout(layout.rows, layout.cols, (*layout.sums, axis), layout.units).on(grid))
+
+
+def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[int, int]) -> Layout:
+    """The source, in the target's units where its cuts lie at the same places in both."""
+    units = []
+    for size, parts, unit, wanted in zip(shape, source.parts(grid), source.units, target.units):
+        alike = size % (unit * parts) == 0 == size % (wanted * parts)
+        units.append(wanted if alike else unit)
+    return Layout(source.rows, source.cols, source.sums, units).on(grid)
