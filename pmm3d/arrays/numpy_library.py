@@ -98,6 +98,8 @@ class NumpyLibrary:
 
     def is_contiguous(self, array: Array) -> bool:
         """Whether the elements lie in C order without gaps."""
+        if isinstance(array, np.ndarray) and array.flags.c_contiguous:
+            return True
         expected = 1
         for size, stride in zip(reversed(array.shape), reversed(self.strides(array))):
             if size > 1 and stride != expected:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Complex
 from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of
+from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
-from . import collectives
+from . import collectives, forms
 from .collectives import Counts
 from .communicator import OwnedComm
 from .engine import Engine, Pending
+from .forms import Awaited
 from .ledger import Record
 from .stacks import source_line
 from .transport import Collective, Link
@@ -69,6 +70,50 @@ class Axis:
     def shift(self, array: Array, by: int = 1, *, out: Array | None = None, agreed: bool = False) -> Pending:
         """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
+
+    def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
+                    work: Slab | None = None) -> Pending:
+        """Begin to bring every rank's part together in `out`, one after the other along `dim`.
+
+        This and the next three are for callers that know their shapes: nothing is looked at, told or compared. They run
+        once all of `after` are done, but are begun, in the same order on all ranks, at once. What they are given must
+        stay as it is until then. What has gaps is copied where messages need it, unless it is said here to have none.
+
+        part     may be where it belongs in `out`
+        out      without gaps; the result
+        counts   rows (dim 0) or columns (dim 1) of each rank's part
+        work     memory of `forms.gather_work`, `reduce_work`, `sum_work`, `exchange_work`; found by itself if left out
+        """
+        library = library_of(out)
+        return self._begin_after(after, "all_gather", library,
+                                 lambda link: forms.gathered(link, library, part, out, counts, dim, work))
+
+    def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
+                    after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
+        """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
+        Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
+        library = library_of(whole)
+        return self._begin_after(after, "reduce_scatter", library,
+                                 lambda link: forms.reduced(link, library, whole, out, counts, beta, dim, work))
+
+    def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
+                 work: Slab | None = None) -> Pending:
+        """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
+        gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
+        library = library_of(array)
+        return self._begin_after(after, "all_reduce", library,
+                                 lambda link: forms.summed(link, library, array, out, beta, work))
+
+    def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
+                      work: Slab | None = None) -> Pending:
+        """Begin to send pieces[r] to rank r; in landing[r] lands what rank r sends. The rest as in `gather_into`."""
+        library = library_of(landing[0])
+        return self._begin_after(after, "all_to_all", library,
+                                 lambda link: forms.exchanged(link, library, pieces, landing, work))
+
+    def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary,
+                     collective: Callable[[Link], Collective[Any]]) -> Pending:
+        return self.begin(name, forms.following(after, collective), library=library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         library, name = library_of(array), operation.__name__

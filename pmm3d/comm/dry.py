@@ -121,7 +121,7 @@ class DryPending(Pending):
         """Go on to the end, whatever it waits for."""
         while not self.done:
             for awaited in self._requests:
-                awaited.end()
+                awaited.end() if isinstance(awaited, (Messages, DryPending)) else awaited.wait()
             if self._progress():
                 self._engine.ended(self)
 

@@ -16,6 +16,7 @@ import numpy as np
 from ..comm import Grid
 from ..comm.words import names_in_words
 from ..errors import CheckpointError
+from ..product.relayout import summed
 from . import shards as on_disk
 from .disk import checksums, file_errors, sync, verify
 from .matrices import Matrices, check_matrices, differences
@@ -57,7 +58,8 @@ class Checkpoints:
     def save(self, step: int, matrices: Matrices, meta: Any = None) -> Path:
         """Write a checkpoint and return its folder, which is then on the disk; older ones beyond `keep` are removed.
 
-        matrices   DistMatrix by name; a / in a name makes HDF5 groups. Each shard is written by one of its holders
+        matrices   DistMatrix by name; a / in a name makes HDF5 groups. Each shard is written by one of its holders;
+                   partial sums are summed first
         meta       what JSON can hold, numpy's numbers and arrays as lists; the same on all ranks
 
         Saving a step again replaces it, once the new one is complete. After an error the folder is as it was.
@@ -75,6 +77,7 @@ class Checkpoints:
             with self.grid.together("save", str(self.folder), step, "meta and matrices", digest, always=True):
                 if self.grid.rank == 0:
                     self._prepare(temporary)
+            matrices = {name: summed(matrices[name]) for name in sorted(matrices)}
             path = self._write(temporary, step, matrices, text)
         except Exception:
             if self.grid.rank == 0:

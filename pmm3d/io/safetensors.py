@@ -134,6 +134,7 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
         with _opened(path, "pt" if torch else "numpy") as file:
             for name, tensor in tensors.items():
                 _read_shard(file.get_slice(name), tensor, len(shapes[name]) == 1)
+                tensor.keep_one()
 
 
 def _opened(path: Path, framework: str) -> Any:

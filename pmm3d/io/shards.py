@@ -191,7 +191,8 @@ def read_master(folder: Path) -> tuple[str, str]:
 
 
 def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
-    """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once."""
+    """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once. Of partial
+    sums the first is filled, the others become zero."""
     stored = sorted(Shard(file, name, Box(*edges))
                     for name, entry in manifest["matrices"].items() for file, *edges in entry["shards"])
     wanted = [shard for shard in stored if (shard.box & matrices[shard.name].box).size]
@@ -201,6 +202,8 @@ def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
                 matrix = matrices[shard.name]
                 origin = EMPTY if file_name == TOGETHER else shard.box
                 _fill_piece(file[shard.name], origin, shard.box & matrix.box, matrix)
+    for matrix in matrices.values():
+        matrix.keep_one()
 
 
 def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatrix) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, Pending
-from ..comm.algorithms import gather_parts, sum_arrays
+from ..comm.forms import following
 from ..comm.transport import Collective, Link
 from ..errors import needs
 from ..layout import Layout
@@ -107,31 +107,21 @@ def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
 def begin_after(before: Sequence[Pending], axis: Axis, name: str, collective: Callable[[Link], Collective[Any]],
                 library: NumpyLibrary) -> Pending:
     """Start a collective along an axis on arrays of a library, which begins once others are done."""
-
-    def steps(link: Link) -> Collective[Any]:
-        if before:
-            yield list(before)
-        for pending in before:
-            pending.wait()
-        return (yield from collective(link))
-
-    return axis.begin(name, steps, library=library)
+    return axis.begin(name, following(before, collective), library=library)
 
 
 def sum_over(axis: Axis, array: Array, *before: Pending) -> Pending:
     """Start the sum of an array over an axis, in place, once what fills it is done."""
-    library = library_of(array)
-    return begin_after(before, axis, "all_reduce", lambda link: sum_arrays(link, library, array, array), library)
+    return axis.sum_into(array, array, after=before)
 
 
 def gather_over(axis: Axis, part: Array, out: Array, counts: Sequence[int]) -> Pending:
     """Start bringing the parts of all ranks of an axis, of so many rows, together in `out`."""
-    library = library_of(part)
-    return axis.begin("all_gather", lambda link: gather_parts(link, library, part, out, counts), library=library)
+    return axis.gather_into(part, out, counts)
 
 
 def stacked(axis: Axis, array: Array) -> Array:
     """The arrays of all ranks of an axis, of one shape: (G, *shape). Each rank receives G-1 of them."""
     library, rows = library_of(array), array.shape[0]
     out = library.empty((axis.size * rows, *array.shape[1:]), library.dtype(array))
-    return gather_over(axis, array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))
+    return axis.gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))

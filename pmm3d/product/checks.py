@@ -117,6 +117,9 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
         if beta != 0:
             raise LayoutError("matmul: beta needs out=, the C that it scales")
         return
+    if out.layout.on(out.grid.shape).sums:
+        raise LayoutError(f"matmul: out is of partial sums, {out.layout}; a product has none: pass an out in "
+                          "out.layout.summed, or none at all and redistribute what comes back")
     if not out.library.writable(out.local):
         raise LayoutError("matmul: out is read-only")
     if any(a.library.share_memory(out.local, matrix.local) for matrix in (a, b)):

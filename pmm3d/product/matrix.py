@@ -21,7 +21,7 @@ from ..arrays import (
 from ..comm import Grid
 from ..comm.guard import one_thread
 from ..errors import DataError, GridError, LayoutError, Pmm3dError, check_regular, needs
-from ..layout import EMPTY, Layout, Placement, Whole
+from ..layout import EMPTY, Layout, Whole
 from ..model.move import Move
 from .checks import (
     array_signature,
@@ -33,8 +33,9 @@ from .checks import (
     together,
 )
 from .multiply import matmul
-from .redistribute import memory_to_move, move, move_into
-from .stored import StoredMatrix
+from .redistribute import memory_to_move, move
+from .relayout import redistribution, summed
+from .stored import StoredMatrix, shards
 
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
@@ -52,6 +53,10 @@ class DistMatrix(StoredMatrix):
     `library`: "numpy", "torch", "torch:DEVICE" or "cupy". Bad arguments raise on every rank: LayoutError, DTypeError,
     DisagreementError. Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
+    In a layout with `sums` the matrix is the sum of what the ranks along those axes hold. `from_local` takes each
+    rank's partial sum; the other methods leave the matrix to the first of them, and the others' shards are zero.
+    `redistribute` forms the sum where the layout asked for has none; `gather`, products and files form it first.
+
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid() as grid:
         ...     DistMatrix.from_function(grid, (2, 3), lambda i, j: 10 * i + j).gather()
@@ -65,7 +70,7 @@ class DistMatrix(StoredMatrix):
         """Arbitrary contents."""
         with together(grid, "DistMatrix.empty", shape, compared_dtype(dtype), layout, library_kind(library)):
             library = grid.library(library)
-            box = Placement(shape, layout, grid.shape).box(grid.rank)
+            box = shards(shape, layout, grid).box(grid.rank)
             local = library.empty(box.shape, check_matrix_dtype(dtype_named(dtype), library))
         return cls(grid, local, shape, layout)
 
@@ -81,9 +86,9 @@ class DistMatrix(StoredMatrix):
         with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
             library = grid.library(library_of(array))
             check_matrix_dtype(library.dtype(array), library)
-            box = Placement(tuple(array.shape), layout, grid.shape).box(grid.rank)
+            box = shards(tuple(array.shape), layout, grid).box(grid.rank)
             local = library.copy(array[box.within(EMPTY)])
-        return cls(grid, local, array.shape, layout)
+        return cls(grid, local, array.shape, layout).keep_one()
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int) -> DistMatrix:
@@ -94,9 +99,9 @@ class DistMatrix(StoredMatrix):
             if has_array:
                 library = library_of(array)
                 described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library.kind
-                Placement(described[0], layout, grid.shape)
+                shards(described[0], layout, grid)
         shape, dtype, kind = grid.comm.bcast(described, root)
-        plan = Move(Whole(shape, (root,)), Placement(shape, layout, grid.shape), dtype)
+        plan = Move(Whole(shape, (root,)), shards(shape, layout, grid), dtype)
         with ExitStack() as borrowed:
             with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
@@ -106,7 +111,7 @@ class DistMatrix(StoredMatrix):
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
                 grid.everyone.begin("scatter", scattering, library=library).wait()
-        return cls(grid, local, shape, layout)
+        return cls(grid, local, shape, layout).keep_one()
 
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
@@ -117,10 +122,10 @@ class DistMatrix(StoredMatrix):
         """
         with together(grid, "DistMatrix.from_function", shape, compared_dtype(dtype), layout, library_kind(library)):
             library = grid.library(library)
-            box = Placement(shape, layout, grid.shape).box(grid.rank)
+            box = shards(shape, layout, grid).box(grid.rank)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
-        return cls(grid, local, shape, layout)
+        return cls(grid, local, shape, layout).keep_one()
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A) -> DistMatrix:
@@ -128,7 +133,7 @@ class DistMatrix(StoredMatrix):
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = grid.library(library_of(local))
             check_matrix_dtype(library.dtype(local), library)
-            placement = Placement(shape, layout, grid.shape)
+            placement = shards(shape, layout, grid)
             box = placement.box(grid.rank)
             if tuple(local.shape) != box.shape:
                 rows, cols = placement.shape
@@ -147,12 +152,12 @@ class DistMatrix(StoredMatrix):
             library = grid.library(library)
             with _opened(path, dataset) as source:
                 shape = tuple(source.shape)
-                box = Placement(shape, layout, grid.shape).box(grid.rank)
+                box = shards(shape, layout, grid).box(grid.rank)
                 dtype = check_matrix_dtype(source.dtype.name, library)
                 local = library.made(box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
         with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
             pass
-        return cls(grid, local, shape, layout)
+        return cls(grid, local, shape, layout).keep_one()
 
     @classmethod
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
@@ -162,9 +167,9 @@ class DistMatrix(StoredMatrix):
         with together(grid, "DistMatrix.random", *passed):
             library = grid.library(library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
-            box = Placement(shape, layout, grid.shape).box(grid.rank)
+            box = shards(shape, layout, grid).box(grid.rank)
             local = library.made(box.shape, dtype, lambda: random.drawn(box, dtype, int(shape[1]), seed, distribution))
-        return cls(grid, local, shape, layout)
+        return cls(grid, local, shape, layout).keep_one()
 
     @property
     def H(self) -> DistMatrix:
@@ -196,8 +201,15 @@ class DistMatrix(StoredMatrix):
     def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None) -> DistMatrix:
         """The same matrix in another layout, on this grid or on another one over the same processes.
 
-        Each rank receives, from one rank per piece, what it did not hold before. Raises GridError for a grid over
-        other processes and for an `out` on another grid, LayoutError for an `out` that does not fit.
+        On this grid each axis goes its way by its own collective (`pmm3d.product.relayout` says which, and what it
+        moves): an axis that splits no more is gathered over, one of partial sums is reduced over, by a reduce-scatter
+        where it splits then, one that splits the other dim exchanges. What axes cannot do without bringing together
+        more than is wanted, and what goes to another grid, moves between all ranks: each receives, from one rank per
+        piece, what it did not hold before. An axis that did replicate and is to hold partial sums leaves the matrix to
+        its first rank. The ledger has it in phase "redistribute".
+
+        Raises GridError for a grid over other processes and for an `out` on another grid, LayoutError for an `out` that
+        does not fit.
         """
         grid = self.grid if grid is None else grid
         described = grid.shape if isinstance(grid, Grid) else f"a {type(grid).__name__}"
@@ -207,9 +219,8 @@ class DistMatrix(StoredMatrix):
                 if out is None:
                     memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
                     out = self.over(memory, layout, grid)
-                plan = Move(self.placement(), out.placement(), self.dtype)
-                work, rounds = borrowed.enter_context(memory_to_move(plan, self.grid, self.library))
-            move_into(self, out, work, rounds)
+                fill = redistribution(self, out, borrowed)
+            fill()
         return out
 
     def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:
@@ -234,7 +245,10 @@ class DistMatrix(StoredMatrix):
 
     @one_thread
     def gather(self, root: int | None = None) -> Array:
-        """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere)."""
+        """The whole matrix as one array of this library: on every rank, or on `root` alone (None elsewhere). Partial
+        sums are summed first."""
+        if self.layout.sums:
+            return summed(self).gather(root)
         with ExitStack() as borrowed:
             with self.grid.together("gather", self.signature, root):
                 if root is not None:

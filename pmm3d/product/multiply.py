@@ -14,6 +14,7 @@ from .checks import check_operands, check_options, grid_of, scalar, signature_of
 from .panels import OperandPanels, ResultStrips
 from .plans import RecentPlans
 from .redistribute import move_into
+from .relayout import summed
 from .stored import StoredMatrix
 
 PANELS_ACROSS_HOSTS = 4
@@ -39,9 +40,11 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
     play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
-    redistributed first, phase "redistribute" of the ledger.
+    redistributed first, phase "redistribute" of the ledger; one of partial sums is brought to its sum before that, in
+    memory of its own.
 
-    Raises, on every rank: LayoutError if the sizes do not match or out is read-only or an operand, GridError for
+    Raises, on every rank: LayoutError if the sizes do not match or out is read-only or an operand, or one of partial
+    sums, GridError for
     operands on different grids, DTypeError for mixed types, MemoryLimitError, DisagreementError if the ranks passed
     different things.
 
@@ -56,7 +59,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [11.,  2.],
                [14.,  2.]])
     """
-    grid = grid_of(a, b)
+    grid, a, b = grid_of(a, b), summed(a), summed(b)
     passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed):
@@ -105,7 +108,7 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
-    return Operand(matrix.shape, matrix.layout, matrix.order)
+    return Operand(matrix.shape, matrix.layout.summed, matrix.order)
 
 
 def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:

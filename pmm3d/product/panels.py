@@ -8,8 +8,6 @@ from typing import Any
 
 from ..arrays import Array, Slab, sum_in_order
 from ..comm import Axis, Pending
-from ..comm.algorithms import gather_parts, reduce_parts, sum_arrays
-from ..comm.transport import Collective, Link
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
 from .stored import StoredMatrix
@@ -27,7 +25,7 @@ class OperandPanels:
 
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
                  axis: str, contracted: int, turned: bool, phase: str, work: Slab):
-        self._grid, self._library, self._phase = matrix.grid, matrix.library, phase
+        self._grid, self._phase = matrix.grid, phase
         self._shard = matrix.local.T if turned else matrix.local
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
         self._turned, self._along, self._cuts = turned, contracted ^ turned, cuts
@@ -58,10 +56,8 @@ class OperandPanels:
         if part is None or not self._in_rows or width < self._shard.shape[1]:
             start, stop = offsets(counts)[self._axis.index :][:2]
             part = self._packed(pieces, whole[start:stop])
-        library, part_here = self._library, part
         with self._grid.ledger.phase(self._phase):
-            pending = self._axis.begin("all_gather", lambda link: gather_parts(link, library, part_here, whole, counts),
-                                       library=library)
+            pending = self._axis.gather_into(part, whole, counts)
         return ComingPanel(self._turned, pending=pending)
 
     def _buffer(self, panel: int, shape: tuple[int, int]) -> Array:
@@ -150,16 +146,8 @@ class ResultStrips:
             self._library.synchronize()
 
     def _reduce(self, strip: int, partial: Array, out: Array) -> Pending:
-        axis, library = self._grid.axis(self._plan.plan.roles[1]), self._library
-        counts, beta, work = self._plan.c_counts, self._beta, self._landing[strip % 2].again()
+        axis, work = self._grid.axis(self._plan.plan.roles[1]), self._landing[strip % 2].again()
         with self._grid.ledger.phase("reduce C"):
             if self._plan.plan.c == 0:
-                return axis.begin("reduce_scatter",
-                                  lambda link: reduce_parts(link, library, partial, out, counts, beta, work),
-                                  library=library)
-
-            def all_reduce(link: Link) -> Collective[Any]:
-                yield from sum_arrays(link, library, partial, partial, work)
-                sum_in_order(library, [partial], out, beta)
-
-            return axis.begin("all_reduce", all_reduce, library=library)
+                return axis.reduce_into(partial, out, self._plan.c_counts, self._beta, work=work)
+            return axis.sum_into(partial, out, self._beta, work=work)

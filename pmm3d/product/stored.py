@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, library_of
 from ..comm import Grid
@@ -41,11 +41,24 @@ class StoredMatrix:
         return type(self)(self.grid, self.local.T, self.shape[::-1], self.layout.T, order)
 
     def placement(self) -> Placement:
-        return Placement(self.shape, self.layout, self.grid.shape)
+        """Who holds what. Raises LayoutError for partial sums, of which nobody has the elements."""
+        return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape)
+
+    @property
+    def stored(self) -> Array:
+        """The shard as it lies in memory, C-contiguous."""
+        return self.local if self.order == "C" else self.local.T
+
+    def keep_one(self: Stored) -> Stored:
+        """Of the ranks that are to hold partial sums of a matrix, and hold it whole, the first keeps it, the others'
+        become zero."""
+        if self.grid.coords is not None and any(getattr(self.grid.coords, axis) for axis in self.layout.sums):
+            self.local[...] = 0
+        return self
 
     def stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
         """The shape of this rank's shard in another layout, as it lies in memory."""
-        rows, cols = Placement(self.shape, layout, grid.shape).box(grid.rank).shape
+        rows, cols = shards(self.shape, layout, grid).box(grid.rank).shape
         return (rows, cols) if self.order == "C" else (cols, rows)
 
     def over(self: Stored, memory: Array, layout: Layout, grid: Grid) -> Stored:
@@ -65,3 +78,11 @@ class StoredMatrix:
     def __repr__(self) -> str:
         return (f"<{type(self).__name__} {self.shape[0]} x {self.shape[1]} {self.dtype} ({self.library.name}), "
                 f"{self.layout} on grid {self.grid.shape}>")
+
+
+def shards(shape: Any, layout: Any, grid: Grid) -> Placement:
+    """Where the shards of a matrix lie: of partial sums, each is as large as that of their sum. Raises LayoutError."""
+    if isinstance(layout, Layout):
+        layout.check_axes(grid.shape)
+        layout = layout.summed
+    return Placement(shape, layout, grid.shape)

@@ -11,6 +11,7 @@ from ..arrays import random
 from ..layout import LOW_PRECISION
 from .matrix import DistMatrix
 from .multiply import matmul
+from .relayout import summed
 
 EXACT_WORK = 2**27
 """m n k up to which the whole product is compared on one rank."""
@@ -41,7 +42,9 @@ def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, s
 
     Up to 1 the product is right; a wrong row of C escapes one trial with a probability of 1/2 at most, all of them
     with 1/8 (Freivalds, 1979). Expected is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for rounding errors of random sign.
+    Matrices of partial sums are brought to their sums first.
     """
+    a, b, c = summed(a), summed(b), summed(c)
     k, n = max(1, b.shape[0]), b.shape[1]
     kind = np.complex128 if a.dtype.startswith("complex") else np.float64
     unit = _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2

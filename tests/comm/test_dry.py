@@ -148,8 +148,9 @@ def test_where_the_rank_is():
 
 
 @pytest.mark.parametrize("options", [{"rank": 8}, {"rank": -1}, {"rank": 1.5}, {"hosts": 0}, {"hosts": 9},
-                                     {"data": 0}, {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"}, {"hosts": "2"},
-                                     {"axes": {"x": 2}}, {"axes": {"engine": 2}}, {"axes": {"seq": 0}}])
+                                     {"data": 0}, {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"},
+                                     {"axes": {"x": 2}}, {"axes": {"engine": 2}}, {"axes": {"seq": 0}},
+                                     {"hosts": "2"}])
 def test_what_is_no_rank_of_a_grid_is_refused(options):
     with pytest.raises(GridError):
         Grid.dry(**{"shape": (2, 2, 2), **options})

@@ -56,7 +56,9 @@ def every_operation(grid):
               DistMatrix.from_global(grid, np.ones((5, 9), "float32"), layout=Layout("z")),
               DistMatrix.from_global(grid, np.ones((5, 9), "float32"), root=grid.size - 1, layout=OTHERS[0]),
               DistMatrix.empty(grid, (6, 5), dtype="complex128")]
-    gathered = [a.gather(), a.gather(0)]
+    partial = DistMatrix.random(grid, (12, 10), layout=Layout("z", "x", sums=("y", "data")))
+    shapes += [partial.redistribute(layout) for layout in (Layout("z", "x"), Layout(("z", "y")), Layout("x", sums="y"))]
+    gathered = [a.gather(), a.gather(0), partial.gather()]
     return [*seen, *((matrix.local.shape, matrix.dtype, matrix.order) for matrix in shapes),
             *(whole is not None and whole.shape for whole in gathered)]
 

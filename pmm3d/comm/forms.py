@@ -1,0 +1,168 @@
+"""The collectives of callers that know their shapes, along either dim: `algorithms` on arrays that may have gaps.
+
+Generators; nothing is looked at or compared. What lies apart in memory, as parts along dim 1 do, is packed first and
+unpacked at the end. Each takes `work`: a Slab of the bytes that the function named with it says; it is taken from the
+workspace if left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any, Protocol
+
+from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
+from ..layout import aligned, itemsize, offsets
+from ..model.volumes import all_reduce_volume, reduce_volume
+from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
+from .transport import Collective, Link
+
+
+class Awaited(Protocol):
+    """What a collective may have to wait for: a `Pending`, or what has its `done` and `wait`."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> Any: ...
+
+
+def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
+              ) -> Callable[[Link], Collective[Any]]:
+    """The collective, once all of `after` are done; it fails with the first of them that failed."""
+    if not after:
+        return collective
+
+    def steps(link: Link) -> Collective[Any]:
+        yield list(after)
+        for awaited in after:
+            awaited.wait()
+        return (yield from collective(link))
+
+    return steps
+
+
+def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
+             work: Slab | None = None) -> Collective[Array]:
+    """Every rank's part, one after the other along `dim`, in `out`, which has no gaps. `gather_work`."""
+    if dim == 0:
+        if not library.is_contiguous(part):
+            own = list(blocks(out, counts, 0))[link.rank]
+            own[...] = part
+            part = own
+        return (yield from gather_parts(link, library, part, out, counts))
+    rows, dtype = out.shape[0], library.dtype(out)
+    with ExitStack() as borrowed:
+        memory = work_slab(link, library, work, lambda: gather_work(out.shape, dtype, dim), borrowed)
+        packed = memory.array((prod(out.shape),), dtype)
+        sizes = [rows * count for count in counts]
+        places = [flat.reshape(rows, count) for flat, count in zip(blocks(packed, sizes, 0), counts)]
+        places[link.rank][...] = part
+        yield from gather_parts(link, library, places[link.rank].reshape(-1), packed, sizes)
+        for block, place in zip(blocks(out, counts, 1), places):
+            block[...] = place
+    return out
+
+
+def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
+            dim: int = 0, work: Slab | None = None) -> Collective[Array]:
+    """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
+    `out` has no gaps. `reduce_work`."""
+    if dim == 0 and library.is_contiguous(whole):
+        flat = (whole, out) if whole.ndim == 2 else (whole[:, None], out[:, None])
+        yield from reduce_parts(link, library, *flat, counts, beta, work)
+        return out
+    with ExitStack() as borrowed:
+        memory = work_slab(link, library, work, lambda: reduce_work(library, whole, counts, link.rank, dim), borrowed)
+        packed = memory.array((prod(whole.shape),), library.dtype(whole))
+        if dim == 0:
+            packed = packed.reshape(tuple(whole.shape))
+            packed[...] = whole
+            return (yield from reduced(link, library, packed, out, counts, beta, 0, memory.rest()))
+        sizes = [whole.shape[0] * count for count in counts]
+        for place, block in zip(blocks(packed, sizes, 0), blocks(whole, counts, 1)):
+            place.reshape(tuple(block.shape))[...] = block
+        yield from reduce_parts(link, library, packed[:, None], out.reshape(-1, 1), sizes, beta, memory.rest())
+    return out
+
+
+def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
+           ) -> Collective[Array]:
+    """out = beta out + the sum of the ranks' arrays. With beta, or where `out` has gaps, the sum is formed in `array`
+    first. `all_reduce_volume`."""
+    if beta == 0 and (out is array or library.is_contiguous(out)):
+        if out is not array and not library.is_contiguous(array):
+            out[...] = array
+            array = out
+        return (yield from sum_arrays(link, library, array, out, work))
+    yield from sum_arrays(link, library, array, array, work)
+    sum_in_order(library, [array], out, beta)
+    return out
+
+
+def exchanged(link: Link, library: NumpyLibrary, pieces: Sequence[Array], landing: Sequence[Array],
+              work: Slab | None = None) -> Collective[Sequence[Array]]:
+    """pieces[r] to rank r, and in landing[r] what rank r sent. `exchange_work`."""
+    with ExitStack() as borrowed:
+        memory = work_slab(link, library, work, lambda: exchange_work(library, pieces, landing, link.rank), borrowed)
+        leaving, coming = (_without_gaps(library, arrays, link.rank, memory) for arrays in (pieces, landing))
+        for piece, packed in zip(pieces, leaving):
+            if packed is not piece:
+                packed[...] = piece
+
+        def keep_own() -> None:
+            if 0 not in pieces[link.rank].shape:
+                landing[link.rank][...] = pieces[link.rank]
+
+        exchange = link.exchange_in_windows(library, [(peer, leaving[peer]) for peer in link.peers()],
+                                            [(peer, coming[peer]) for peer in link.peers()])
+        yield from under_way(exchange, keep_own)
+        for place, packed in zip(landing, coming):
+            if packed is not place:
+                place[...] = packed
+    return landing
+
+
+def gather_work(shape: Sequence[int], dtype: str, dim: int) -> int:
+    """Bytes of the work memory of `gathered` into an array of that shape."""
+    return 0 if dim == 0 else aligned(prod(shape) * itemsize(dtype))
+
+
+def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int) -> int:
+    """Bytes of the work memory of `reduced`."""
+    shape, dtype = tuple(whole.shape), library.dtype(whole)
+    if dim == 0:
+        packed = 0 if library.is_contiguous(whole) else aligned(prod(shape) * itemsize(dtype))
+        return packed + reduce_volume(counts, rank, prod(shape[1:]), dtype).work
+    sizes = [shape[0] * count for count in counts]
+    return aligned(prod(shape) * itemsize(dtype)) + reduce_volume(sizes, rank, 1, dtype).work
+
+
+def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int) -> int:
+    """Bytes of the work memory of `summed`."""
+    return all_reduce_volume(prod(shape), dtype, ranks, rank).work
+
+
+def exchange_work(library: NumpyLibrary, pieces: Sequence[Array], landing: Sequence[Array], rank: int) -> int:
+    """Bytes of the work memory of `exchanged`."""
+    return sum(aligned(prod(array.shape) * itemsize(library.dtype(array))) for arrays in (pieces, landing)
+               for peer, array in enumerate(arrays) if peer != rank and not library.is_contiguous(array))
+
+
+def blocks(array: Array, counts: Counts, dim: int) -> Iterator[Array]:
+    """The parts of an array along a dim, of so many rows or columns each."""
+    starts = offsets(counts)
+    return (array[start:stop] if dim == 0 else array[:, start:stop] for start, stop in zip(starts, starts[1:]))
+
+
+def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],
+              borrowed: ExitStack) -> Slab:
+    """The work memory that was given, or so much of the workspace's."""
+    return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
+
+
+def _without_gaps(library: NumpyLibrary, arrays: Sequence[Array], rank: int, work: Slab) -> list[Array]:
+    """Each array itself if it has no gaps, or is this rank's own; else work memory of its shape."""
+    return [array if peer == rank or library.is_contiguous(array)
+            else work.array(tuple(array.shape), library.dtype(array)) for peer, array in enumerate(arrays)]

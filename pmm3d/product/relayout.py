@@ -1,0 +1,228 @@
+"""Arrays from one layout to another: one axis after the other, each by that axis's collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+from ..arrays import Array, Slab, library_of
+from ..comm import Grid, Pending
+from ..comm.forms import Awaited, exchange_work, following, gather_work, reduce_work, sum_work, work_slab
+from ..comm.transport import Collective, Link
+from ..layout import Box, Coords, GridShape, Layout, Placement, Step, transitions
+from ..model.move import ROUND_BYTES, Move
+from .redistribute import memory_to_move, move, move_into
+from .stored import StoredMatrix, shards
+
+Matrix = TypeVar("Matrix", bound=StoredMatrix)
+Leg = Callable[..., Pending]
+"""leg(after=..., work=...) begins a step that sends."""
+
+
+def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout, *,
+             after: Sequence[Awaited] = (), out: Array | None = None) -> Relayout:
+    """Begin to bring this rank's part of a matrix into another layout on the same grid.
+
+    local    this rank's shard in the source layout, of partial sums its own one
+    shape    (rows, columns) of the matrix, on every rank the same, as are the layouts
+    after    what must be done before `local` may be read: something on all ranks, or on none
+    out      the result, without gaps; else a new array, or `local` itself, or a view of it, if nothing is sent
+
+    The steps are those of `pmm3d.layout.transitions`. Where G ranks lie along the axis, each rank receives, of the
+    block that the step has on both sides or makes larger or smaller,
+
+        gather          (G-1)/G of the larger block          all_reduce      2 (G-1)/G of the block
+        reduce_scatter  (G-1)/G of the larger block          all_to_all      (G-1)/G of the block
+        slice, keep     nothing                              move            what it did not hold
+
+    (`pmm3d.model.volumes` for an exact number). All are begun here, in the same order on all ranks, and go on in the
+    background. Nothing is compared among the ranks, but for a step "move", which axes cannot do: of that, the arguments
+    and the memory are agreed on first, by all ranks of the grid.
+
+    The adjoint is a relayout again, back, of gradients: that of a matrix which is replicated is replicated, and so is
+    that of partial sums, each of which has the gradient of the sum. So R* goes from target.summed to source.summed, and
+    <R x, y> = <x, R* y>, where each product is summed over the ranks, of those that hold the same over the first.
+
+    Raises LayoutError for layouts that do not fit the grid or the shape.
+
+        >>> import numpy as np
+        >>> with Grid() as grid:
+        ...     part = np.ones((4, 2)) if grid.rank == 0 else np.zeros((4, 2))
+        ...     relayout(grid, part, (4, 2), Layout(sums=("x", "y", "z")), Layout()).wait().sum()
+        np.float64(8.0)
+    """
+    steps = transitions(source, target, grid.shape, shape)
+    if not any(step.kind == "move" for step in steps):
+        return Relayout(grid, local, shape, source, target, out).begin(after)
+    library = library_of(local)
+    with grid.together("relayout", shape, str(source), str(target), library.dtype(local), library.kind):
+        prepared = Relayout(grid, local, shape, source, target, out)
+    return prepared.begin(after)
+
+
+class Relayout:
+    """A relayout; see `relayout`. Its memory is found when it is made, nothing is sent before `begin`.
+
+    work   bytes of work memory that it takes besides
+    """
+
+    def __init__(self, grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout,
+                 out: Array | None = None):
+        self._grid, self._shape, self._out = grid, shape, out
+        self._library = library_of(local)
+        self._dtype = self._library.dtype(local)
+        self._steps = transitions(source, target, grid.shape, shape)
+        self._legs: list[Leg] = []
+        self._awaited: Sequence[Awaited] = ()
+        self._result, self.work = local, 0
+        layout = source.on(grid.shape)
+        for step in self._steps:
+            if grid.coords is not None or step.kind == "move":
+                self._add(step, layout)
+            layout = step.layout
+
+    def begin(self, after: Sequence[Awaited] = (), work: Slab | None = None) -> Relayout:
+        """Begin all steps. work: memory of `work` bytes; each step finds its own if left out."""
+        self._awaited = after
+        for leg in self._legs:
+            self._awaited = [leg(after=self._awaited, work=None if work is None else work.again())]
+        if self._out is not None and self._result is not self._out:
+            self._copy_out(self._out)
+        return self
+
+    @property
+    def done(self) -> bool:
+        return all(awaited.done for awaited in self._awaited)
+
+    def wait(self) -> Array:
+        """This rank's part in the target layout."""
+        for awaited in self._awaited:
+            awaited.wait()
+        return self._result
+
+    def _copy_out(self, out: Array) -> None:
+        """Where the last step sends nothing: what it leaves, to where it is wanted, as a message to oneself."""
+        if self._awaited and self._grid.coords is not None:
+            axis = self._grid.axis(self._steps[-1].axis if self._steps else "x")
+            pieces, landing = ([array[:0]] * axis.size for array in (self._result, out))
+            pieces[axis.index], landing[axis.index] = self._result, out
+            self._awaited = [axis.exchange_into(pieces, landing, after=self._awaited)]
+        else:
+            out[...] = self._result
+        self._result = out
+
+    def _add(self, step: Step, before: Layout) -> None:
+        """What a step does to this rank's part."""
+        coords = self._grid.coords
+        here, there = (layout.box(self._shape, self._grid.shape, coords) for layout in (before, step.layout))
+        if step.kind == "slice":
+            self._result = self._result[there.within(here)]
+        elif step.kind == "keep":
+            if getattr(coords, step.axis):
+                self._result = self._new(there)
+                self._result[...] = 0
+        else:
+            wanted = self._out is not None and step is self._steps[-1]
+            landing = self._out if wanted else self._new(there)
+            leg, work = self._leg(step, before, self._result, landing)
+            self._legs.append(leg)
+            self._result, self.work = landing, max(self.work, work)
+
+    def _new(self, box: Box) -> Array:
+        return self._grid.workspace.array(box.shape, self._dtype, self._library)
+
+    def _leg(self, step: Step, before: Layout, array: Array, out: Array) -> tuple[Leg, int]:
+        """How a step that sends is begun, and the bytes of work memory that it takes."""
+        grid, library, dtype, dim = self._grid, self._library, self._dtype, step.dim
+        if step.kind == "move":
+            return self._move(before, step.layout, array, out)
+        axis = grid.axis(step.axis)
+        if step.kind == "all_reduce":
+            return partial(axis.sum_into, array, out), sum_work(array.shape, dtype, axis.size, axis.index)
+        regions = _regions(step, before, self._shape, grid.shape, grid.coords)
+        if step.kind == "gather":
+            counts = _extents(regions, dim)
+            return partial(axis.gather_into, array, out, counts, dim=dim), gather_work(out.shape, dtype, dim)
+        if step.kind == "reduce_scatter":
+            counts = _extents(regions, dim)
+            work = reduce_work(library, array, counts, axis.index, dim)
+            return partial(axis.reduce_into, array, out, counts, dim=dim), work
+        here, there = (layout.box(self._shape, grid.shape, grid.coords) for layout in (before, step.layout))
+        pieces = [array[(here & theirs).within(here)] for theirs in regions]
+        landing = [out[(theirs & there).within(there)]
+                   for theirs in _regions(step, before, self._shape, grid.shape, grid.coords, arriving=True)]
+        work = exchange_work(library, pieces, landing, axis.index)
+        return partial(axis.exchange_into, pieces, landing), work
+
+    def _move(self, before: Layout, after: Layout, array: Array, out: Array) -> tuple[Leg, int]:
+        """Between all ranks. Partial sums that stay go with the ranks that hold them, as replicas do."""
+        grid, library = self._grid, self._library
+        source, target = (Placement(self._shape, layout.summed, grid.shape) for layout in (before, after))
+        plan = Move(source, target, self._dtype)
+        rounds = plan.rounds(ROUND_BYTES)
+
+        def begin(after: Sequence[Awaited], work: Slab | None) -> Pending:
+            def moving(link: Link) -> Collective[Any]:
+                with ExitStack() as borrowed:
+                    memory = work_slab(link, library, work, lambda: plan.work(rounds), borrowed)
+                    return (yield from move(link, library, array, plan, out, memory, rounds))
+
+            return grid.everyone.begin("redistribute", following(after, moving), library=library)
+
+        return begin, plan.work(rounds)
+
+
+@lru_cache(maxsize=1024)
+def _regions(step: Step, before: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords,
+             arriving: bool = False) -> tuple[Box, ...]:
+    """The boxes of the ranks along the axis of a step: after it where ranks receive parts of what this one has, before
+    it where it receives theirs."""
+    layout = before if arriving or step.kind == "gather" else step.layout
+    return tuple(layout.box(shape, grid, coords._replace(**{step.axis: index}))
+                 for index in range(getattr(grid, step.axis)))
+
+
+def _extents(boxes: Sequence[Box], dim: int) -> list[int]:
+    return [box.shape[dim] for box in boxes]
+
+
+def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack) -> Callable[[], None]:
+    """What fills a matrix of the same shape, type and order, in any layout, on this grid or on another one over the
+    same processes; collective. Its memory is found here, and given back with `borrowed`."""
+    grid, library, same = matrix.grid, matrix.library, out.grid.shape == matrix.grid.shape
+    target = out.layout if same else matrix.layout.summed
+    layouts = (matrix.layout, target) if matrix.order == "C" else (matrix.layout.T, target.T)
+    shape = matrix.shape if matrix.order == "C" else matrix.shape[::-1]
+    way = Relayout(grid, matrix.stored, shape, *layouts, out.stored if same else None)
+    work = borrowed.enter_context(grid.workspace.slab(way.work, library))
+    if not same:
+        plan = Move(shards(matrix.shape, target, grid), shards(out.shape, out.layout, out.grid), matrix.dtype)
+        memory, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
+
+    def fill() -> None:
+        with grid.ledger.phase("redistribute"):
+            here = way.begin(work=work).wait()
+        if not same:
+            there = out.over(out.stored, out.layout.summed, out.grid)
+            move_into(matrix.over(here, target, grid), there, memory, rounds)
+            out.keep_one()
+
+    return fill
+
+
+def summed(matrix: Matrix) -> Matrix:
+    """The matrix, or, where it is one of partial sums, their sum, in `layout.summed`: then collective."""
+    if not isinstance(matrix, StoredMatrix) or not matrix.layout.sums:
+        return matrix
+    grid, layout = matrix.grid, matrix.layout.summed
+    if not matrix.layout.on(grid.shape).sums:
+        return matrix.over(matrix.stored, layout, grid)
+    with ExitStack() as borrowed:
+        with grid.together("the sum of partial sums", matrix.signature):
+            memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
+            total = matrix.over(memory, layout, grid)
+            fill = redistribution(matrix, total, borrowed)
+        fill()
+    return total

@@ -1,0 +1,208 @@
+"""The cheap forms of the collectives, against numpy and the checked ones: both dims, gaps, order, work memory."""
+
+import numpy as np
+import pytest
+from fake_link import LIBRARY, run
+from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
+
+from pmm3d import DisagreementError, Grid
+from pmm3d.comm import forms
+from pmm3d.layout import offsets, part_sizes
+
+SIZES = (1, 2, 3, 7, 8, 16, 17, 23, 37)
+"""Of groups in one process: of one stage, of several, with pairs."""
+
+
+def rows_of(size):
+    """Uneven parts, some empty."""
+    return [(3, 0, 1, 4, 2, 0, 5, 1)[rank % 8] for rank in range(size)]
+
+
+def wholes(axis, rows, cols, dtype):
+    return [integers((rows, cols), dtype, seed=rank) for rank in axis.ranks]
+
+
+def own(array, counts, rank, dim):
+    start, stop = offsets(counts)[rank : rank + 2]
+    return array[start:stop] if dim == 0 else array[:, start:stop]
+
+
+def axes(grid):
+    return [grid.axis(name) for name in ("x", "y", "z", "data", "everyone")]
+
+
+def gapped(array, library, dtype):
+    """A copy in a library with other elements between the rows."""
+    rows, cols = array.shape
+    wide = np.full((rows, cols + 2), 77, array.dtype)
+    wide[:, 1 : cols + 1] = array
+    return to_library(wide, library, dtype)[:, 1 : cols + 1]
+
+
+def empty(shape, library, dtype):
+    return to_library(np.zeros(shape, "float32" if dtype == "bfloat16" else dtype), library, dtype)
+
+
+def same(found, expected, library):
+    found = np.asarray(to_numpy(found.float() if library == "torch" else found, library))
+    assert found.shape == expected.shape and np.array_equal(found, expected)
+
+
+def check_forms(grid, library, dtype):
+    for axis in axes(grid):
+        counts = rows_of(axis.size)
+        size, rank = sum(counts), axis.index
+        for dim in (0, 1):
+            shape = (size, 3) if dim == 0 else (3, size)
+            arrays = wholes(axis, *shape, dtype)
+            whole, total = arrays[0], sum(arrays)
+            part = gapped(own(whole, counts, rank, dim), library, dtype)
+            out = empty(shape, library, dtype)
+            assert axis.gather_into(part, out, counts, dim=dim).wait() is out
+            same(out, whole, library)
+            mine = (gapped if rank % 2 else to_library)(arrays[rank], library, dtype)
+            landing = to_library(np.ones_like(own(total, counts, rank, dim)), library, dtype)
+            assert axis.reduce_into(mine, landing, counts, 2, dim=dim).wait() is landing
+            same(landing, own(total, counts, rank, dim) + 2, library)
+            out = empty(shape, library, dtype)
+            assert axis.sum_into(mine, out).wait() is out
+            same(out, total, library)
+            same(mine, arrays[rank], library)
+            mine = to_library(arrays[rank], library, dtype)
+            strided = gapped(np.ones(shape, arrays[0].dtype), library, dtype)
+            axis.sum_into(mine, strided, 3).wait()
+            same(strided, total + 3, library)
+            assert axis.sum_into(out, out).wait() is out
+            same(out, axis.size * total, library)
+
+
+def check_exchange(grid, library, dtype):
+    """Piece r of rank s is s x r large and tells both; those of even peers have gaps, and so do their places."""
+    def piece(source, target):
+        return integers((source % 3, target % 4 + 1), dtype, seed=10 * source + target)
+
+    for axis in axes(grid):
+        laid = (gapped, to_library)
+        pieces = [laid[peer % 2](piece(axis.index, peer), library, dtype) for peer in range(axis.size)]
+        landing = [laid[peer % 2](0 * piece(peer, axis.index), library, dtype) for peer in range(axis.size)]
+        assert axis.exchange_into(pieces, landing).wait() is landing
+        for peer, arrived in enumerate(landing):
+            same(arrived, piece(peer, axis.index), library)
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("library,dtype", [("numpy", "float64"), ("numpy", "float16"), ("standin", "complex64")])
+def test_forms_are_what_numpy_says(grid, library, dtype):
+    check_forms(grid, library, dtype)
+    check_exchange(grid, library, dtype)
+
+
+@pytest.mark.parallel(UP_TO_4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forms_of_tensors(some_grid, dtype):
+    check_forms(some_grid, "torch", dtype)
+    check_exchange(some_grid, "torch", dtype)
+
+
+@pytest.mark.parallel(RANKS)
+def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
+    """Bitwise the same results, the same bytes, the same names in the ledger."""
+    axis, rows = some_grid.everyone, 50
+    counts = part_sizes(rows, axis.size)
+    whole = np.random.default_rng(axis.index).standard_normal((rows, 400))
+    part, out, one, sums = own(whole, counts, axis.index, 0), whole.copy(), whole[: counts[axis.index]].copy(), whole[:]
+    in_place = np.empty_like(whole)
+    checked = lambda: [axis.all_gather(part, counts=counts), axis.reduce_scatter(whole, counts=counts),
+                       axis.all_reduce(whole)]
+    cheap = lambda: [axis.gather_into(part, out, counts), axis.reduce_into(whole, one, counts),
+                     axis.sum_into(sums, in_place)]
+    moved, results = [], []
+    for begin in (checked, cheap):
+        some_grid.ledger.reset()
+        results.append([pending.wait().tobytes() for pending in begin()])
+        moved.append({name: (total.calls, total.sent, total.received) for name in
+                      ("all_gather", "reduce_scatter", "all_reduce")
+                      for total in [some_grid.ledger.total(axis="all", operation=name)]})
+    assert results[0] == results[1] and moved[0] == moved[1]
+
+
+@pytest.mark.parallel(RANKS)
+def test_rows_of_one_dim(some_grid):
+    axis = some_grid.everyone
+    counts = rows_of(axis.size)
+    parts = [integers((count,), seed=rank) for rank, count in enumerate(counts)]
+    out, total = np.empty(sum(counts)), np.empty(counts[axis.index])
+    whole = axis.gather_into(parts[axis.index], out, counts).wait()
+    axis.reduce_into(whole, total, counts).wait()
+    assert np.array_equal(whole, np.concatenate(parts)) and np.array_equal(total, axis.size * parts[axis.index])
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_form_waits_for_what_comes_before_it(comm):
+    """A sum, what is gathered of it, and the sum of that: begun at once, each from the result of the one before. Rank 0
+    begins when the others have begun all three."""
+    with Grid(comm, "ddp") as grid:
+        axis = grid.everyone
+        array, out, last = np.full((2, 40000), 1.0 + axis.index), np.zeros((2 * axis.size, 40000)), np.zeros((2, 40000))
+        if axis.index == 0:
+            comm.barrier()
+        first = axis.sum_into(array, array)
+        second = axis.gather_into(array, out, [2] * axis.size, after=[first])
+        third = axis.reduce_into(out, last, [2] * axis.size, after=[first, second])
+        if axis.index:
+            assert not third.done
+            comm.barrier()
+        third.wait()
+        assert first.done and second.done
+        total = axis.size * (axis.size + 1) / 2
+        assert np.all(array == total) and np.all(out == total) and np.all(last == axis.size * total)
+
+
+@pytest.mark.parallel([2])
+def test_a_form_fails_with_what_it_waits_for(some_grid):
+    """Its messages are never sent, on any rank: what it would read is not there."""
+    def broken(link):
+        yield []
+        raise ValueError("no values")
+
+    axis = some_grid.everyone
+    before = axis.begin("broken", broken)
+    pending = axis.sum_into(np.ones(1), np.ones(1), after=[before])
+    for failed in (before, pending):
+        with pytest.raises(ValueError, match="no values"):
+            failed.wait()
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fails):
+    monkeypatch.setenv("PMM3D_DEBUG", "1")
+    with Grid(comm, "ddp") as grid:
+        axis, array = grid.everyone, np.ones(grid.size)
+        assert axis.sum_into(array, array).wait()[0] == grid.size
+        if grid.size > 1:
+            call = lambda: (axis.gather_into(array[:1], array, [1] * grid.size) if grid.rank else
+                            axis.sum_into(array, array)).wait()
+            assert "test_forms.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(size, dtype):
+    counts = rows_of(size)
+    shape = 3, sum(counts)
+    arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
+
+    def gather(link):
+        with link.workspace.slab(forms.gather_work(shape, dtype, 1), LIBRARY) as work:
+            part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
+            return (yield from forms.gathered(link, LIBRARY, part, out, counts, 1, work))
+
+    def reduce(link):
+        with link.workspace.slab(forms.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1), LIBRARY) as work:
+            out = np.empty((3, counts[link.rank]), dtype)
+            return (yield from forms.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
+
+    assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
+    total = sum(array.astype("float64") for array in arrays)
+    for rank, found in enumerate(run(size, reduce)[0]):
+        assert np.array_equal(found, own(total, counts, rank, 1))

@@ -1,0 +1,310 @@
+"""Relayouts: every step of the algebra on every grid, their adjoints, their bytes; matrices of partial sums."""
+
+import numpy as np
+import pytest
+from samples import UP_TO_4, integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, Layout, LayoutError, matmul
+from pmm3d.layout import itemsize, transitions
+from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
+from pmm3d.product import verify
+from pmm3d.product.relayout import Relayout, relayout
+
+RANKS = [1, 2, 4, 6, 8]
+LAYOUTS = [
+    Layout(), Layout("x"), Layout((), "x"), Layout(sums="x"), Layout("z"), Layout((), ("y", "z")),
+    Layout(sums=("y", "z")), Layout.A, Layout.B, Layout(("z", "y"), "x"), Layout("z", "y", sums="x"),
+    Layout("x", sums="z"), Layout((), "x", sums="y"),
+]  # fmt: skip
+"""Each axis splits rows, splits columns, holds partial sums and replicates, alone and beside others."""
+IN_UNITS = [
+    Layout("z", units=(4, 1)), Layout(("z", "y"), "x", units=(4, 5)), Layout((), ("y", "x"), units=(1, 5)),
+    Layout("x", units=(4, 1), sums=("y", "z")), Layout(sums=("x", "z")), Layout("z", "x", units=(2, 5)),
+]  # fmt: skip
+CASES = [((7, 5), LAYOUTS), ((2, 9), LAYOUTS[:8]), ((12, 10), IN_UNITS)]
+"""Shapes with ragged and empty parts, in layouts that fit them."""
+
+
+def pairs(layouts):
+    return [(source, target) for source in layouts for target in layouts]
+
+
+def local_of(grid, whole, layout, seed=0):
+    """This rank's shard; of partial sums, numbers of its own that make up the whole."""
+    layout, coords = layout.on(grid.shape), grid.coords
+    along = lambda rank: tuple(getattr(grid.shape.position(rank), axis) for axis in layout.sums)
+    own = {place: integers(whole.shape, seed=seed + index)
+           for index, place in enumerate(sorted({along(rank) for rank in range(grid.size)}))}
+    first = min(own)
+    own[first] = whole - sum((part for place, part in own.items() if place != first), 0 * whole)
+    box = layout.box(whole.shape, grid.shape, coords)
+    return own[along(grid.rank)][box.r0 : box.r1, box.c0 : box.c1].copy()
+
+
+def shard_of(grid, shape, layout, **coords):
+    """The box of this rank, or of the one that has other coordinates."""
+    return layout.box(shape, grid.shape, grid.coords._replace(**coords))
+
+
+def check(grid, local, whole, layout):
+    """That the ranks' arrays are the whole matrix in that layout."""
+    total = np.ascontiguousarray(local)
+    for axis in layout.on(grid.shape).sums:
+        total = grid.axis(axis).all_reduce(total).wait()
+    box = layout.box(whole.shape, grid.shape, grid.coords)
+    assert np.array_equal(total, whole[box.r0 : box.r1, box.c0 : box.c1]), layout
+
+
+@pytest.mark.parallel(RANKS)
+def test_every_pair_of_layouts(grid):
+    """All are begun before the first is awaited; what comes in stays as it was."""
+    for shape, layouts in CASES:
+        whole, under_way = integers(shape), []
+        for source, target in pairs(layouts):
+            local = local_of(grid, whole, source)
+            before = local.copy()
+            under_way.append((relayout(grid, local, shape, source, target), local, before, target))
+        for pending, local, before, target in reversed(under_way):
+            check(grid, pending.wait(), whole, target)
+            assert pending.done and np.array_equal(local, before)
+
+
+@pytest.mark.parallel(RANKS)
+def test_there_and_back_begun_at_once(some_grid):
+    """The way back waits for the way there, of which it reads the result; both are begun before rank 0 takes part."""
+    grid, comm = some_grid, some_grid.comm
+    for shape, layouts in CASES:
+        whole, ways = integers(shape), []
+        for source, target in pairs(layouts):
+            if grid.rank == 0:
+                comm.barrier()
+            local = local_of(grid, whole, source)
+            there, back = (np.full(shard_of(grid, shape, layout).shape, 77.0) for layout in (target, source))
+            moves = any(step.kind == "move" for way in ((source, target), (target, source))
+                        for step in transitions(*way, grid.shape, shape))
+            if grid.rank and moves:
+                comm.barrier()
+            first = relayout(grid, local, shape, source, target, out=there)
+            second = relayout(grid, there, shape, target, source, after=[first], out=back)
+            if grid.rank and not moves:
+                comm.barrier()
+            ways.append((second, first, back, there, source, target))
+        for second, first, back, there, source, target in ways:
+            assert second.wait() is back and first.wait() is there
+            check(grid, back, whole, source)
+            check(grid, there, whole, target)
+
+
+def typed(array, library, dtype):
+    return to_library(array.astype("float32" if dtype == "bfloat16" else dtype), library, dtype)
+
+
+def check_library(grid, library, dtype):
+    for shape, layouts in CASES[1:]:
+        whole = integers(shape)
+        for source, target in pairs(layouts):
+            local = typed(local_of(grid, whole, source), library, dtype)
+            found = relayout(grid, local, shape, source, target).wait()
+            out = typed(np.zeros(tuple(found.shape)), library, dtype)
+            assert relayout(grid, local, shape, source, target, out=out).wait() is out
+            for array in (found, out):
+                array = array.float() if library == "torch" else array
+                check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("library,dtype", [("numpy", "float16"), ("standin", "complex64")])
+def test_other_types_and_a_device(some_grid, library, dtype):
+    check_library(some_grid, library, dtype)
+
+
+@pytest.mark.parallel(UP_TO_4)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_tensors(some_grid, dtype):
+    check_library(some_grid, "torch", dtype)
+
+
+@pytest.mark.parallel(RANKS)
+def test_the_adjoint_is_the_relayout_back(some_grid):
+    """<R x, y> = <x, R* y>, R* from target.summed to source.summed: gradients are replicated where a matrix is, and
+    where it is of partial sums."""
+    grid = some_grid
+
+    def product(one, other, layout):
+        first = layout.on(grid.shape).is_first(grid.coords)
+        return grid.everyone.all_reduce(np.array([np.sum(one * other) * first]), agreed=True).wait()[0]
+
+    for shape, layouts in CASES:
+        x, y = integers(shape, seed=1), integers(shape, seed=2)
+        for source, target in pairs(layouts):
+            here, gradient = local_of(grid, x, source), local_of(grid, y, target.summed)
+            there = relayout(grid, here, shape, source, target).wait()
+            back = relayout(grid, gradient, shape, target.summed, source.summed).wait()
+            assert product(there, gradient, target) == product(here, back, source) == np.sum(x * y)
+
+
+def moved(grid, axis, operation):
+    total = grid.ledger.total(axis=axis, operation=operation)
+    return total.calls, total.received, total.sent
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(some_grid, dtype):
+    grid, size, shape = some_grid, itemsize(dtype), (31, 600)
+    for name in ("x", "y", "z"):
+        axis = grid.axis(name)
+        if axis.size == 1:
+            continue
+        cut, other, index = Layout(name), Layout((), name), axis.index
+        rows, cols = ([shard_of(grid, shape, layout, **{name: rank}).shape[dim] for rank in range(axis.size)]
+                      for dim, layout in enumerate((cut, other)))
+        flat = lambda counts: [shape[0] * count for count in counts]
+        total = all_reduce_volume(shape[0] * shape[1], dtype, axis.size, index)
+        exchanged = (shape[0] - rows[index]) * cols[index] * size, rows[index] * (shape[1] - cols[index]) * size
+        cases = [
+            (cut, Layout(), "all_gather", gather_volume(rows, index, shape[1] * size)),
+            (other, Layout(), "all_gather", gather_volume(flat(cols), index, size)),
+            (Layout(sums=name), cut, "reduce_scatter", reduce_volume(rows, index, shape[1], dtype)),
+            (Layout(sums=name), other, "reduce_scatter", reduce_volume(flat(cols), index, 1, dtype)),
+            (Layout(sums=name), Layout(), "all_reduce", total),
+            (cut, other, "all_to_all", exchanged),
+            (Layout(), cut, None, None), (Layout(), other, None, None), (Layout(), Layout(sums=name), None, None),
+        ]  # fmt: skip
+        for source, target, operation, volume in cases:
+            matrix = DistMatrix.empty(grid, shape, dtype=dtype, layout=source)
+            matrix.local[...] = 0
+            grid.ledger.reset()
+            matrix.redistribute(target)
+            assert grid.ledger.total(phase="redistribute").calls == (operation is not None)
+            if operation is not None:
+                assert moved(grid, name, operation) == (1, *volume[:2])
+
+
+@pytest.mark.parallel(RANKS)
+def test_what_axes_can_do_sends_nothing_between_all_ranks(grid):
+    """Besides the agreement on the arguments: one for each redistribution."""
+    shape, layouts = CASES[0]
+    for source, target in pairs(layouts):
+        steps = transitions(source, target, grid.shape, shape)
+        matrix = DistMatrix.from_global(grid, integers(shape), layout=source)
+        grid.ledger.reset()
+        matrix.redistribute(target)
+        calls = grid.ledger.total(axis="all").calls
+        moves = grid.ledger.total(axis="all", operation="redistribute").calls
+        assert moves == sum(step.kind == "move" for step in steps)
+        assert calls - moves == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
+
+
+@pytest.mark.parallel(RANKS)
+def test_work_memory_is_what_was_planned(some_grid):
+    """A slab of `Relayout.work` bytes is enough for all steps, one after the other."""
+    for shape, layouts in CASES:
+        whole = integers(shape)
+        for source, target in pairs(layouts):
+            way = Relayout(some_grid, local_of(some_grid, whole, source), shape, source, target)
+            with some_grid.workspace.slab(way.work, way._library) as work:
+                check(some_grid, way.begin(work=work).wait(), whole, target)
+
+
+@pytest.mark.parallel(RANKS)
+def test_matrices_in_both_orders(grid):
+    """Redistributed into new memory, into an `out`, transposed or not; the result is no view of the operand."""
+    shape, layouts = CASES[0]
+    whole = integers(shape)
+    for source, target in pairs(layouts):
+        matrix = DistMatrix.from_local(grid, local_of(grid, whole, source), shape, layout=source)
+        found = matrix.redistribute(target)
+        check(grid, found.local, whole, target)
+        assert found.library.is_contiguous(found.local) and not np.shares_memory(found.local, matrix.local)
+        turned = matrix.T.redistribute(target.T)
+        check(grid, turned.T.local, whole, target)
+        out = DistMatrix.empty(grid, shape, layout=target)
+        assert matrix.redistribute(target, out=out) is out
+        check(grid, out.local, whole, target)
+
+
+@pytest.mark.parallel([2, 4])
+def test_with_debug(comm, monkeypatch):
+    monkeypatch.setenv("PMM3D_DEBUG", "1")
+    with Grid(comm, (comm.size // 2, 1, 2)) as grid:
+        shape, layouts = CASES[0]
+        whole = integers(shape)
+        for source, target in pairs(layouts):
+            check(grid, relayout(grid, local_of(grid, whole, source), shape, source, target).wait(), whole, target)
+
+
+@pytest.mark.parallel([2, 4])
+def test_an_axis_of_its_own_name(comm):
+    with Grid(comm, (1, 1, comm.size // 2), axes={"seq": 2}) as grid:
+        shape = 8, 6
+        whole, layouts = integers(shape), [Layout("z"), Layout(("z", "seq"), units=(2, 1)), Layout("z", "seq"),
+                                           Layout("z", sums="seq")]
+        for source, target in pairs(layouts):
+            grid.ledger.reset()
+            check(grid, relayout(grid, local_of(grid, whole, source), shape, source, target).wait(), whole, target)
+            assert grid.ledger.total(axis="all").calls == 0
+
+
+@pytest.mark.parallel([1, 2, 4, 6])
+def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
+    """Made in every way, gathered, transposed, multiplied, verified."""
+    grid, shape = some_grid, (6, 5)
+    whole = integers(shape)
+    layout, second = Layout("z", sums=("x", "y")), Layout("y", "z", sums="x")
+    made = [
+        DistMatrix.from_local(grid, local_of(grid, whole, layout), shape, layout=layout),
+        DistMatrix.from_global(grid, whole, layout=layout),
+        DistMatrix.from_global(grid, whole if grid.rank == 0 else None, layout=layout, root=0),
+        DistMatrix.from_function(grid, shape, lambda i, j: whole[i, j], layout=layout),
+    ]  # fmt: skip
+    for matrix in made:
+        assert np.array_equal(matrix.gather(), whole) and np.array_equal(matrix.T.gather(), whole.T)
+        at_root = matrix.gather(0)
+        assert at_root is None if grid.rank else np.array_equal(at_root, whole)
+        check(grid, matrix.redistribute(Layout.C).local, whole, Layout.C)
+    b = DistMatrix.from_local(grid, local_of(grid, integers((5, 4), seed=1), second), (5, 4), layout=second)
+    c = made[0] @ b
+    assert np.array_equal(c.gather(), whole @ integers((5, 4), seed=1))
+    assert np.array_equal((b.T @ made[0].T).gather(), c.gather().T)
+    assert verify.freivalds(made[0], b, c) <= 1 and verify.exact(made[0], b)
+    drawn = [DistMatrix.random(grid, shape, seed=3, layout=kind).gather() for kind in (layout, Layout.A)]
+    assert np.array_equal(*drawn)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_partial_sums_come_from_and_go_to_another_grid(comm):
+    whole = integers((7, 5))
+    with Grid(comm, "ddp") as one, Grid(comm, (1, comm.size, 1)) as other:
+        for source, target in ((Layout(sums="data"), Layout((), "y")), (Layout("data"), Layout(sums="y")),
+                               (Layout(sums="data"), Layout(sums="y"))):
+            matrix = DistMatrix.from_local(one, local_of(one, whole, source), whole.shape, layout=source)
+            for kind in (matrix, matrix.T):
+                found = kind.redistribute(target if kind is matrix else target.T, other)
+                check(other, (found if kind is matrix else found.T).local, whole, target)
+
+
+@pytest.mark.parallel([2, 4])
+def test_partial_sums_that_cannot_be(some_grid, fails):
+    """An axis of one rank holds no partial sums: the layout is what it is without."""
+    grid = some_grid
+    axis = next(name for name in "xyz" if grid.axis(name).size > 1)
+    a = DistMatrix.from_global(grid, integers((4, 4)))
+    out = DistMatrix.empty(grid, (4, 4), layout=Layout(sums=axis))
+    said = fails(LayoutError, "matmul: out is of partial sums", lambda: matmul(a, a, out=out))
+    assert "out.layout.summed" in said
+    fails(LayoutError, "names the axis 'w'", lambda: DistMatrix.empty(grid, (4, 4), layout=Layout(sums="w")))
+    fails(LayoutError, "names the axis 'w'", lambda: a.redistribute(Layout("w")))
+    fails(LayoutError, "multiple of the unit", lambda: a.redistribute(Layout(axis, units=(3, 1))))
+    out = DistMatrix.empty(grid, (4, 4), layout=Layout("z", "x", sums="data"))
+    assert np.array_equal(matmul(a, a, out=out).gather(), a.gather() @ a.gather())
+
+
+@pytest.mark.parallel([7])
+def test_idle_ranks_take_part_where_all_do(comm):
+    with Grid(comm, "auto", product=(512, 512, 512)) as grid:
+        assert grid.shape.size == 6
+        whole = integers((7, 5))
+        for source, target in pairs(LAYOUTS):
+            matrix = DistMatrix.from_global(grid, whole, layout=source)
+            assert np.array_equal(matrix.redistribute(target).gather(), whole)
