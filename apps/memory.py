@@ -35,7 +35,7 @@ def train(options, shape) -> tuple[int, int, MLPMemory]:
             nn.mse(net(x), y).backward()
             optimizer.step()
         arrays = [matrix.local for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
-        arrays += [parameter.gradient for parameter in net.parameters()]
+        arrays += [parameter.accumulated.array for parameter in net.parameters()]
         held = sum(array.nbytes for array in arrays) + grid.workspace.allocated
         growth, held = (max(comm.allgather(value)) for value in (peak_memory() - before, held))
         formula = MLPMemory(tuple(sizes), options.batch, GridShape(*shape), options.activation, states=2,

@@ -45,8 +45,8 @@ from .watch import Watch
 
 
 class Grid:
-    """Gx x Gy x Gz x Gdata ranks, and along the axes that are named besides. Ranks run fastest along x, then y, z, data,
-    then in the order named, so that inner axes stay in a node.
+    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data, then
+    in the order named, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least modelled time for `product`, or one of the known
@@ -87,8 +87,8 @@ class Grid:
     GridError. A grid, its axes and its matrices can be neither copied nor pickled.
 
     Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would), an axis cannot
-    have its name or an option makes no sense, DisagreementError if the ranks ask for different grids, LauncherError under the launcher of another
-    MPI.
+    have its name or an option makes no sense, DisagreementError if the ranks ask for different grids, LauncherError
+    under the launcher of another MPI.
 
         >>> with Grid(shape="auto", product=(512, 512, 512)) as grid:
         ...     grid.shape.size <= grid.size, grid.coords == grid.shape.coords(grid.rank)

@@ -74,7 +74,8 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
     if wanted.size != ranks:
         some = ranks // prod(wanted[3:]) or ranks
         fitting = ", ".join(map(str, islice(ranked_grids(product, some, dtype), 3)))
-        raise GridError(f"grid {x}x{y}x{z} ({_in_words({'data': data, **axes})}) needs {wanted.size} ranks; the communicator has {ranks}. "
+        others = _in_words({"data": data, **axes})
+        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. "
                         f"Grids that fit {some} ranks, by modelled cost: {fitting}")
     return wanted
 

@@ -5,26 +5,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .compute import in_chunks
-    from .functional import dropout, gelu, layer_norm, linear, relu, sigmoid, silu, tanh
+    from .contract import Gradient, Product
+    from .dense import linear
+    from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
     from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
     from .loss import accuracy, cross_entropy, mae, mse, r2
     from .overlap import Overlap
     from .parameter import Parameter
-    from .tensor import Tape, Tensor, add, no_grad, no_sync, relayout, scale
+    from .tape import Tape, defer_weights, no_grad, no_sync
+    from .tensor import Tensor, add, relayout, scale
 
 _MODULES = {
     "compute": ("in_chunks",),
-    "tensor": ("Tape", "Tensor", "add", "no_grad", "no_sync", "relayout", "scale"),
+    "contract": ("Gradient", "Product"),
+    "tape": ("Tape", "defer_weights", "no_grad", "no_sync"),
+    "tensor": ("Tensor", "add", "relayout", "scale"),
+    "dense": ("linear",),
     "parameter": ("Parameter",),
-    "functional": ("dropout", "gelu", "layer_norm", "linear", "relu", "sigmoid", "silu", "tanh"),
+    "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Module", "Recompute", "Residual", "Sequential"),
     "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
     "overlap": ("Overlap",),
     "optim": (), "training": (), "exchange": (), "memory": (), "volume": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Recompute", "Residual", "Sequential",
-    "Tape", "Tensor", "accuracy", "add", "cross_entropy", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "mae",
+    "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Product", "Recompute",
+    "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cross_entropy", "defer_weights", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "mae",
     "mse", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "tanh",
 ]  # fmt: skip
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..comm import Axis, Grid, Pending
-from ..comm.forms import following
-from ..comm.transport import Collective, Link
+from ..comm import Axis, Grid
 from ..errors import needs
-from ..layout import Layout
+from ..layout import FIRST, Layout, itemsize, part_sizes
 from ..product import DistMatrix
 
 with needs("train", "networks"):
@@ -38,9 +35,31 @@ class Form:
     def of(cls, value: DistMatrix) -> Form:
         return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
+    @property
+    def is_vector(self) -> bool:
+        """One row for all rows of a batch: a bias."""
+        return self.shape[0] == 1 and not self.layout.rows
+
+    def row_counts(self, axis: Axis) -> list[int]:
+        """Rows that each rank along an axis holds, the last one that splits the rows, of all that they hold."""
+        outer = Layout(tuple(name for name in self.layout.rows if name != axis.name), units=self.layout.units)
+        rows, _ = outer.box(self.shape, self.grid.shape, self.grid.coords).shape
+        unit = self.layout.units[0]
+        return [unit * units for units in part_sizes(rows // unit, axis.size)]
+
+    def largest_without(self, axis: str) -> int:
+        """Bytes of the largest rank's part, if that axis did not split the rows."""
+        outer = Layout(tuple(name for name in self.layout.rows if name != axis), self.layout.cols)
+        return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
+
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
         """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
         return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
+
+    def like(self, shape: tuple[int, int], layout: Layout) -> Form:
+        """The form of another matrix of this type."""
+        box = layout.box(shape, self.grid.shape, self.grid.coords)
+        return Form(self.grid, shape, layout, self.dtype, self.library, box.shape)
 
     def matrix(self, local: Array) -> DistMatrix:
         """The matrix of this form of which `local` is this rank's shard."""
@@ -102,22 +121,6 @@ def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     rows = max(1, CHUNK // max(1, out.shape[1]))
     for start in range(0, out.shape[0], rows):
         out[start : start + rows] = function(*(array[start : start + rows] for array in arrays))
-
-
-def begin_after(before: Sequence[Pending], axis: Axis, name: str, collective: Callable[[Link], Collective[Any]],
-                library: NumpyLibrary) -> Pending:
-    """Start a collective along an axis on arrays of a library, which begins once others are done."""
-    return axis.begin(name, following(before, collective), library=library)
-
-
-def sum_over(axis: Axis, array: Array, *before: Pending) -> Pending:
-    """Start the sum of an array over an axis, in place, once what fills it is done."""
-    return axis.sum_into(array, array, after=before)
-
-
-def gather_over(axis: Axis, part: Array, out: Array, counts: Sequence[int]) -> Pending:
-    """Start bringing the parts of all ranks of an axis, of so many rows, together in `out`."""
-    return axis.gather_into(part, out, counts)
 
 
 def stacked(axis: Axis, array: Array) -> Array:

@@ -55,7 +55,7 @@ def _torch_tensors(network: Module) -> tuple[dict[str, DistMatrix], set[str]]:
     """(values of the parameters by torch's names, names of those that are vectors)."""
     named = {torch_name(name): parameter for name, parameter in network.named_parameters().items()}
     vectors = {name for name, parameter in named.items() if parameter.is_vector}
-    return {name: parameter.value for name, parameter in named.items()}, vectors
+    return {name: parameter.stored for name, parameter in named.items()}, vectors
 
 
 def torch_name(name: str) -> str:

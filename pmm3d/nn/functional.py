@@ -13,95 +13,19 @@ from types import ModuleType
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Workspace, random
-from ..comm import Axis, Pending
+from ..comm import Axis
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Box, Layout, batch_layout, part_sizes
-from ..model.volumes import all_reduce_volume
-from .compute import array_namespace, by_rows, column_sums, computing, elementwise, gemm, in_chunks, stacked, sum_over
+from ..layout import Box, Layout, part_sizes
+from .compute import Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks, stacked
+from .contract import Product
+from .dense import linear
 from .parameter import Parameter
-from .tensor import Form, Tape, Tensor, add, relayout, scale
+from .tensor import Tensor, add, relayout, scale, whole
 
 __all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu", "scale", "sigmoid", "silu", "tanh"]
 
 Elementwise = Callable[[Array, ModuleType], Array]
 """function(part of an array, its namespace)."""
-
-
-def linear(x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
-    """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
-
-    x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another
-    weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged)
-    bias     (1, n)  columns as the weight's
-
-    Returns O (m, n): rows over data, z; columns over x (or y). Raises LayoutError if the k differ.
-
-    Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
-
-        forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
-        backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I| unless I needs no gradient
-                   +  (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
-
-    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
-    backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
-
-        >>> from pmm3d import DistMatrix, Grid, nn
-        >>> with Grid(shape="fsdp") as grid:
-        ...     linear(Tensor(DistMatrix.random(grid, (4, 3), dtype="float32")), nn.Linear(grid, 3, 2).weight).shape
-        (4, 2)
-    """
-    grid, tape = x.grid, x.tape
-    (k_axis, _), (n_axis,) = weight.layout.rows, weight.layout.cols
-    if x.shape[1] != weight.shape[0]:
-        raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
-    x = relayout(x, batch_layout(k_axis))
-    form, inputs, wanted = x.form, x.local, x.requires_grad
-    out = form.new((inputs.shape[0], weight.local.shape[1]))
-    full = tape.parallel.weights.take(weight, tape.phase)
-    beta = 0
-    if bias is not None and grid.axis(k_axis).index == 0:
-        out[...], beta = bias.local, 1
-    for pending in _reduced_product(form, inputs, full, out, beta, grid.axis(k_axis), "reduce O"):
-        pending.wait()
-    del full
-
-    def rule(gradient: Array) -> tuple[Array | None, None, None]:
-        full = tape.parallel.weights.take(weight, "backward")
-        dx, sums = None, []
-        if wanted:
-            dx = form.new()
-            sums = _reduced_product(form, gradient, full.T, dx, 0, grid.axis(n_axis), "reduce dI")
-        del full
-        tape.parallel.gradients.add(weight, lambda out, beta: gemm(form, inputs.T, gradient, out, beta))
-        if bias is not None:
-            tape.parallel.gradients.add(bias, lambda out, beta: column_sums(form, gradient, out, beta))
-        for pending in sums:
-            pending.wait()
-        return dx, None, None
-
-    parents = (x, weight) if bias is None else (x, weight, bias)
-    return x.made(out, parents, rule, shape=(x.shape[0], weight.shape[1]), layout=Layout(x.layout.rows, n_axis))
-
-
-def _reduced_product(form: Form, a: Array, b: Array, c: Array, beta: int, axis: Axis, phase: str) -> list[Pending]:
-    """C = A B + beta C, summed over an axis: rows in strips, each on its way as soon as it is there. Returns the sums
-    under way."""
-    parallel = Tape.of(form.grid).parallel
-    if axis.size == 1:
-        gemm(form, a, b, c, beta)
-        return []
-    sums, (rows, cols) = list[Pending](), c.shape
-    strips = parallel.overlap.row_strips(rows, cols, form.dtype, form.grid.hosts)
-    size = (strips[0].stop - strips[0].start) * cols
-    work = all_reduce_volume(size, form.dtype, axis.size, axis.index).work
-    parallel.gradients.note_work("rows", len(strips) * [work], 1)
-    for strip in strips:
-        gemm(form, a[strip], b, c[strip], beta)
-        with form.grid.ledger.phase(phase):
-            sums.append(sum_over(axis, c[strip]))
-        if not parallel.overlap.oar:
-            sums[-1].wait()
-    return sums
 
 
 def relu(x: Tensor) -> Tensor:
@@ -171,17 +95,17 @@ def gelu(x: Tensor) -> Tensor:
 
 def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_output: bool = False) -> Tensor:
     """The derivative is taken of the input, or of the output, which is then all that is kept."""
-    form, local = x.form, x.local
+    x = whole(x)
+    form, local = x.form, x.shard
     xp = array_namespace(local)
     with computing(form.grid, "elementwise"):
         out = elementwise(form, lambda part: function(part, xp), local)
-    kept = out if of_output else local
 
-    def rule(gradient: Array) -> tuple[Array]:
+    def rule(gradient: Array, kept: Array) -> tuple[Array]:
         with computing(form.grid, "elementwise"):
             return (elementwise(form, lambda g, part: g * derivative(part, xp), gradient, kept),)
 
-    return x.made(out, (x,), rule)
+    return x.made(out, (x,), rule, keep=[out if of_output else local])
 
 
 def _logistic(part: Array, xp: ModuleType) -> Array:
@@ -211,14 +135,15 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         raise Pmm3dError(f"dropout: p is a probability below 1; got {p}")
     if p == 0:
         return x
+    x = whole(x)
     form = x.form
-    kept = form.library.from_numpy(_kept(x.box, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
+    mask = form.library.from_numpy(_kept(x.box, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
 
-    def masked(array: Array) -> Array:
+    def masked(array: Array, mask: Array) -> Array:
         with computing(form.grid, "elementwise"):
-            return elementwise(form, lambda part, keep: part * keep * (1 / (1 - p)), array, kept)
+            return elementwise(form, lambda part, keep: part * keep * (1 / (1 - p)), array, mask)
 
-    return x.made(masked(x.local), (x,), lambda gradient: (masked(gradient),))
+    return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
 
 
 def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace: Workspace) -> np.ndarray:
@@ -250,32 +175,36 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
     x = relayout(x, Layout(x.layout.rows, gain.layout.cols))
-    form, local, axis, tape = x.form, x.local, x.grid.axis(gain.layout.cols[0]), x.tape
+    form, local, axis = x.form, x.shard, x.grid.axis(gain.layout.cols[0])
     xp = array_namespace(local)
     mean, variance = _moments(form, local, axis)
     inverse = 1 / xp.sqrt(variance + eps)
     normal, out = form.new(), form.new()
     with computing(form.grid, "elementwise"):
         by_rows(lambda part, m, s: (part - m) * s, normal, local, mean, inverse)
-        by_rows(lambda part: part * gain.local + bias.local, out, normal)
+        by_rows(lambda part: part * gain.shard + bias.shard, out, normal)
 
-    def rule(gradient: Array) -> tuple[Array, None, None]:
+    def rule(gradient: Array, normal: Array, inverse: Array) -> tuple[Array, Product, Product]:
         scaled, product, dx = form.new(), form.new(), form.new()
         with computing(form.grid, "elementwise"):
-            by_rows(lambda g: g * gain.local, scaled, gradient)
+            by_rows(lambda g: g * gain.shard, scaled, gradient)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
             sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
         with form.grid.ledger.phase("layer norm"):
-            sums = sum_over(axis, sums).wait() / form.shape[1]
+            sums = axis.sum_into(sums, sums).wait() / form.shape[1]
         with computing(form.grid, "elementwise"):
             by_rows(lambda g, part, a, b, s: (g - a - part * b) * s, dx, scaled, normal, sums[0][:, None],
                     sums[1][:, None], inverse)
             in_chunks(lambda g, part: g * part, product, gradient, normal)
-        tape.parallel.gradients.add(gain, lambda out, beta: column_sums(form, product, out, beta))
-        tape.parallel.gradients.add(bias, lambda out, beta: column_sums(form, gradient, out, beta))
-        return dx, None, None
+        return dx, _sum_of_rows(form, product), _sum_of_rows(form, gradient)
 
-    return x.made(out, (x, gain, bias), rule)
+    return x.made(out, (x, gain, bias), rule, keep=[normal, inverse])
+
+
+def _sum_of_rows(form: Form, array: Array) -> Product:
+    """The gradient of a row that all rows of a batch share."""
+    return Product(Layout((), form.layout.cols, form.layout.rows), (1, array.shape[1]),
+                   lambda out, beta, _: column_sums(form, array, out, beta), "reduce dW")
 
 
 def _moments(form: Form, local: Array, axis: Axis) -> tuple[Array, Array]:

@@ -1,132 +1,257 @@
-"""Where gradients go to: their sums over the ranks that hold other rows of the batch."""
+"""The gradients of parameters: one record each, and when the sums over the ranks that hold other rows of the batch are
+begun and awaited."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..comm.algorithms import reduce_parts, sum_arrays
+from ..comm.forms import following
 from ..comm.transport import Collective, Link
-from ..errors import Pmm3dError
-from ..layout import itemsize, offsets
+from ..layout import FIRST, Layout, itemsize, offsets, part_sizes
 from ..model.volumes import all_reduce_volume, reduce_volume
-from .compute import begin_after
+from ..product.relayout import relayout
+from .compute import Form, in_chunks
+from .contract import EVERYTHING, Gradient, Part, Product, natural, route
 from .overlap import Overlap
-from .shard import ParameterShard
 
-Multiply = Callable[[Array, int], None]
-"""multiply(out, beta): out = beta out + this rank's part of a gradient."""
 IN_FLIGHT = 2
 """Sums of gradients along one axis that are under way at once: more would take memory and speed nothing up, since the
 link is busy already."""
 
 
-class Gradients:
-    """Sums gradients over the ranks that hold other rows of the batch: matrices along z as they come, all along data
-    in buckets as they fill, vectors at the end of the backward pass.
+class State(Enum):
+    """Of a parameter's gradient.
 
-    How often a parameter is used in a pass, and so when its gradient is complete, is known from the pass before; in
-    the first one the sums over data wait for its end.
+    EMPTY     there is none; its memory may be there
+    OPEN      this rank's part: the sums over other ranks are still to be begun
+    SUMMING   they are under way
+    SUMMED    it is whole: the same on all ranks that hold the same part
     """
+
+    EMPTY = "empty"
+    OPEN = "open"
+    SUMMING = "summing"
+    SUMMED = "summed"
+
+
+@dataclass(eq=False)
+class Accumulated:
+    """A parameter's gradient, kept from step to step.
+
+    form      of the parameter
+    array     shaped like the parameter's shard;   state   how far it is
+    sums      axes over which the ranks' arrays are still to be added
+    split     whether, once summed, each rank along data holds its own part only (ZeRO-1)
+    owners    for each optimizer of the parameter, whether it needs that part only
+    pending   the last collective that writes to the array
+    to_come   how often the backward pass under way will still add to it
+    """
+
+    form: Form
+    array: Array = None
+    state: State = State.EMPTY
+    sums: tuple[str, ...] = ()
+    split: bool = False
+    pending: Pending | None = None
+    to_come: int = 0
+    owners: set[bool] = field(default_factory=set)
+
+    @property
+    def layout(self) -> Layout:
+        """That the array, or the part of it that counts, is in."""
+        rows, cols = self.form.layout.rows, self.form.layout.cols
+        return self.split_layout if self.split else Layout(rows, cols, self.sums, self.form.layout.units)
+
+    @property
+    def split_layout(self) -> Layout:
+        """If the data axis splits it too: the rows of a matrix, the columns of a vector."""
+        rows, cols = self.form.layout.rows, self.form.layout.cols
+        return Layout(rows, (*cols, "data")) if self.form.is_vector else Layout((*rows, "data"), cols)
+
+    def data_counts(self) -> list[int]:
+        """Elements of the shard in each part that the data axis splits it into, one after the other."""
+        rows, cols = self.form.local_shape
+        size, width = (cols, 1) if self.form.is_vector else (rows, cols)
+        return [part * width for part in part_sizes(size, self.form.grid.data.size)]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest rank's array."""
+        return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def landing(self, sums: tuple[str, ...]) -> tuple[Array, int, bool]:
+        """(array, beta, adds): where another part of the gradient goes that is to be summed over those axes, the array
+        times beta that it is added to, and whether this rank adds it: of what is whole along an axis over which the
+        rest is still to be summed the first rank counts alone."""
+        grid = self.form.grid
+        if self.state is State.EMPTY:
+            if self.array is None:
+                with grid.ledger.holding("gradients"):
+                    self.array = self.form.library.empty(self.form.local_shape, self.form.dtype)
+            beta, self.sums, self.state, self.split = 0, sums, State.OPEN, False
+        else:
+            self._open([axis for axis in sums if self.state is not State.OPEN or axis not in self.sums])
+            beta = 1
+        return self.array, beta, all(grid.axis(axis).index == 0 for axis in self.sums if axis not in sums)
+
+    def _open(self, more: Sequence[str]) -> None:
+        """To be summed over more axes too, along which it is whole: of the ranks there one keeps it, the others begin
+        from zero."""
+        if self.state is State.OPEN and not more:
+            return
+        self.wait()
+        if self.state is not State.OPEN:
+            self.sums, self.state = (), State.OPEN
+        flat, grid = self.array.reshape(-1), self.form.grid
+        start, stop = 0, flat.shape[0]
+        if self.split:
+            more, self.sums, self.split = [axis for axis in more if axis != "data"], ("data",), False
+            start, stop = offsets(self.data_counts())[grid.data.index :][:2]
+        if any(grid.axis(axis).index for axis in more):
+            start = stop = 0
+        flat[:start] = 0
+        flat[stop:] = 0
+        self.sums = tuple(axis for axis in grid.shape.names if axis in (*self.sums, *more))
+
+
+class Leaf(Protocol):
+    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None."""
+
+    name: str
+    shape: tuple[int, int]
+
+    @property
+    def accumulated(self) -> Accumulated | None: ...
+
+    def receive(self, part: Part) -> None: ...
+
+
+class Gradients:
+    """Brings every part of a gradient to its parameter: sums that scatter it along an axis (weights: z) as it comes,
+    those over data in buckets as they fill, others at the end of the backward pass."""
 
     def __init__(self, grid: Grid):
         self._grid = grid
-        self._expected: WeakKeyDictionary[ParameterShard, int] = WeakKeyDictionary()
-        self._unsynced: dict[ParameterShard, None] = {}
         self._flights: dict[str, list[Pending]] = {}
         self._work: dict[str, list[Sequence[int]]] = {}
         self._partials = Partials(grid)
-        self.begin(True, Overlap())
+        self._open: dict[Accumulated, None] = {}
+        self.begin(True, Overlap(), Counter())
 
-    def begin(self, sync: bool, overlap: Overlap) -> None:
-        """A backward pass begins; its gradients are summed over data at its end, or in a later pass."""
+    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated]) -> None:
+        """A backward pass begins, which brings so many parts to each gradient; they are summed in it or in a later
+        one."""
         self._sync, self._overlap = sync, overlap
-        self._uses: Counter[ParameterShard] = Counter()
-        self._begun: set[ParameterShard] = set()
-        self._under_way: dict[ParameterShard, Pending] = {}
-        self._bucket: list[ParameterShard] = []
+        self._bucket: list[Accumulated] = []
+        self._used = list(uses)
+        for record, times in uses.items():
+            record.to_come = times
 
-    def add(self, parameter: ParameterShard, multiply: Multiply) -> None:
-        """Add to a gradient: multiply(out, beta) forms this rank's part of the sum, of a weight the whole block."""
-        if parameter.is_vector or self._grid.z.size == 1:
-            multiply(*parameter.landing())
+    def add(self, record: Accumulated, part: Part) -> None:
+        """Add a part to a parameter's gradient."""
+        found, grid = natural(record.form, part), self._grid
+        home, source = record.form.layout.on(grid.shape), found.layout.on(grid.shape)
+        sums = tuple(axis for axis in source.sums if axis not in home.splitting)
+        landed = Layout(home.rows, home.cols, sums, home.units)
+        kind, axis = route(source, landed, grid.shape)
+        if record in self._bucket:
+            self._flush()
+        out, beta, adds = record.landing(sums)
+        if kind == "stay" and adds:
+            record.wait()
+            _fill(found, out, beta)
+        elif kind == "reduce_scatter" and adds:
+            self._scatter(record, found, grid.axis(axis), out, beta)
         else:
-            counts = parameter.z_counts()
-            partial = self._partials.take(parameter, (sum(counts), parameter.local.shape[1]))
-            multiply(partial, 0)
-            self._partials.busy(self._scatter(parameter, partial, counts))
-        self._used(parameter)
+            self._bring(record, found, landed, beta, adds)
+        self._open[record] = None
+        record.to_come -= 1
+        if self._sync and self._overlap.buckets and record.to_come == 0 and set(record.sums) <= {"data"}:
+            self._put(record)
 
-    def _scatter(self, weight: ParameterShard, partial: Array, counts: list[int]) -> Pending:
-        if weight in self._under_way:
-            self._under_way[weight].wait()
-        out, beta = weight.landing()
-        axis, library = weight.grid.z, weight.library
-        self.note_work("dW", [reduce_volume(counts, axis.index, partial.shape[1], weight.dtype).work])
-        collective = lambda link: reduce_parts(link, library, partial, out, counts, beta)
-        with weight.grid.ledger.phase("reduce dW"):
-            pending = axis.begin("reduce_scatter", collective, library=library)
-        self._under_way[weight] = pending
+    def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
+        cols, counts = out.shape[1], record.form.row_counts(axis)
+        partial = self._partials.take(record.form, (sum(counts), cols))
+        _fill(part, partial, 0)
+        record.wait()
+        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.form.dtype).work])
+        with self._grid.ledger.phase("reduce dW"):
+            record.pending = axis.reduce_into(partial, out, counts, beta)
+        self._partials.busy(record.pending)
         if not self._overlap.ors:
-            pending.wait()
-        return pending
+            record.pending.wait()
 
-    def _used(self, parameter: ParameterShard) -> None:
-        if parameter in self._begun:
-            raise Pmm3dError(f"{parameter.name or 'a parameter'} was used more often than in the pass before, and its "
-                             "gradient was on its way already: a network whose graph changes needs "
-                             "Overlap(buckets=False)")
-        self._unsynced[parameter] = None
-        self._uses[parameter] += 1
-        complete = self._expected.get(parameter) == self._uses[parameter]
-        if self._sync and self._overlap.buckets and complete and not self._along_z(parameter):
-            self._put(parameter)
-
-    def _along_z(self, parameter: ParameterShard) -> bool:
-        """Whether its sum over z is still to be begun: vectors, at the end."""
-        return parameter.is_vector and parameter.grid.z.size > 1
+    def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
+        """By way of an array of its own: what takes more than one step, or is not added on this rank."""
+        array, form = getattr(part, "array", None), record.form
+        if isinstance(part, Product):
+            array = form.new(part.shape)
+            _fill(part, array, 0)
+        with self._grid.ledger.phase("relayout"):
+            moved = relayout(self._grid, array, form.shape, part.layout, landed).wait()
+        record.wait()
+        if adds:
+            _fill(Gradient(moved, landed), record.array, beta)
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
-        self._expected.update(self._uses)
-        unsynced, self._unsynced = (self._unsynced, {}) if self._sync else ({}, self._unsynced)
-        for vectors in _alike(filter(self._along_z, unsynced)):
-            self._sum(self._grid.z, vectors, "reduce vectors")
-        for parameter in [parameter for parameter in unsynced if parameter not in self._begun]:
-            self._put(parameter)
+        summed, self._open = (self._open, {}) if self._sync else ({}, self._open)
+        for name in self._grid.shape.names:
+            if name != "data":
+                waiting = [record for record in summed if record.state is State.OPEN and name in record.sums]
+                for group in _alike(waiting):
+                    self._sum(self._grid.axis(name), group, "reduce vectors")
+                    for record in group:
+                        record.sums = tuple(axis for axis in record.sums if axis != name)
+        for record in summed:
+            if record.state is State.OPEN:
+                self._put(record)
         self._flush()
-        for pending in self._under_way.values():
-            pending.wait()
-        for parameter in unsynced:
-            parameter.synced = True
-        if self._uses:
+        for record in dict.fromkeys([*self._used, *summed]):
+            record.wait()
+            if record.state is State.SUMMING:
+                record.state, record.sums = State.SUMMED, ()
+        self._rehearse()
+        self.begin(self._sync, self._overlap, Counter())
+
+    def _rehearse(self) -> None:
+        if self._used:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
-            library = next(iter(self._uses)).library
+            library = self._used[0].form.library
             with self._grid.engine.transport.as_in_collectives(library):
                 self._grid.workspace.rehearse(work, library)
         self._work = {}
-        self.begin(self._sync, self._overlap)
 
     def note_work(self, kind: str, sizes: Sequence[int], at_once: int = IN_FLIGHT) -> None:
         """A collective takes work arrays of these bytes, and up to `at_once` of its kind are under way: at the end of
         the pass the most that they can take together is had, so that no later pass must find memory."""
         self._work[kind] = sorted([*self._work.get(kind, []), sizes], key=sum)[-at_once:]
 
-    def _put(self, parameter: ParameterShard) -> None:
+    def _put(self, record: Accumulated) -> None:
         """Into the bucket of what is summed over data together."""
-        self._begun.add(parameter)
-        if self._grid.data.size == 1:
+        record.state = State.SUMMING
+        if "data" not in record.sums:
             return
-        if len(_alike([*self._bucket, parameter])) > 1:
+        record.split = record.owners == {True}
+        if len(_alike([*self._bucket, record])) > 1:
             self._flush()
-        self._bucket.append(parameter)
-        if sum(member.largest(member.layout) for member in self._bucket) >= self._overlap.bucket_bytes:
+        self._bucket.append(record)
+        if sum(member.largest for member in self._bucket) >= self._overlap.bucket_bytes:
             self._flush()
 
     def _flush(self) -> None:
@@ -134,29 +259,38 @@ class Gradients:
             self._sum(self._grid.data, self._bucket, "reduce data")
             self._bucket = []
 
-    def _sum(self, axis: Axis, members: list[ParameterShard], phase: str) -> None:
+    def _sum(self, axis: Axis, members: list[Accumulated], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
-        before = list(dict.fromkeys(self._under_way[member] for member in members if member in self._under_way))
-        split = members[0].split_over_data and axis.name == "data"
+        before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
+        split = members[0].split
         self.note_work(phase, _work(axis, members, split))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
         collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
-            pending = begin_after(before, axis, "reduce_scatter" if split else "all_reduce", collective,
-                                  members[0].library)
-        self._under_way.update(dict.fromkeys(members, pending))
+            pending = axis.begin("reduce_scatter" if split else "all_reduce", following(before, collective),
+                                 library=members[0].form.library)
+        for member in members:
+            member.pending = pending
         self._flights[axis.name] = [*flight, pending]
         if not self._overlap.buckets:
             pending.wait()
 
 
-def _alike(parameters: Iterable[ParameterShard]) -> list[list[ParameterShard]]:
-    """The parameters in groups that one message can carry."""
-    groups: dict[tuple[object, ...], list[ParameterShard]] = {}
-    for parameter in parameters:
-        groups.setdefault((parameter.dtype, parameter.library, parameter.split_over_data), []).append(parameter)
+def _fill(part: Gradient | Product, out: Array, beta: int) -> None:
+    """out = beta out + part."""
+    if isinstance(part, Product):
+        part.fill(out, beta, EVERYTHING)
+    else:
+        in_chunks((lambda old, new: old + new) if beta else (lambda old, new: new), out, out, part.array)
+
+
+def _alike(records: Iterable[Accumulated]) -> list[list[Accumulated]]:
+    """The gradients in groups that one message can carry."""
+    groups: dict[tuple[object, ...], list[Accumulated]] = {}
+    for record in records:
+        groups.setdefault((record.form.dtype, record.form.library, record.split), []).append(record)
     return list(groups.values())
 
 
@@ -169,33 +303,33 @@ class Partials:
         self._tickets: list[Ticket | None] = [None] * IN_FLIGHT
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
-    def take(self, weight: ParameterShard, shape: tuple[int, int]) -> Array:
+    def take(self, form: Form, shape: tuple[int, int]) -> Array:
         """An array with arbitrary contents; `busy` says until when it is needed."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:
             pending.wait()
-        nbytes, library = shape[0] * shape[1] * itemsize(weight.dtype), weight.library
+        nbytes, library = shape[0] * shape[1] * itemsize(form.dtype), form.library
         if ticket is None or ticket.pool.memory != library.memory or ticket.flat.shape[0] < nbytes:
             if ticket is not None:
                 self._grid.workspace.give(ticket)
             _, ticket = self._grid.workspace.take((nbytes,), "uint8", library)
         self._tickets[self._turn], self._sums[self._turn] = ticket, None
-        return library.view(ticket.flat, shape, weight.dtype)
+        return library.view(ticket.flat, shape, form.dtype)
 
     def busy(self, pending: Pending) -> None:
         """The array that was taken last is needed until this collective is done."""
         self._sums[self._turn] = pending
 
 
-def reduced(link: Link, members: list[ParameterShard], split: bool) -> Collective[None]:
+def reduced(link: Link, members: list[Accumulated], split: bool) -> Collective[None]:
     """Generator: the members' gradients summed in place, in one message a peer. split: along data, of each gradient
     only the part that this rank is to have."""
-    flats, library = [member.gradient.reshape(-1) for member in members], members[0].library
+    flats, library = [member.array.reshape(-1) for member in members], members[0].form.library
     with ExitStack() as borrowed:
 
         def work(size: int) -> Array:
-            return borrowed.enter_context(link.workspace.borrow((size,), members[0].dtype, library))
+            return borrowed.enter_context(link.workspace.borrow((size,), members[0].form.dtype, library))
 
         starts = [offsets(member.data_counts()) for member in members] if split else []
         pieces = [_parts(flats, starts, rank) for rank in range(link.size)] if split else [flats]
@@ -228,9 +362,9 @@ def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Arr
         start += array.shape[0]
 
 
-def _work(axis: Axis, members: list[ParameterShard], split: bool) -> list[int]:
+def _work(axis: Axis, members: list[Accumulated], split: bool) -> list[int]:
     """Bytes of the work arrays of `reduced`."""
-    size, dtype = sum(member.gradient.reshape(-1).shape[0] for member in members), members[0].dtype
+    size, dtype = sum(member.array.reshape(-1).shape[0] for member in members), members[0].form.dtype
     packed = [size * itemsize(dtype)] if len(members) > 1 else []
     if not split:
         return [*packed, all_reduce_volume(size, dtype, axis.size, axis.index).work]

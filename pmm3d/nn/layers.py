@@ -19,11 +19,11 @@ from ..layout import Layout, batch_layout
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
+from .dense import ACTIVATIONS, OTHER, weight_layout
 from .parameter import Parameter
-from .tensor import Tape, Tensor, as_tensor, no_grad, propagate
+from .tape import Tape, no_grad, outside, propagate
+from .tensor import Tensor, as_tensor
 
-OTHER = {"y": "x", "x": "y"}
-"""The axis that splits a layer's output columns, by that of its input columns."""
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -82,8 +82,8 @@ class Module:
         return list(self.named_parameters().values())
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, as a checkpoint takes them."""
-        return {name: parameter.value for name, parameter in self.named_parameters().items()}
+        """Name -> values of the parameters, as a checkpoint takes them. To be read; see `loaded`."""
+        return {name: parameter.stored for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
         """To be called once the values in `matrices` were written to."""
@@ -150,6 +150,7 @@ class Linear(Module):
     inputs, outputs   columns of x and of the result
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
+    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
 
         >>> with Grid(shape="ddp") as grid:
         ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
@@ -157,11 +158,13 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
-                 dtype: str = "float32", library: Library = "numpy"):
+                 activations: str = "replicated", dtype: str = "float32", library: Library = "numpy"):
         _check_sizes("Linear", inputs=inputs, outputs=outputs)
-        self.grid, self._has_input = grid, False
+        if activations not in ACTIVATIONS:
+            raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
+        self.grid, self.activations, self._has_input = grid, activations, False
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
-        self.weight = parameter(grid, (inputs, outputs), _weight_layout(cols), seed=derived(seed, 0), **options)
+        self.weight = parameter(grid, (inputs, outputs), weight_layout(cols), seed=derived(seed, 0), **options)
         self.bias: Parameter | None = None
         if bias:
             self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options)
@@ -170,10 +173,10 @@ class Linear(Module):
         """The first input's columns say where the layer is from then on."""
         cols, first, self._has_input = x.layout.cols, not self._has_input, True
         if first and len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
-            self.weight.move(_weight_layout(cols[0]))
+            self.weight.move(weight_layout(cols[0]))
             if self.bias is not None:
                 self.bias.move(Layout((), OTHER[cols[0]]))
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias, activations=self.activations)
 
 
 class LayerNorm(Module):
@@ -250,6 +253,7 @@ class MLP(Sequential):
     activation   a function such as nn.gelu
     norm         a LayerNorm before each activation;   dropout   its probability, after each activation
     recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
+    activations  "replicated" over the axis that a layer sums over, or "sharded" over it too (sequence parallelism)
 
         >>> with Grid(shape="ddp") as grid:
         ...     MLP(grid, [8, 16, 3], functional.gelu, norm=True).size
@@ -257,14 +261,16 @@ class MLP(Sequential):
     """
 
     def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
-                 norm: bool = False, dropout: float = 0.0, recompute: bool = False, seed: int = 0,
-                 dtype: str = "float32", library: Library = "numpy"):
+                 norm: bool = False, dropout: float = 0.0, recompute: bool = False,
+                 activations: str = "replicated", seed: int = 0, dtype: str = "float32",
+                 library: Library = "numpy"):
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
         made, cols = list[Layer](), "y"
         options: dict[str, Any] = {"dtype": dtype, "library": library}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
-            layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols, **options)]
+            layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols,
+                                          activations=activations, **options)]
             cols = OTHER[cols]
             if index < len(sizes) - 2:
                 layers += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
@@ -276,8 +282,9 @@ class MLP(Sequential):
     @property
     def output_layout(self) -> Layout:
         """The layout of what the network gives for a batch."""
-        linear = [module for _, module in self.named_modules() if isinstance(module, Linear)]
-        return batch_layout(linear[-1].weight.layout.cols[0])
+        last = [module for _, module in self.named_modules() if isinstance(module, Linear)][-1]
+        (k, _), (n,) = last.weight.layout.rows, last.weight.layout.cols
+        return Layout(("data", "z", k) if last.activations == "sharded" else ("data", "z"), n)
 
 
 class Residual(Module):
@@ -308,46 +315,48 @@ class Recompute(Module):
         self.grid, self.module = module.grid, module
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        return self.module.children()
+        return iter(())
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """The part has the name of what recomputes it."""
+        yield prefix, self
+        yield from self.module.named_modules(prefix)
 
     def forward(self, x: Tensor) -> Tensor:
         tape = x.tape
         if not tape.recording:
             return self.module(x)
-        random_state = self.module.random_state()
-        with tape.set(recording=False):
+        random_state, first = self.module.random_state(), next(tape.numbers)
+        with tape.set(keeping=False):
             out = self.module(x)
-        value, wanted, parents = x.value, x.requires_grad, (x, *self.module.parameters())
+        form, node, outer = x.form, x.node, outside(out.node, first)
 
-        def rule(gradient: Array) -> list[Array]:
-            return [self._again(value, random_state, gradient, wanted), *[None] * (len(parents) - 1)]
+        def rule(gradient: Array, value: Array) -> list[Array]:
+            again = self._again(Tensor(form.matrix(value), node=node), random_state, gradient)
+            return [again.get(parent.number) for parent in outer]
 
-        return x.made(out.local, parents, rule, shape=out.shape, layout=out.layout)
+        return x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
 
-    def _again(self, value: DistMatrix, random_state: dict[str, int], gradient: Array, wanted: bool) -> Array:
-        """Forward once more, with the same random numbers, then backward; the gradient of the input, if wanted."""
+    def _again(self, x: Tensor, random_state: dict[str, int], gradient: Array) -> dict[int, Array]:
+        """Forward once more, with the same random numbers, then backward through what was made here: number -> gradient
+        of what was made before and went in. Parameters take theirs at once."""
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
-        held = workspace.in_use()
-        x, now = Tensor(value, requires_grad=wanted), self.module.random_state()
+        held, now, first = workspace.in_use(), self.module.random_state(), next(tape.numbers)
         self.module.set_random_state(random_state)
         with tape.set(recording=True, phase="recompute"):
             out = self.module(x)
         self.module.set_random_state(now)
         node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
-        del out
-        if node is not None:
-            propagate(node, gradient)
-        return None if x.grad is None else x.grad.local
+        del out, x
+        if node is None:
+            return {}
+        return {number: coming.wait() for number, coming in propagate(node, gradient, first).items()}
 
 
 def derived(seed: int, stream: int) -> int:
     """A seed of its own for each stream of a seed."""
     return int(random.bits(np.zeros(1, np.uint64), seed, stream)[0] >> np.uint64(1))
-
-
-def _weight_layout(cols: str) -> Layout:
-    return Layout((cols, "z"), OTHER[cols])
 
 
 def _check_sizes(what: str, **sizes: int) -> None:

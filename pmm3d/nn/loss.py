@@ -6,7 +6,7 @@ rows goes on in the background until `item` is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from ..comm import Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import array_namespace, by_rows, computing, elementwise, stacked, sum_over
+from .compute import Form, array_namespace, by_rows, computing, elementwise, stacked
 from .functional import Elementwise
-from .tensor import Form, Rule, Tensor, as_tensor, relayout
+from .tape import Rule
+from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 Matrix = Tensor | DistMatrix
@@ -52,19 +53,19 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 
 
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
-    target_local = _aligned(prediction, target)
-    form, local = prediction.form, prediction.local
+    prediction = whole(prediction)
+    form, local, target_local = prediction.form, prediction.shard, _aligned(prediction, target)
     xp = array_namespace(local)
     with computing(form.grid, "loss"):
         difference = elementwise(form, lambda p, t: p - t, local, target_local)
         total = xp.sum(elementwise(form, lambda d: value(d, xp), difference))
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
-    def rule(gradient: Array) -> tuple[Array]:
+    def rule(gradient: Array, difference: Array) -> tuple[Array]:
         factor = float(gradient[0, 0]) * weight
         return (elementwise(form, lambda d: factor * derivative(d, xp), difference),)
 
-    return _mean(prediction, total, weight, rule, prediction.layout.cols)
+    return _mean(prediction, total, weight, rule, (difference,), prediction.layout.cols)
 
 
 def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
@@ -83,7 +84,8 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         ...     round(cross_entropy(logits, labels).item(), 6)
         1.386294
     """
-    form, local = logits.form, logits.local
+    logits = whole(logits)
+    form, local = logits.form, logits.shard
     xp = array_namespace(local)
     columns, rows = _local_labels(logits, labels)
     largest, logarithm, chosen = _log_sum_exp(logits, columns, rows)
@@ -91,7 +93,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
     total = xp.sum(largest + logarithm - chosen)
     normalizer = (largest + logarithm)[:, None]
 
-    def rule(gradient: Array) -> tuple[Array]:
+    def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array) -> tuple[Array]:
         factor = float(gradient[0, 0]) * weight
         dx = form.new()
         with computing(form.grid, "loss"):
@@ -99,7 +101,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
             dx[rows, columns] -= factor
         return (dx,)
 
-    return _mean(logits, total, weight, rule)
+    return _mean(logits, total, weight, rule, (local, normalizer, rows, columns))
 
 
 def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
@@ -127,7 +129,7 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
 
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
-    form, local = logits.form, logits.local
+    form, local = logits.form, logits.shard
     xp = array_namespace(local)
     own = form.new((3, local.shape[0]))
     work = form.new()
@@ -146,7 +148,8 @@ def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Ar
     return largest, xp.log(total), sum(part[2] for part in gathered)
 
 
-def _mean(like: Tensor, total: Array, weight: float, rule: Rule, axes: Iterable[str] = ()) -> Tensor:
+def _mean(like: Tensor, total: Array, weight: float, rule: Rule, keep: Sequence[Array], axes: Iterable[str] = ()
+          ) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
     grid, before = like.grid, list[Pending]()
     value = Form(grid, (1, 1), SCALAR, like.dtype, like.library, (1, 1)).new()
@@ -154,8 +157,9 @@ def _mean(like: Tensor, total: Array, weight: float, rule: Rule, axes: Iterable[
     with grid.ledger.phase("loss"):
         for axis in map(grid.axis, (*like.layout.rows, *axes)):
             if axis.size > 1:
-                before = [sum_over(axis, value.reshape(1), *before)]
-    return like.made(value, (like,), rule, shape=(1, 1), layout=SCALAR, pending=before[-1] if before else None)
+                before = [axis.sum_into(value, value, after=before)]
+    return like.made(value, (like,), rule, keep=keep, shape=(1, 1), layout=SCALAR,
+                     pending=before[-1] if before else None)
 
 
 def _aligned(prediction: Tensor, target: Matrix) -> Array:
@@ -163,7 +167,7 @@ def _aligned(prediction: Tensor, target: Matrix) -> Array:
     shape = getattr(target, "shape", type(target).__name__)
     if not isinstance(target, (Tensor, DistMatrix)) or shape != prediction.shape:
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
-    return relayout(as_tensor(target), prediction.layout).local
+    return relayout(as_tensor(target), prediction.layout).shard
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
@@ -203,7 +207,7 @@ class R2:
     def add(self, prediction: Tensor, target: Matrix) -> R2:
         library = prediction.library
         wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
-        error = wanted - np.asarray(library.to_numpy(prediction.local), np.float64)
+        error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
         self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
         self._rows += prediction.shape[0]
         self._like = prediction.form

@@ -13,7 +13,8 @@ from ..arrays import Array
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
-from .compute import array_namespace, chunks, computing, gather_over
+from .compute import array_namespace, chunks, computing
+from .gradients import State
 from .parameter import Parameter
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "Optimizer", "Schedule", "Step"]
@@ -53,20 +54,21 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self._state: dict[Parameter, list[Array]] = {}
         for parameter in self.parameters:
-            parameter.split_over_data = self.shard_over_data
+            parameter.accumulated.owners.add(self.shard_over_data)
 
     def step(self) -> None:
-        """Change every parameter that has a gradient, and let the gradients go. Collective."""
+        """Change every parameter that has a gradient, and let the gradients go. Collective. Raises Pmm3dError, on every
+        rank and with the weights as they were, for gradients that are not summed yet (see `no_sync`)."""
+        filled, gathers = self._filled(), []
         self.steps += 1
-        gathers = []
         with self.grid.ledger.phase("optimizer"):
-            for parameter in self._filled():
+            for parameter in filled:
                 with computing(self.grid, "update"):
                     self._change(parameter)
                 parameter.version += 1
                 if self.shard_over_data:
-                    own, whole = self._own(parameter, parameter.local), parameter.local.reshape(-1)
-                    gathers.append(gather_over(self.grid.data, own, whole, parameter.data_counts()))
+                    own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
+                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts()))
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
@@ -100,7 +102,7 @@ class Optimizer:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
         total, here = 0.0, self.grid.shape.position(self.grid.rank)
         for parameter in self._filled():
-            own = self._own(parameter, parameter.gradient)
+            own = self._own(parameter, self._gradient(parameter))
             for chunk in chunks(own.shape[0]) if self._layout(parameter).is_first(here) else ():
                 part = parameter.library.astype(own[chunk], "float64")
                 total += float((part * part).sum())
@@ -114,15 +116,33 @@ class Optimizer:
         before = self.gradient_norm()
         if before > norm:
             for parameter in self._filled():
-                self._own(parameter, parameter.gradient)[...] *= norm / before
+                self._own(parameter, self._gradient(parameter))[...] *= norm / before
         return before
 
     def _filled(self) -> list[Parameter]:
-        return [parameter for parameter in self.parameters if parameter.filled]
+        """The parameters that have a gradient, summed over all ranks."""
+        states = {parameter: parameter.accumulated.state for parameter in self.parameters}
+        if State.OPEN in states.values():
+            name = next(parameter.name for parameter, state in states.items() if state is State.OPEN)
+            raise Pmm3dError(f"{type(self).__name__}: the gradient of {name or 'a parameter'} is not summed over the ranks "
+                             "yet: the last backward pass before a step must be outside of no_sync, and a queue of "
+                             "defer_weights drained")
+        return [parameter for parameter, state in states.items() if state is State.SUMMED]
+
+    def _gradient(self, parameter: Parameter) -> Array:
+        """The summed gradient, in an array like the parameter's shard; brought together along data if others left it
+        split, and this optimizer needs all of it."""
+        record = parameter.accumulated
+        if record.split and not self.shard_over_data:
+            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts()
+            start, stop = offsets(counts)[self.grid.data.index :][:2]
+            self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
+            record.split = False
+        return record.array
 
     def _change(self, parameter: Parameter) -> None:
-        xp = array_namespace(parameter.local)
-        arrays = [self._own(parameter, array) for array in (parameter.local, parameter.gradient)]
+        xp = array_namespace(parameter.shard)
+        arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
         for chunk in chunks(arrays[0].shape[0]):
             self.update(xp, *(array[chunk] for array in arrays))
@@ -130,19 +150,20 @@ class Optimizer:
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
         flat, index = array.reshape(-1), self.grid.data.index
-        return flat[slice(*offsets(parameter.data_counts())[index : index + 2])] if self.shard_over_data else flat
+        return flat[slice(*offsets(parameter.accumulated.data_counts())[index : index + 2])] if self.shard_over_data else flat
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
         if parameter not in self._state:
             box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
-            self._state[parameter] = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
+            with self.grid.ledger.holding("state"):
+                self._state[parameter] = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
             for array in self._state[parameter]:
                 array[...], parameter.has_state = 0, True
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.split_layout if self.shard_over_data else parameter.layout
+        return parameter.accumulated.split_layout if self.shard_over_data else parameter.layout
 
 
 class SGD(Optimizer):

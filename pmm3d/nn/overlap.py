@@ -31,6 +31,8 @@ class Overlap:
                             backward pass; False: kept until they change; None: kept while they take no more than
                             `keep_bytes`
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
+    regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep the
+                            shard, and gather it again for the backward pass; False: keep what was gathered
 
         >>> Overlap.none(strips=2).oar, Overlap(strips=2).oar
         (False, True)
@@ -44,6 +46,7 @@ class Overlap:
     bucket_bytes: int = 2**24
     reshard_after_forward: bool | None = None
     keep_bytes: int | None = None
+    regather_inputs: bool = False
 
     @classmethod
     def none(cls, **others: Any) -> Overlap:

@@ -1,143 +1,72 @@
-"""Where weights come from, and what of all this runs under computation; `gradients` is where gradients go to.
-
-All that is under way belongs to one grid: `Tape.of(grid).parallel`.
-"""
+"""What of a grid's networks is under way, or kept from pass to pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count
-from weakref import WeakKeyDictionary, ref
 
-from ..arrays import Array
-from ..comm import Grid, Pending
-from ..model.machine import available_memory
-from .compute import gather_over
-from .gradients import Gradients
+from ..comm import Grid
+from ..errors import DisagreementError
+from .contract import Part
+from .gathered import Weights
+from .gradients import Gradients, Leaf
 from .overlap import Overlap
-from .shard import ParameterShard
-
-IDLE_PAUSES = 8
-"""A weight that so many passes did not use is taken for one of a network that is gone."""
 
 
 class Parallel:
-    """The collectives of one grid's networks. overlap: may be replaced between steps, by all ranks."""
+    """The collectives of one grid's networks. `Parallel.of(grid)`.
+
+    overlap    may be replaced between steps, by all ranks
+    weights    brings their shards together;   gradients   sums theirs
+    deferred   None, or who takes the gradients of parameters in place of `gradients` (see `defer_weights`)
+    """
 
     def __init__(self, grid: Grid):
-        self.grid, self.overlap = grid, Overlap()
-        self.weights, self.gradients = Weights(self), Gradients(grid)
+        self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
+        self.deferred: Callable[[Leaf, Part], None] | None = None
+
+    @property
+    def overlap(self) -> Overlap:
+        return self.weights.overlap
+
+    @overlap.setter
+    def overlap(self, value: Overlap) -> None:
+        self.weights.overlap = value
+
+    @classmethod
+    def of(cls, grid: Grid) -> Parallel:
+        if cls not in grid.attached:
+            grid.attached[cls] = cls(grid)
+        return grid.attached[cls]
 
     @contextmanager
-    def backward(self, sync: bool) -> Iterator[None]:
-        """A backward pass; at its end all gradients are there."""
-        memory = self.grid.ledger.memory
+    def backward(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
+        """A backward pass that brings so many parts to each leaf; at its end all gradients are there. Raises
+        DisagreementError, on every rank, if the ranks' networks differ."""
+        grid, memory = self.grid, self.grid.ledger.memory
+        _agree_on(grid, uses)
+        records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         memory["recompute saves"] = 0
-        with self.grid.ledger.phase("backward"):
-            self.gradients.begin(sync, self.overlap)
+        with grid.ledger.phase("backward"):
+            self.gradients.begin(sync, self.overlap, records)
             yield
             self.gradients.finish()
         self.weights.pause()
-        memory["arrays, most at once"] = self.grid.workspace.most_lent
+        memory["arrays, most at once"] = grid.workspace.most_lent
 
 
-@dataclass(eq=False)
-class Gathered:
-    """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
-    is kept. number: in the order of first use; following: the weight that was needed next the last time, by the phase
-    of the pass."""
-
-    number: int
-    version: int = -1
-    nbytes: int = 0
-    pending: Pending | None = None
-    block: Array = None
-    following: dict[str, ref[ParameterShard]] = field(default_factory=dict)
-
-
-class Weights:
-    """Brings the shards of a weight together along z, one weight ahead: which one comes next is known from the time
-    before.
-
-    budget   bytes of gathered weights that a rank keeps, where `Overlap.keep_bytes` leaves that open; None before the
-             ranks have agreed on it
-    """
-
-    def __init__(self, parallel: Parallel):
-        self._parallel = parallel
-        self._gathered: WeakKeyDictionary[ParameterShard, Gathered] = WeakKeyDictionary()
-        self._kept: dict[int, tuple[int, int]] = {}
-        """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
-        collect garbage at different moments, and must keep the same weights."""
-        self._numbers, self._pauses = count(), 0
-        self._last: tuple[ref[Gathered], str] | None = None
-        self.budget: int | None = None
-
-    def take(self, weight: ParameterShard, phase: str) -> Array:
-        """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
-
-        Each rank receives (Gz-1)/Gz of it, unless it was kept.
-        """
-        if weight.grid.z.size == 1:
-            return weight.local
-        gathered = self._of(weight)
-        if self._last is not None and (before := self._last[0]()) is not None:
-            before.following[self._last[1]] = ref(weight)
-        self._last, block = (ref(gathered), phase), gathered.block
-        if block is None:
-            pending, gathered.pending = gathered.pending or self._start(weight), None
-            block = pending.wait()
-        self._kept.pop(gathered.number, None)
-        if gathered.block is not None or self._keeps(gathered.nbytes):
-            gathered.block = block
-            self._kept[gathered.number] = gathered.nbytes, self._pauses
-        if self._parallel.overlap.oag:
-            self._prefetch(weight, gathered, phase)
-        return block
-
-    def pause(self) -> None:
-        """What comes next is not known: the values may change before it. Weights out of use are let go."""
-        self._last = None
-        self._pauses += 1
-        oldest = self._pauses - IDLE_PAUSES
-        self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
-        for gathered in self._gathered.values():
-            if gathered.number not in self._kept:
-                gathered.block = None
-
-    def _of(self, weight: ParameterShard) -> Gathered:
-        """What there is of its present values; what is out of date is dropped."""
-        if weight not in self._gathered:
-            self._gathered[weight] = Gathered(next(self._numbers))
-        gathered = self._gathered[weight]
-        if gathered.version != weight.version:
-            gathered.version, gathered.pending, gathered.block = weight.version, None, None
-            gathered.nbytes = weight.largest(weight.gathered_layout)
-        return gathered
-
-    def _prefetch(self, weight: ParameterShard, gathered: Gathered, phase: str) -> None:
-        following = gathered.following[phase]() if phase in gathered.following else None
-        if following is not None and following is not weight:
-            ahead = self._of(following)
-            if ahead.block is None and ahead.pending is None:
-                ahead.pending = self._start(following)
-
-    def _start(self, weight: ParameterShard) -> Pending:
-        grid, counts = weight.grid, weight.z_counts()
-        block = grid.workspace.array((sum(counts), weight.local.shape[1]), weight.dtype, weight.library)
-        with grid.ledger.phase("gather W"):
-            return gather_over(grid.z, weight.local, block, counts)
-
-    def _keeps(self, nbytes: int) -> bool:
-        """Whether so many bytes may be kept beside the others."""
-        overlap = self._parallel.overlap
-        if overlap.reshard_after_forward is not None:
-            return not overlap.reshard_after_forward
-        if overlap.keep_bytes is None and self.budget is None:
-            grid = self._parallel.grid
-            ranks_of_a_node = -(-grid.size // grid.hosts)
-            self.budget = min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
-        budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
-        return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget
+def _agree_on(grid: Grid, uses: Counter[Leaf]) -> None:
+    """Raises, on every rank, if not all ranks use the same parameters as often: their sums would not match."""
+    mine = [f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]}) {times} times"
+            for leaf, times in uses.items()]
+    try:
+        with grid.together("backward", ", ".join(mine)):
+            return
+    except DisagreementError:
+        others = set(grid.comm.bcast(mine))
+    with grid.together("backward", always=True):
+        more, less = [use for use in mine if use not in others], sorted(others - set(mine))
+        raise DisagreementError("the ranks use different parameters, or in another order: here "
+                                f"{', '.join(more) or 'no other'}, on rank 0 {', '.join(less) or 'no other'}. All ranks "
+                                "must compute the same operations: what a rank decides alone must not choose layers")

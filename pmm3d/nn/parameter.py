@@ -2,50 +2,80 @@
 
 from __future__ import annotations
 
-from ..arrays import Array
 from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import in_chunks
-from .shard import ParameterShard
-from .tensor import Node, Tensor
+from .compute import Form
+from .contract import Part
+from .gradients import Accumulated, State
+from .tape import Node
+from .tensor import Tensor
 
 
-class Parameter(ParameterShard, Tensor):
-    """A tensor that a network learns: a weight, its rows sharded over z within those of another axis, or a vector.
+class Parameter(Tensor):
+    """A tensor that a network learns, in any layout: a weight, its rows sharded over z within those of another axis; a
+    vector; a table.
 
-    name             its path in the network, as in "2.weight"
-    version          counts the changes of its values
-    gradient         local array, kept from step to step;   filled: whether it holds one;   synced: whether it is summed
-                     over all ranks that hold other rows of the batch
-    split_over_data  whether the optimizer's state, and with it the summed gradient, is split over data (ZeRO-1)
-    has_state        whether an optimizer has a state for it, in its present layout
+    name         its path in the network, as in "2.weight"
+    version      counts the changes of its values
+    accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
+    has_state    whether an optimizer has a state for it, in its present layout
+
+    What is written to `local` or `value.local`, or to an array that was taken from them, counts from the next pass on:
+    once they were handed out, the shards are gathered anew in each.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="fsdp") as grid:
-        ...     Parameter(DistMatrix.random(grid, (4, 2), layout=Layout(("y", "z"), "x"))).gathered_layout.rows
-        ('y',)
+        ...     Parameter(DistMatrix.random(grid, (4, 2), layout=Layout(("y", "z"), "x"))).grad is None
+        True
     """
 
+    version = 0
+    has_state = handed_out = False
+    accumulated: Accumulated
+
     def __init__(self, value: DistMatrix):
+        self.accumulated = Accumulated(Form.of(value))
         super().__init__(value, requires_grad=True)
 
     @property
+    def value(self) -> DistMatrix:
+        self.handed_out = True
+        return self._value
+
+    @property
+    def stored(self) -> DistMatrix:
+        """The value, to read from, or to write to by who counts up `version`."""
+        return self._value
+
+    @property
+    def is_vector(self) -> bool:
+        """One row for all rows of a batch: a bias."""
+        return self.form.is_vector
+
+    @property
     def grad(self) -> DistMatrix | None:
-        return self.form.matrix(self.gradient) if self.filled else None
+        """None, or the gradient in the layout that it is in: the parameter's, also split over data for an optimizer
+        that shards its state, or with the sums that `no_sync` left to be done."""
+        record = self.accumulated
+        if record.state is State.EMPTY:
+            return None
+        box = record.layout.box(self.shape, self.grid.shape, self.grid.coords)
+        return DistMatrix(self.grid, record.array[box.within(self.box)], self.shape, record.layout)
 
     @grad.setter
     def grad(self, value: DistMatrix | None) -> None:
-        self.filled = self.synced = False
+        if value is not None:
+            raise LayoutError("a parameter's grad can be set to None only, which forgets it")
+        self.accumulated.state = State.EMPTY
 
-    def receive(self, gradient: Array) -> None:
-        """Add this rank's part of a gradient, which a rule returned: of its rows of the batch, shaped like a vector's
-        shard or like a weight's gathered block (see `gathered_layout`)."""
-
-        def add(out: Array, beta: int) -> None:
-            in_chunks((lambda old, new: old + new) if beta else (lambda old, new: new), out, out, gradient)
-
-        self.tape.parallel.gradients.add(self, add)
+    def receive(self, part: Part) -> None:
+        """Take a part of the gradient; the queue of `defer_weights` may have it first."""
+        parallel = self.tape.parallel
+        if parallel.deferred is None:
+            parallel.gradients.add(self.accumulated, part)
+        else:
+            parallel.deferred(self, part)
 
     def assign(self, value: DistMatrix) -> None:
         """Take the values of a matrix of the same shape, in whatever layout. Collective."""
@@ -59,11 +89,11 @@ class Parameter(ParameterShard, Tensor):
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.together("move", self.name, layout):
-            if self.gradient is not None or self.has_state:
+            if self.accumulated.array is not None or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
         self._take(self._value.redistribute(layout))
-        self.node = Node(self.form, leaf=self)
+        self.node, self.accumulated = Node(self.form, leaf=self), Accumulated(self.form, owners=self.accumulated.owners)
         self.version += 1

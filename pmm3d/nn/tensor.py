@@ -1,76 +1,22 @@
-"""The tape: tensors that remember how they were made, and the backward pass over them."""
+"""Tensors: matrices spread over a grid that remember how they were made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 from operator import add as plus
-from typing import Any
-from weakref import ref
 
 from ..arrays import Array
-from ..comm import Grid, Pending
+from ..comm import Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from ..product import DistMatrix
+from ..product.relayout import relayout as relayout_array
 from .compute import Form, elementwise
-from .parallel import Parallel
-
-Rule = Callable[[Array], Sequence[Any]]
-"""Takes the gradient of a result, a local array that is not to be written to, to those of what it was made of."""
-
-
-class Tape:
-    """What one grid's tensors share. `Tape.of(grid)`.
-
-    parallel    the collectives of weights and gradients, and their overlap
-    recording   whether operations are noted for a backward pass (see `no_grad`)
-    syncing     whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
-    phase       "forward", or "recompute" while a part of a network is computed again for its backward pass
-    inspect     None, or a function(layer, output) called after each layer: finds where numbers go wrong
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     Tape.of(grid).parallel.overlap.oar, Tape.of(grid).recording
-        (True, True)
-    """
-
-    def __init__(self, grid: Grid):
-        self.parallel = Parallel(grid)
-        self.recording = self.syncing = True
-        self.phase = "forward"
-        self.inspect: Callable[[Any, Tensor], None] | None = None
-        self.numbers = count()
-
-    @classmethod
-    def of(cls, grid: Grid) -> Tape:
-        """The tape of a grid, made when it is first asked for."""
-        if cls not in grid.attached:
-            grid.attached[cls] = cls(grid)
-        return grid.attached[cls]
-
-    @contextmanager
-    def set(self, **values: Any) -> Iterator[None]:
-        """Attributes of the tape, changed for as long as the context lasts."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
-
-
-class Node:
-    """An operation on the tape. parents: the nodes of what went in, None where no gradient is needed; leaf: a weak
-    reference to the tensor that a gradient ends in."""
-
-    def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
-                 leaf: Tensor | None = None):
-        self.form, self.parents, self.rule = form, parents, rule
-        self.leaf = None if leaf is None else ref(leaf)
-        self.number = next(Tape.of(form.grid).numbers)
+from .contract import Gradient, Part
+from .forming import brought
+from .gradients import Accumulated
+from .tape import Node, Rule, Tape, propagate, reachable, uses
 
 
 class Tensor:
@@ -79,9 +25,10 @@ class Tensor:
     value          a DistMatrix; grid, layout, shape, dtype, library, box and local (this rank's shard) are its own
     form           all of it but the values, for gradient rules
     requires_grad  whether a backward pass brings the gradient here
-    grad           after a backward pass, for tensors that no operation made: a DistMatrix in this tensor's layout, the
-                   derivative by the whole matrix, the same on all ranks that hold the same shard
+    grad           after a backward pass, for tensors that no operation made: a DistMatrix in this tensor's layout (its
+                   sums done), the derivative by the whole matrix, the same on all ranks that hold the same shard
 
+        >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), requires_grad=True)
         ...     (x * 3 - x).gather()
@@ -89,6 +36,8 @@ class Tensor:
     """
 
     grad: DistMatrix | None
+    name = ""
+    accumulated: Accumulated | None = None
 
     def __init__(self, value: DistMatrix, *, requires_grad: bool = False, node: Node | None = None,
                  pending: Pending | None = None):
@@ -97,7 +46,6 @@ class Tensor:
         self._take(value)
         self._pending, self.grad = pending, None
         self.node = Node(self.form, leaf=self) if requires_grad else node
-        self.requires_grad = self.node is not None
 
     def _take(self, value: DistMatrix) -> None:
         self._value, self.form = value, Form.of(value)
@@ -105,69 +53,114 @@ class Tensor:
         self.dtype, self.library, self.tape = value.dtype, value.library, Tape.of(value.grid)
 
     @property
+    def requires_grad(self) -> bool:
+        return self.node is not None
+
+    @property
     def value(self) -> DistMatrix:
+        self._arrive()
+        return self._value
+
+    def _arrive(self) -> None:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        return self._value
 
     @property
     def local(self) -> Array:
         return self.value.local
 
     @property
+    def shard(self) -> Array:
+        """`local`, to be read only: what operations take."""
+        self._arrive()
+        return self._value.local
+
+    @property
     def box(self) -> Box:
         return self._value.box
 
-    def made(self, local: Array, parents: Sequence[Tensor], rule: Rule, *, shape: tuple[int, int] | None = None,
-             layout: Layout | None = None, pending: Pending | None = None) -> Tensor:
+    def made(self, local: Array, parents: Sequence[Tensor | Node], rule: Rule, *, keep: Sequence[Array] = (),
+             shape: tuple[int, int] | None = None, layout: Layout | None = None,
+             pending: Pending | None = None) -> Tensor:
         """The result of an operation on this tensor.
 
         local    its shard; shape and layout of the whole are this tensor's if left out
-        parents  the tensors that went in
-        rule     takes the gradient of the result (a local array, not to be written to) to those of the parents: a
-                 tuple, None where none is needed. What it refers to is kept until the backward pass: take arrays and
-                 `form` out of the tensors, not the tensors
+        parents  the tensors that went in, or their nodes
+        keep     the arrays that the rule needs: they belong to the tape, which counts them and lets them go once the
+                 rule has run
+        rule     rule(gradient, *keep): takes the gradient of the result (a local array in the result's layout, its sums
+                 done; not to be written to) to those of the parents, one each: None where none is needed; a local array
+                 in the parent's own layout; a `Gradient(array, layout)` in the layout that it naturally has, such as
+                 this rank's sum over its rows of a batch; or a `Product`, which is computed where it is wanted. The
+                 tape brings each into the parent's layout. A rule refers to no tensor and to no other array
         pending  what must end before the values are there
         """
         value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
-        node = None
-        if self.tape.recording and any(parent.requires_grad for parent in parents):
-            node = Node(Form.of(value), [parent.node for parent in parents], rule)
+        tape, node = self.tape, None
+        nodes = [parent.node if isinstance(parent, Tensor) else parent for parent in parents]
+        if tape.recording and any(nodes):
+            if tape.keeping:
+                node = Node(Form.of(value), nodes, rule, [tape.pack(array) for array in keep])
+            else:
+                node = Node(Form.of(value), nodes)
         return Tensor(value, node=node, pending=pending)
 
-    def backward(self) -> None:
-        """Gradients of this 1 x 1 tensor by everything that it was made of; they add to what is there already.
+    def backward(self, gradient: Tensor | DistMatrix | None = None) -> None:
+        """Gradients by everything that this tensor was made of; they add to what is there already.
 
-        The tape is used up. Gradients of parameters are summed over z, and over the data axis unless in `no_sync`,
-        while the pass goes on. Collective. Raises, on every rank, LayoutError for another shape, Pmm3dError if nothing
-        needs a gradient.
+        gradient   by this tensor, of its shape, in any layout; 1 if left out, for a loss, which is 1 x 1
+
+        The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
+        on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
+        LayoutError for another shape, Pmm3dError if nothing needs a gradient or a part of the tape was used already,
+        DisagreementError if the ranks used different parameters.
         """
-        if self.shape != (1, 1):
-            raise LayoutError(f"backward starts from a loss, 1 x 1; this tensor is {self.shape[0]} x {self.shape[1]}")
-        if self.node is None or self.node.rule is None:
+        node = self.node
+        if node is None or node.rule is None:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
+        counted = uses(node)
+        start = self._start(gradient)
+        with self.tape.parallel.backward(self.tape.syncing, counted):
+            propagate(node, start)
+
+    def _start(self, gradient: Tensor | DistMatrix | None) -> Array:
+        if gradient is not None:
+            if gradient.shape != self.shape:
+                raise LayoutError(f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
+                                  f"{self.shape[0]} x {self.shape[1]}")
+            given = gradient.value if isinstance(gradient, Tensor) else gradient
+            return given.redistribute(self.layout.summed).local
+        if self.shape != (1, 1):
+            raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
+                              f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")
         one = self.form.new()
         one[...] = 1
-        with self.tape.parallel.backward(self.tape.syncing):
-            propagate(self.node, one)
+        return one
 
-    def receive(self, gradient: Array) -> None:
-        """Take the gradient that a backward pass ends in here."""
+    def kept(self) -> list[Array]:
+        """What the tape keeps for the backward pass from here (as `Tape.pack` left it), each array once."""
+        found = {id(array): array for node in (reachable(self.node) if self.node else ()) for array in node.kept}
+        return list(found.values())
+
+    def receive(self, part: Part) -> None:
+        """Take a part of the gradient that a backward pass brings here."""
+        gradient = brought(self.form, part).wait()
         if self.grad is not None:
             gradient = elementwise(self.form, plus, self.grad.local, gradient)
-        self.grad = self.form.matrix(gradient)
+        self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
 
     def item(self) -> float:
         """The number in a 1 x 1 tensor; collective only in that it waits for a sum that is under way."""
         if self.shape != (1, 1):
             raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}")
-        host = self.library.to_numpy(self.local)
+        host = self.library.to_numpy(whole(self).shard)
         return float(host[0, 0]) if host.size else float("nan")
 
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array; see `DistMatrix.gather`."""
-        return self.value.gather(root)
+        self._arrive()
+        return self._value.gather(root)
 
     def __add__(self, other: Tensor) -> Tensor:
         return add(self, other)
@@ -187,67 +180,17 @@ class Tensor:
         return scale(self, -1.0)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.value!r}>"
-
-
-def propagate(last: Node, gradient: Array) -> None:
-    """The backward pass from a node and its gradient, in the reverse of the order in which the nodes were made: when it
-    is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run."""
-    gradients, nodes = {last.number: gradient}, [(-last.number, last)]
-    while nodes:
-        _, node = heappop(nodes)
-        passed, parents, rule = gradients.pop(node.number), node.parents, node.rule
-        leaf = None if node.leaf is None else node.leaf()
-        if leaf is not None:
-            leaf.receive(passed)
-        if rule is None:
-            continue
-        node.parents, node.rule = (), None
-        for parent, part in zip(parents, rule(passed)):
-            if part is None or parent is None:
-                continue
-            if parent.number in gradients:
-                part = elementwise(parent.form, plus, gradients[parent.number], part)
-            else:
-                heappush(nodes, (-parent.number, parent))
-            gradients[parent.number] = part
-        del parents, rule, passed, leaf
+        return f"<{type(self).__name__} {self._value!r}>"
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:
     return value if isinstance(value, Tensor) else Tensor(value)
 
 
-@contextmanager
-def no_grad(grid: Grid) -> Iterator[None]:
-    """In this context nothing is noted for a backward pass: for evaluation.
-
-        >>> with Grid(shape="ddp") as grid, no_grad(grid):
-        ...     scale(Tensor(DistMatrix.random(grid, (2, 2)), requires_grad=True), 2).requires_grad
-        False
-    """
-    tape = Tape.of(grid)
-    with tape.set(recording=False):
-        yield
-    tape.parallel.weights.pause()
-
-
-@contextmanager
-def no_sync(grid: Grid) -> Iterator[None]:
-    """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
-    last of several batches of one step.
-
-        >>> with Grid(shape="ddp") as grid, no_sync(grid):
-        ...     Tape.of(grid).syncing
-        False
-    """
-    with Tape.of(grid).set(syncing=False):
-        yield
-
-
 def add(a: Tensor, b: Tensor | DistMatrix) -> Tensor:
     """a + b, matrices of one shape, in a's layout, which b is brought into. Raises LayoutError if the shapes differ.
 
+        >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
         ...     add(x, x).gather()
@@ -257,41 +200,41 @@ def add(a: Tensor, b: Tensor | DistMatrix) -> Tensor:
     if a.shape != b.shape:
         raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
     b = relayout(b, a.layout)
-    return a.made(elementwise(a.form, plus, a.local, b.local), (a, b), lambda gradient: (gradient, gradient))
+    return a.made(elementwise(a.form, plus, a.shard, b.shard), (a, b), lambda gradient: (gradient, gradient))
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     """factor x.
 
+        >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     scale(DistMatrix.from_function(grid, (1, 3), lambda i, j: i + j), 0.5).gather()
         array([[0. , 0.5, 1. ]])
     """
     x, factor = as_tensor(x), float(factor)
     scaled = partial(elementwise, x.form, lambda part: part * factor)
-    return x.made(scaled(x.local), (x,), lambda gradient: (scaled(gradient),))
+    return x.made(scaled(x.shard), (x,), lambda gradient: (scaled(gradient),))
 
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
-    """The same matrix in another layout; its gradient comes back into this one. Nothing moves if each rank holds
-    already, in the whole columns, what it is to hold.
+    """The same matrix in another layout, one axis after the other by that axis's collective; its gradient comes back
+    into this one. See `pmm3d.product.relayout`.
 
+        >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     relayout(Tensor(DistMatrix.random(grid, (8, 2))), Layout("data")).box.size == 16 // grid.size
         True
     """
-    form = x.form
-    if form.layout == layout:
+    if x.layout == layout:
         return x
-
-    def rule(gradient: Array) -> tuple[Array]:
-        return (_moved(DistMatrix(form.grid, gradient, form.shape, layout), form.layout),)
-
-    return x.made(_moved(x.value, layout), (x,), rule, layout=layout)
+    with x.grid.ledger.phase("relayout"):
+        local = relayout_array(x.grid, x.shard, x.shape, x.layout, layout).wait()
+    return x.made(x.library.plain(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
 
 
-def _moved(value: DistMatrix, layout: Layout) -> Array:
-    if value.layout.rows == layout.rows and not value.layout.cols:
-        box = layout.box(value.shape, value.grid.shape, value.grid.coords)
-        return value.library.plain(value.local[box.within(value.box)])
-    return value.redistribute(layout).local
+def whole(x: Tensor) -> Tensor:
+    """The same with its partial sums done."""
+    return relayout(x, x.layout.summed) if x.layout.sums else x
+
+
+__all__ = ["Tensor", "add", "as_tensor", "relayout", "scale", "whole"]

@@ -18,7 +18,7 @@ from .layers import MLP, LayerNorm, Linear, Module, Recompute
 from .memory import layers_of
 from .optim import Optimizer
 from .overlap import Overlap
-from .tensor import Tape
+from .tape import Tape
 
 Volume = dict[Key, Entry]
 Calls = Iterator[tuple[Key, int, int]]

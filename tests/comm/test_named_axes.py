@@ -39,8 +39,8 @@ def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
 
 
 @pytest.mark.parallel([1, 2, 4, 8])
-@pytest.mark.parametrize("layout", [Layout.A, Layout("seq", "y"), Layout(("z", "seq"), ("data", "x")), Layout((), "seq")],
-                         ids=str)
+@pytest.mark.parametrize("layout", [Layout.A, Layout("seq", "y"), Layout(("z", "seq"), ("data", "x")),
+                                    Layout((), "seq")], ids=str)
 def test_matrices_lie_over_named_axes(seq_grid, layout):
     grid, rng = seq_grid, np.random.default_rng(0)
     a, b = (rng.integers(-9, 9, shape).astype(float) for shape in ((13, 7), (7, 5)))
@@ -98,10 +98,9 @@ def test_axes_of_one_rank_need_no_communicator_among_the_ranks(comm, monkeypatch
     ({"seq": 1.5}, "seq is a number of ranks, at least 1; got 1.5"),
     ({"seq": True}, "seq is a number of ranks, at least 1; got True"),
     ({"x": 2}, "axes: 'x' can be the name of no further axis.*x, y, z, data have arguments of their own"),
-    ({"data": 2}, "axes: 'data' can be the name"), ({"all": 1}, "axes: 'all' can be"), ({"rank": 1}, "axes: 'rank' can be"),
-    ({"shape": 1}, "axes: 'shape' can be"), ({"coords": 1}, "axes: 'coords' can be"), ({"close": 1}, "axes: 'close' can"),
-    ({"everyone": 1}, "axes: 'everyone' can be"), ({"a b": 1}, "axes: 'a b' can be"), ({"": 1}, "axes: '' can be"),
-    ({3: 1}, "axes: 3 can be the name"), (["seq"], "axes are names and numbers of ranks"), ("seq", "axes are names and"),
+    *(({name: 1}, f"axes: {name!r} can be the name of no") for name in (
+        "data", "all", "rank", "shape", "coords", "close", "everyone", "a b", "", 3, "_axes")),
+    (["seq"], "axes are names and numbers of ranks"), ("seq", "axes are names and numbers of ranks"),
     ({"seq": 3}, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks; the communicator has"),
 ], ids=str)
 def test_names_and_sizes_that_make_no_grid(comm, fails, axes, text):

@@ -34,5 +34,5 @@ def held(grid) -> int:
         nn.mse(net(x), y).backward()
         optimizer.step()
     arrays = [matrix.local.nbytes for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
-    arrays += [parameter.gradient.nbytes for parameter in net.parameters()]
+    arrays += [parameter.accumulated.array.nbytes for parameter in net.parameters()]
     return max(grid.comm.allgather(sum(arrays) + grid.workspace.allocated))

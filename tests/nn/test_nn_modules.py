@@ -58,7 +58,7 @@ def trained(grid):
         loss = loss_of(net, VECTORS, *batch_of(VECTORS, step))
         loss.backward()
         losses.append(loss.item())
-        net.free.gradient is None or pytest.fail("a parameter that is not used has a gradient")
+        net.free.grad is None or pytest.fail("a parameter that is not used has a gradient")
         optimizer.step()
     return losses, net
 
@@ -131,14 +131,13 @@ def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
 
 def weighted(x, gain):
     """gain x, column by column, as a user would write it: the rule returns the gradient of the parameter too."""
-    form, local, own = x.form, x.local, gain.local
-    out = form.new()
-    out[...] = local * own
+    out, of_gain = x.form.new(), Layout((), x.layout.cols, sums=x.layout.rows)
+    out[...] = x.local * gain.local
 
-    def rule(gradient):
-        return gradient * own, (gradient * local).sum(axis=0, keepdims=True)
+    def rule(gradient, local, own):
+        return gradient * own, nn.Gradient((gradient * local).sum(axis=0, keepdims=True), of_gain)
 
-    return x.made(out, (x, gain), rule)
+    return x.made(out, (x, gain), rule, keep=(x.local, gain.local))
 
 
 @pytest.mark.parallel([1, 4, 8])
@@ -193,7 +192,7 @@ def test_names_of_parameters_and_modules(comm):
         assert list(net.named_parameters()) == [parameter.name for parameter in net.parameters()] == names
         assert list(net.matrices()) == names
         assert list(net.random_state()) == ["0.3", "1.3"]
-        assert [name for name, _ in net.named_modules()][:3] == ["", "0", "0.0"]
+        assert [name for name, _ in net.named_modules()][:3] == ["", "0", "0"]
         plain = network_of(grid, CLASSES, bias=False, norm=False)
         assert list(plain.named_parameters()) == ["0.weight", "2.weight", "4.weight"]
         assert plain.size == 7 * 13 + 13 * 11 + 11 * 5

@@ -206,17 +206,17 @@ def test_training_again_gives_the_same_bits(comm):
 @pytest.mark.parallel([2])
 def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, monkeypatch):
     """Rank 0 is late with each sum, so that on rank 1 none is done before the next ones are asked for."""
-    begun, most, begin_after = [], [0], gradients.begin_after
+    begun, most, begin = [], [0], gradients.Gradients._sum
 
-    def late(*arguments):
+    def late(self, axis, members, phase):
         if comm.rank == 0:
             time.sleep(0.02)
-        most[0] = max(most[0], 1 + sum(not pending.done for pending in begun))
-        begun.append(begin_after(*arguments))
-        return begun[-1]
+        begin(self, axis, members, phase)
+        begun.append(members[0].pending)
+        most[0] = max(most[0], sum(not pending.done for pending in begun))
 
     def check(grid):
-        monkeypatch.setattr(gradients, "begin_after", late)
+        monkeypatch.setattr(gradients.Gradients, "_sum", late)
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=1)
         loss_of(network_of(grid, CASE), CASE, *batch_of(CASE, 0)).backward()
 

@@ -60,10 +60,12 @@ def along_data(axis, nbytes):
 
 
 def gathered_and_scattered(axis, gathers, bias):
-    """What sharding all matrices along z moves, and the all-reduce of the vectors, whole there."""
-    lost = sum(MATRICES) * (axis.size - 1) // axis.size
+    """What sharding all matrices along z moves, and the all-reduce of the vectors, whole there. Backward the first
+    layer's weight is not needed, since the batch wants no gradient."""
+    lost, first = (sum(sizes) * (axis.size - 1) // axis.size for sizes in (MATRICES, MATRICES[:1]))
+    again = gathers - 1
     moved = {
-        ("z", "gather W", "all_gather"): (gathers * len(MATRICES), gathers * lost),
+        ("z", "gather W", "all_gather"): (len(MATRICES) + again * (len(MATRICES) - 1), lost + again * (lost - first)),
         ("z", "reduce dW", "reduce_scatter"): (len(MATRICES), lost),
         **loss_along(axis),
     }

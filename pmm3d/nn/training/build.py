@@ -19,7 +19,7 @@ from .. import functional, optim
 from ..layers import MLP
 from ..memory import MLPMemory
 from ..overlap import Overlap
-from ..tensor import Tape
+from ..tape import Tape
 from .config import Config
 from .run_log import RunLog, logger
 from .signals import Signals

@@ -226,7 +226,7 @@ def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights = run.network.parameters()
     states = run.optimizer.matrices().values() if run.passes.steps else ()
-    gradients = _nbytes(weight for weight in weights if weight.gradient is not None)
+    gradients = _nbytes(weight for weight in weights if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}
 

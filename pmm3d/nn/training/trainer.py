@@ -17,7 +17,8 @@ from ...io.lock import RunLock
 from ...product import DistMatrix
 from .. import loss as losses
 from ..layers import Module
-from ..tensor import Tape, Tensor
+from ..tape import Tape
+from ..tensor import Tensor
 from ..volume import Passes
 from .pace import Pace
 from .record import RunRecord

@@ -1,0 +1,69 @@
+"""The contract of gradients: what a rule returns, and how it says in which layout that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..arrays import Array
+from ..errors import LayoutError
+from ..layout import GridShape, Layout, transitions
+from .compute import Form
+
+EVERYTHING = slice(None)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A local array, and the layout that it is in: Layout("y", "x", sums=("data", "z")) where this rank has summed over
+    its own rows of a batch, which data and z split."""
+
+    array: Array
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix that is not computed yet, but where it is wanted: in place, in strips, or later.
+
+    layout   that it naturally has;   shape   of this rank's array
+    fill     fill(out, beta, rows): out = beta out + those rows of it
+    phase    of the ledger, for the messages that bring it into another layout
+    """
+
+    layout: Layout
+    shape: tuple[int, int]
+    fill: Callable[[Array, int, slice], None]
+    phase: str
+
+
+Part = Any
+"""What a rule returns for a parent: None, a local array in the parent's own layout (its sums done), a Gradient, or a
+Product."""
+
+
+def natural(form: Form, part: Part) -> Gradient | Product:
+    """A rule's part for a parent of that form, with its layout. Raises LayoutError for an array of another shape."""
+    if isinstance(part, Product):
+        return part
+    gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
+    box = gradient.layout.box(form.shape, form.grid.shape, form.grid.coords)
+    if tuple(gradient.array.shape) != box.shape:
+        raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a tensor "
+                          f"{form.shape[0]} x {form.shape[1]}: in {gradient.layout} this rank's is {box.shape[0]} x "
+                          f"{box.shape[1]}. In another layout than the tensor's it is a nn.Gradient(array, layout)")
+    return gradient
+
+
+@lru_cache(maxsize=1024)
+def route(source: Layout, target: Layout, grid: GridShape) -> tuple[str, str]:
+    """(kind, axis) of the one step from a layout to another: "stay", "all_reduce", "reduce_scatter" (of rows); "steps"
+    for all else."""
+    steps = transitions(source, target, grid)
+    if not steps:
+        return "stay", ""
+    if len(steps) == 1 and (steps[0].kind == "all_reduce" or (steps[0].kind == "reduce_scatter" and not steps[0].dim)):
+        return steps[0].kind, steps[0].axis
+    return "steps", ""

@@ -1,0 +1,153 @@
+"""The layer's product, by the schedule of AxoNN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..arrays import Array
+from ..errors import LayoutError, Pmm3dError
+from ..layout import Layout
+from ..product.relayout import relayout as relayout_array
+from .compute import Form, column_sums, gemm
+from .contract import Product
+from .forming import formed
+from .parameter import Parameter
+from .tape import Tape
+from .tensor import Tensor, relayout
+
+OTHER = {"y": "x", "x": "y"}
+"""The axis that splits a layer's output columns, by that of its input columns."""
+ACTIVATIONS = ("replicated", "sharded")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Parameter | None = None, *, activations: str = "replicated") -> Tensor:
+    """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
+
+    x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
+                     also be over x (or y): then they are gathered
+    weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged). Any other tensor is
+                     brought into the block that is needed
+    bias     (1, n)  columns as the weight's
+    activations      "replicated" over the axis that is summed, or "sharded": the rows of O also over that axis
+                     (sequence parallelism, Korthikanti et al. 2022)
+
+    Returns O (m, n): rows over data, z (and y, or x, if sharded); columns over x (or y). Raises LayoutError if the k
+    differ, Pmm3dError for other activations.
+
+    Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
+
+        forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
+        backward   if I needs a gradient: (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I|
+                   +  (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
+
+    Sharded, the two halves of each all-reduce are a reduce-scatter here and an all-gather in the next layer, of the
+    same bytes; with `Overlap.regather_inputs` the input is gathered once more.
+
+    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
+    backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="fsdp") as grid:
+        ...     linear(Tensor(DistMatrix.random(grid, (4, 3), dtype="float32")), nn.Linear(grid, 3, 2).weight).shape
+        (4, 2)
+    """
+    if x.shape[1] != weight.shape[0]:
+        raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
+    if activations not in ACTIVATIONS:
+        raise Pmm3dError(f'activations are "replicated" or "sharded"; got {activations!r}')
+    k, n = _axes(x, weight)
+    x = _split_over(x, k, n)
+    rows = tuple(axis for axis in x.layout.rows if axis != n)
+    if not isinstance(weight, Parameter) or weight.layout != weight_layout(k):
+        weight = relayout(weight, Layout(k, n))
+    output = Layout((*rows, k) if activations == "sharded" else rows, n)
+    schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
+                         weight if isinstance(weight, Parameter) else None)
+    inputs = schedule.block(x.form, x.shard, Layout(rows, k), "gather I")
+    full = schedule.full([weight.shard], x.tape.phase)
+    out = schedule.output(inputs, full, bias)
+    keep = [x.shard if x.tape.parallel.overlap.regather_inputs else inputs]
+    keep += [full] if schedule.weight is None and schedule.wanted else []
+    return x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
+                  shape=schedule.out.shape, layout=output)
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What one call of `linear` does, forward and backward.
+
+    came, out   forms of I as it comes, and of O;   k, n   the axes that split their columns
+    rows        the axes that split the rows of what the GEMMs see
+    wanted      whether the gradient of I is;   weight   None if it is no parameter whose shards are gathered
+    """
+
+    came: Form
+    out: Form
+    k: str
+    n: str
+    rows: tuple[str, ...]
+    wanted: bool
+    weight: Parameter | None
+
+    def full(self, kept: Sequence[Array], phase: str) -> Array:
+        """The block of the weight: kept, or gathered."""
+        return kept[0] if self.weight is None else Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
+
+    def block(self, form: Form, array: Array, layout: Layout, phase: str) -> Array:
+        """The array with its rows brought together, if they are split more than in that layout."""
+        held = form.layout if array.shape == form.local_shape else layout
+        with form.grid.ledger.phase(phase):
+            return relayout_array(form.grid, array, form.shape, held, layout).wait()
+
+    def output(self, inputs: Array, full: Array, bias: Parameter | None) -> Array:
+        """O, in its layout."""
+        begins = None if bias is None or self.out.grid.axis(self.k).index else bias.shard
+
+        def fill(out: Array, beta: int, part: slice) -> None:
+            if begins is not None:
+                out[...], beta = begins, 1
+            gemm(self.out, inputs[part], full, out, beta)
+
+        size = inputs.shape[0], full.shape[1]
+        return formed(self.out, Product(Layout(self.rows, self.n, self.k), size, fill, "reduce O"),
+                      self.out.layout).wait()
+
+    def gradients(self, gradient: Array, inputs: Array, *full: Array) -> tuple[Product | None, Product, Product]:
+        """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
+        gradient = self.block(self.out, gradient, Layout(self.rows, self.n), "gather dO")
+        inputs = self.block(self.came, inputs, Layout(self.rows, self.k), "gather I")
+        (m, k), n, form = inputs.shape, gradient.shape[1], self.came
+        of_input = None
+        if self.wanted:
+            whole = self.full(full, "backward")
+            of_input = Product(Layout(self.rows, self.k, self.n), (m, k), lambda out, beta, part: gemm(
+                form, gradient[part], whole.T, out, beta), "reduce dI")
+        of_weight = Product(Layout(self.k, self.n, self.rows), (k, n), lambda out, beta, _: gemm(
+            form, inputs.T, gradient, out, beta), "reduce dW")
+        of_bias = Product(Layout((), self.n, self.rows), (1, n), lambda out, beta, _: column_sums(
+            form, gradient, out, beta), "reduce dW")
+        return of_input, of_weight, of_bias
+
+
+def weight_layout(k: str) -> Layout:
+    """Of a layer's weight whose input's columns are split by that axis."""
+    return Layout((k, "z"), OTHER[k])
+
+
+def _axes(x: Tensor, weight: Tensor) -> tuple[str, str]:
+    """The axes that split the columns of I and of O: as the weight lies, or, if it is no layer's, as I does."""
+    for k in OTHER:
+        if weight.layout == weight_layout(k):
+            return k, OTHER[k]
+    k = x.layout.cols[0] if x.layout.cols in (("x",), ("y",)) else "y"
+    return k, OTHER[k]
+
+
+def _split_over(x: Tensor, k: str, n: str) -> Tensor:
+    """I with its columns over k's axis; its rows over data and z at least, and over n's axis only as the last."""
+    rows = tuple(axis for axis in x.layout.rows if axis not in (k, n))
+    if not {"data", "z"} <= set(rows):
+        rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
+    fits = x.layout.rows in (rows, (*rows, n)) and x.layout.cols == (k,) and not x.layout.sums
+    return x if fits else relayout(x, Layout(rows, k))

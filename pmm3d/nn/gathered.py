@@ -1,0 +1,132 @@
+"""Where weights come from: their shards brought together along z, one weight ahead, and kept while there is room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+from weakref import WeakKeyDictionary, ref
+
+from ..arrays import Array
+from ..comm import Grid, Pending
+from ..model.machine import available_memory
+from .compute import Form
+from .overlap import Overlap
+
+IDLE_PAUSES = 8
+"""A weight that so many passes did not use is taken for one of a network that is gone."""
+
+class Weight(Protocol):
+    """A parameter whose rows are sharded over z. version: counts the changes of its values; handed_out: whether others
+    may write to the shard."""
+
+    form: Form
+    version: int
+    handed_out: bool
+
+    @property
+    def shard(self) -> Array: ...
+
+
+@dataclass(eq=False)
+class Gathered:
+    """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
+    is kept. number: in the order of first use; following: the weight that was needed next the last time, by the phase
+    of the pass."""
+
+    number: int
+    version: int = -1
+    nbytes: int = 0
+    pending: Pending | None = None
+    block: Array = None
+    following: dict[str, ref[Weight]] = field(default_factory=dict)
+
+
+class Weights:
+    """Brings the shards of a weight together along z, one weight ahead: which one comes next is known from the time
+    before.
+
+    overlap  of the network's
+    budget   bytes of gathered weights that a rank keeps, where `Overlap.keep_bytes` leaves that open; None before the
+             ranks have agreed on it
+    """
+
+    def __init__(self, grid: Grid):
+        self._grid, self.overlap = grid, Overlap()
+        self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
+        self._kept: dict[int, tuple[int, int]] = {}
+        """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
+        collect garbage at different moments, and must keep the same weights."""
+        self._numbers, self._pauses = count(), 0
+        self._last: tuple[ref[Gathered], str] | None = None
+        self.budget: int | None = None
+
+    def take(self, weight: Weight, phase: str) -> Array:
+        """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
+
+        Each rank receives (Gz-1)/Gz of it, unless it was kept.
+        """
+        if self._grid.z.size == 1:
+            return weight.shard
+        gathered = self._of(weight)
+        if self._last is not None and (before := self._last[0]()) is not None:
+            before.following[self._last[1]] = ref(weight)
+        self._last, block = (ref(gathered), phase), gathered.block
+        if block is None:
+            pending, gathered.pending = gathered.pending or self._start(weight), None
+            block = pending.wait()
+        self._kept.pop(gathered.number, None)
+        if gathered.block is not None or self._keeps(gathered.nbytes):
+            gathered.block = block
+            self._kept[gathered.number] = gathered.nbytes, self._pauses
+        if self.overlap.oag:
+            self._prefetch(weight, gathered, phase)
+        return block
+
+    def pause(self) -> None:
+        """What comes next is not known: the values may change before it. Weights out of use are let go, and what is
+        kept of those whose shard somebody may write to."""
+        self._last = None
+        for weight in self._gathered:
+            weight.version += weight.handed_out
+        self._pauses += 1
+        oldest = self._pauses - IDLE_PAUSES
+        self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
+        for gathered in self._gathered.values():
+            if gathered.number not in self._kept:
+                gathered.block = None
+
+    def _of(self, weight: Weight) -> Gathered:
+        """What there is of its present values; what is out of date is dropped."""
+        if weight not in self._gathered:
+            self._gathered[weight] = Gathered(next(self._numbers))
+        gathered = self._gathered[weight]
+        if gathered.version != weight.version:
+            gathered.version, gathered.pending, gathered.block = weight.version, None, None
+            gathered.nbytes = weight.form.largest_without("z")
+        return gathered
+
+    def _prefetch(self, weight: Weight, gathered: Gathered, phase: str) -> None:
+        following = gathered.following[phase]() if phase in gathered.following else None
+        if following is not None and following is not weight:
+            ahead = self._of(following)
+            if ahead.block is None and ahead.pending is None:
+                ahead.pending = self._start(following)
+
+    def _start(self, weight: Weight) -> Pending:
+        grid, counts, shard = self._grid, weight.form.row_counts(self._grid.z), weight.shard
+        block = weight.form.new((sum(counts), shard.shape[1]))
+        with grid.ledger.phase("gather W"):
+            return grid.z.gather_into(shard, block, counts)
+
+    def _keeps(self, nbytes: int) -> bool:
+        """Whether so many bytes may be kept beside the others."""
+        overlap = self.overlap
+        if overlap.reshard_after_forward is not None:
+            return not overlap.reshard_after_forward
+        if overlap.keep_bytes is None and self.budget is None:
+            grid = self._grid
+            ranks_of_a_node = -(-grid.size // grid.hosts)
+            self.budget = min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
+        budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
+        return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget

@@ -1,0 +1,259 @@
+"""The tape: what was done to tensors, what each operation keeps for its gradient, and the backward pass over it all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+from weakref import ref
+
+from ..arrays import Array
+from ..comm import Grid
+from ..errors import Pmm3dError
+from .compute import Form
+from .contract import Part
+from .forming import Coming, brought
+from .gradients import Leaf
+from .parallel import Parallel
+
+Rule = Callable[..., Sequence[Part]]
+"""rule(gradient, *kept): from the gradient of a result to those of what it was made of. See `Tensor.made`."""
+Packing = Callable[[Any], Any]
+
+
+def _as_it_is(array: Array) -> Array:
+    return array
+
+
+class Tape:
+    """What one grid's tensors share. `Tape.of(grid)`.
+
+    parallel      the collectives of weights and gradients, and their overlap
+    recording     whether operations are noted for a backward pass (see `no_grad`)
+    keeping       whether they keep what their rules need: not where they are done again (see `Recompute`)
+    syncing       whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
+    phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
+    inspect       None, or a function(layer, output) called after each layer: finds where numbers go wrong
+    pack, unpack  what is kept of an array that an operation keeps, and how it comes back: to move it elsewhere, or to
+                  keep it in fewer bytes; as it is unless replaced (`Tape.set`)
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     Tape.of(grid).parallel.overlap.oar, Tape.of(grid).recording
+        (True, True)
+    """
+
+    def __init__(self, grid: Grid):
+        self.parallel = Parallel.of(grid)
+        self.recording = self.keeping = self.syncing = True
+        self.phase = "forward"
+        self.inspect: Callable[[Any, Any], None] | None = None
+        self.pack: Packing = _as_it_is
+        self.unpack: Packing = _as_it_is
+        self.numbers = count()
+
+    @classmethod
+    def of(cls, grid: Grid) -> Tape:
+        """The tape of a grid, made when it is first asked for."""
+        if cls not in grid.attached:
+            grid.attached[cls] = cls(grid)
+        return grid.attached[cls]
+
+    @contextmanager
+    def set(self, **values: Any) -> Iterator[None]:
+        """Attributes of the tape, changed for as long as the context lasts."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class Node:
+    """An operation on the tape, or a tensor that a gradient ends in.
+
+    form      of the result;   number: nodes are numbered as they are made
+    parents   the nodes of what went in, None where no gradient is needed
+    rule      None for a leaf, and once a backward pass has used it
+    kept      what the rule needs, as `Tape.pack` left it
+    leaf      a weak reference to the tensor that a gradient ends in
+    """
+
+    __slots__ = ("__weakref__", "form", "kept", "leaf", "number", "parents", "rule")
+
+    def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
+                 kept: Sequence[Any] = (), leaf: Leaf | None = None):
+        self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
+        self.leaf = None if leaf is None else ref(leaf)
+        self.number = next(Tape.of(form.grid).numbers)
+
+    @property
+    def used(self) -> bool:
+        """Whether a backward pass has been here."""
+        return self.rule is None and self.leaf is None
+
+    def take(self) -> tuple[Sequence[Node | None], Callable[[Array], Sequence[Part]]]:
+        """The parents, and the rule with what it needs: once. What was kept is let go when the rule is."""
+        parents, rule, kept, unpack = self.parents, self.rule, self.kept, Tape.of(self.form.grid).unpack
+        self.parents, self.rule, self.kept = (), None, ()
+        if rule is None:
+            raise Pmm3dError(USED)
+        return parents, lambda gradient: rule(gradient, *map(unpack, kept))
+
+
+USED = ("backward: a part of what made this tensor was used by a backward pass already, or is inside a Recompute, which "
+        "keeps nothing of it. Add the losses and call backward once, or compute the shared part anew for each")
+
+
+def reachable(last: Node) -> Iterator[Node]:
+    """The node and all that it was made of, each once."""
+    found, waiting = {last.number}, [last]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for parent in node.parents:
+            if parent is not None and parent.number not in found:
+                found.add(parent.number)
+                waiting.append(parent)
+
+
+def outside(last: Node | None, first: int) -> list[Node]:
+    """What an operation, whose result is `last`, made of its own since number `first` comes from: nodes of before, each
+    once, and leaves, each as often as it was used."""
+    if last is None or last.number < first:
+        return [] if last is None else [last]
+    found, seen, waiting = list[Node](), {last.number}, [last]
+    while waiting:
+        for parent in waiting.pop().parents:
+            if parent is None:
+                continue
+            if parent.leaf is not None or (parent.number < first and parent not in found):
+                found.append(parent)
+            elif parent.number >= first and parent.number not in seen:
+                seen.add(parent.number)
+                waiting.append(parent)
+    return found
+
+
+def uses(last: Node) -> Counter[Leaf]:
+    """How often a backward pass from this node will bring something to each leaf. Raises Pmm3dError if a part of the
+    tape was used already."""
+    found: Counter[Leaf] = Counter()
+    for node in reachable(last):
+        if node.used:
+            raise Pmm3dError(USED)
+        for parent in node.parents:
+            leaf = parent.leaf() if parent is not None and parent.leaf is not None else None
+            if leaf is not None:
+                found[leaf] += 1
+    return found
+
+
+def propagate(last: Node, gradient: Array, first: int = 0) -> Mapping[int, Coming]:
+    """The backward pass from a node and its gradient, in the reverse of the order in which the nodes were made: when it
+    is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
+
+    Stops at nodes that were made before number `first`. Returns what came to those: number -> gradient."""
+    coming, nodes = {last.number: Coming(gradient)}, [(-last.number, last)]
+    while nodes:
+        _, node = heappop(nodes)
+        if node.number < first:
+            break
+        passed = coming.pop(node.number).wait()
+        parents, rule = node.take()
+        parts = rule(passed)
+        del rule, passed
+        for parent, part in zip(parents, parts):
+            if part is None or parent is None:
+                continue
+            if parent.leaf is not None:
+                leaf = parent.leaf()
+                if leaf is not None:
+                    leaf.receive(part)
+                continue
+            if parent.number in coming:
+                coming[parent.number].add(parent.form, part)
+            else:
+                coming[parent.number] = brought(parent.form, part)
+                heappush(nodes, (-parent.number, parent))
+        del parents, parts, part
+    return coming
+
+
+@contextmanager
+def no_grad(grid: Grid) -> Iterator[None]:
+    """In this context nothing is noted for a backward pass: for evaluation.
+
+        >>> from pmm3d import DistMatrix, nn
+        >>> with Grid(shape="ddp") as grid, no_grad(grid):
+        ...     nn.scale(nn.Tensor(DistMatrix.random(grid, (2, 2)), requires_grad=True), 2).requires_grad
+        False
+    """
+    tape = Tape.of(grid)
+    with tape.set(recording=False):
+        yield
+    tape.parallel.weights.pause()
+
+
+@contextmanager
+def no_sync(grid: Grid) -> Iterator[None]:
+    """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
+    last of several batches of one step.
+
+        >>> with Grid(shape="ddp") as grid, no_sync(grid):
+        ...     Tape.of(grid).syncing
+        False
+    """
+    with Tape.of(grid).set(syncing=False):
+        yield
+
+
+class WeightProducts:
+    """The products of weight gradients that backward passes left for later, in their order; `len` of them. Each holds
+    the input and the gradient that it is made of."""
+
+    def __init__(self, grid: Grid):
+        self._grid = grid
+        self._waiting: list[tuple[Leaf, Part]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, parameter: Leaf, part: Part) -> None:
+        self._waiting.append((parameter, part))
+
+    def drain(self) -> None:
+        """Do them all; then the gradients are as after a backward pass. Collective."""
+        tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
+        with tape.parallel.backward(tape.syncing, Counter(parameter for parameter, _ in waiting)):
+            while waiting:
+                parameter, part = waiting.pop(0)
+                parameter.receive(part)
+                del part
+
+
+@contextmanager
+def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
+    """As a context, a queue: backward passes in it compute gradients of activations only, and leave those of weights
+    to `drain`. For schedules of pipelines without bubbles (Qi et al. 2023).
+
+        >>> from pmm3d import DistMatrix, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     with defer_weights(grid) as queue:
+        ...         nn.mse(net(x), net(x).value).backward()
+        ...     before = net.weight.grad
+        ...     queue.drain()
+        ...     before, net.weight.grad.shape
+        (None, (3, 2))
+    """
+    parallel, queue = Tape.of(grid).parallel, WeightProducts(grid)
+    before, parallel.deferred = parallel.deferred, queue.put
+    try:
+        yield queue
+    finally:
+        parallel.deferred = before
+
