@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import MATRIX_DTYPES, itemsize
-from .dry_array import COMPARISONS, Axis, DryArray, common_dtype, common_shape
+from .dry_array import COMPARISONS, Axis, DryArray, common_dtype
 from .dry_run import DryRun, Held
 from .low_precision import WorkArrays, rounded_gemm, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
@@ -131,7 +131,13 @@ class DryLibrary(NumpyLibrary):
 
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
         """The result of a function of that name."""
-        return self.temporary(common_shape(operands), "bool" if name in COMPARISONS else common_dtype(operands))
+        arrays = [operand for operand in operands if hasattr(operand, "shape")]
+        first, *others = arrays
+        if all(other.shape == first.shape and other.dtype == first.dtype for other in others):
+            shape, dtype = first.shape, str(first.dtype)
+        else:
+            shape, dtype = np.broadcast_shapes(*(array.shape for array in arrays)), common_dtype(arrays)
+        return self.temporary(shape, "bool" if name in COMPARISONS else dtype)
 
 
 def _place(array: Array) -> np.ndarray:
