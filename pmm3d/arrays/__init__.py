@@ -2,8 +2,7 @@
 
 from .dry import DryLibrary
 from .dry_array import DryArray
-from .dry_run import Action, DryRun
-from .dry_workspace import DryWorkspace
+from .dry_run import DryRun
 from .libraries import (
     check_matrix_dtype,
     dtype_named,
@@ -18,7 +17,6 @@ from .sums import sum_in_order
 from .workspace import Slab, Workspace
 
 __all__ = [
-    "Action", "Array", "DryArray", "DryLibrary", "DryRun", "DryWorkspace", "NumpyLibrary", "Slab", "Workspace",
-    "check_matrix_dtype", "dtype_named", "library_here", "library_kind", "library_named", "library_of", "sum_in_order",
-    "take_device",
+    "Array", "DryArray", "DryLibrary", "DryRun", "NumpyLibrary", "Slab", "Workspace", "check_matrix_dtype",
+    "dtype_named", "library_here", "library_kind", "library_named", "library_of", "sum_in_order", "take_device",
 ]  # fmt: skip

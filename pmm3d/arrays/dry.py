@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import MATRIX_DTYPES, itemsize
-from .dry_array import COMPARISONS, Axis, DryArray, common_dtype, common_shape
+from .dry_array import COMPARISONS, Axis, DryArray, common_dtype
 from .dry_run import DryRun, Held
 from .low_precision import WorkArrays, rounded_gemm, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
 ELEMENTWISE = (*COMPARISONS, "abs", "add", "ceil", "conj", "cos", "divide", "erf", "exp", "expm1", "floor", "imag",
-               "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round", "sign",
-               "sin", "sqrt", "square", "subtract", "tanh", "where")
+               "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round",
+               "sign", "sin", "sqrt", "square", "subtract", "tanh", "where")
 TYPES = (*MATRIX_DTYPES, "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -131,7 +131,13 @@ class DryLibrary(NumpyLibrary):
 
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
         """The result of a function of that name."""
-        return self.temporary(common_shape(operands), "bool" if name in COMPARISONS else common_dtype(operands))
+        arrays = [operand for operand in operands if hasattr(operand, "shape")]
+        first, *others = arrays
+        if all(other.shape == first.shape and other.dtype == first.dtype for other in others):
+            shape, dtype = first.shape, str(first.dtype)
+        else:
+            shape, dtype = np.broadcast_shapes(*(array.shape for array in arrays)), common_dtype(arrays)
+        return self.temporary(shape, "bool" if name in COMPARISONS else dtype)
 
 
 def _place(array: Array) -> np.ndarray:

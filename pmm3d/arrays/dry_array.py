@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import DTypeError, Pmm3dError
+from ..errors import Pmm3dError
 from ..layout import itemsize
 from .dry_run import Held
 from .numpy_library import dtype_name
@@ -39,6 +39,12 @@ class DryArray:
     elements   an array of addresses, which must not be read
     library    the DryLibrary of its grid
     held       what counts its bytes for as long as it, or a view of it, lives; None for what is not counted
+
+        >>> from pmm3d import Grid
+        >>> with Grid.dry((2, 2, 2)) as grid:
+        ...     array = grid.library("numpy").empty((10**6, 10**6), "float32")
+        ...     array[:10].T, (array > 0).sum(axis=0), float(array.max())
+        (<dry array 1000000 x 10 float32>, <dry array 1000000 int64>, 1.0)
     """
 
     __slots__ = ("__weakref__", "dtype", "elements", "held", "library")
@@ -197,20 +203,12 @@ class DryArray:
         return DryArray(elements, self.dtype, self.library, self.held)
 
 
-def common_shape(operands: Sequence[Any]) -> tuple[int, ...]:
-    """What arrays and numbers have in common when they are broadcast."""
-    shapes = {operand.shape for operand in operands if hasattr(operand, "shape")}
-    return shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)
-
-
-def common_dtype(operands: Sequence[Any]) -> str:
-    """The type of a result. Numbers of Python take that of the arrays."""
-    types = {str(operand.dtype) for operand in operands if hasattr(operand, "dtype")}
+def common_dtype(arrays: Sequence[Any]) -> str:
+    """The type of a result of arithmetic; numbers of Python take it on."""
+    types = {str(array.dtype) for array in arrays}
     if len(types) == 1:
         return types.pop()
-    known = types - {"bfloat16"}
-    try:
-        found = np.result_type(*known).name
-    except TypeError:
-        raise DTypeError(f"no type holds {', '.join(sorted(types))}") from None
-    return "bfloat16" if known != types and np.dtype(found).itemsize <= 2 and found != "float16" else found
+    found = np.result_type(*types - {"bfloat16"})
+    if "bfloat16" not in types:
+        return found.name
+    return "bfloat16" if found.kind in "biu" else np.result_type(found, "float32").name

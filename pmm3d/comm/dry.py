@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Action, Array, DryLibrary, DryRun, DryWorkspace, NumpyLibrary, library_of
+from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_of
+from ..arrays.dry_run import Action
+from ..arrays.dry_workspace import DryWorkspace
 from ..errors import Pmm3dError
 from ..layout import offsets, part_sizes
 from .axis import Axis
@@ -119,7 +121,7 @@ class DryPending(Pending):
         """Go on to the end, whatever it waits for."""
         while not self.done:
             for awaited in self._requests:
-                awaited.end()
+                awaited.end() if isinstance(awaited, (Messages, DryPending)) else awaited.wait()
             if self._progress():
                 self._engine.ended(self)
 

@@ -18,15 +18,15 @@ from mpi4py import MPI
 from ..arrays import (
     DryLibrary,
     DryRun,
-    DryWorkspace,
     NumpyLibrary,
     Workspace,
     library_here,
     library_kind,
     library_named,
 )
+from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, parse_shape, whole_number
+from ..layout import AXES, GridShape, parse_shape, whole_number
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
@@ -175,12 +175,13 @@ class Grid:
         return range(first, first + getattr(self.shape, name) * step, step)
 
     @staticmethod
-    def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: None = None, hosts: int = 1) -> DryGrid:
+    def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
+            hosts: int = 1) -> DryGrid:
         """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
 
-        shape, data   as of a Grid, in numbers or written "GxxGyxGz"
-        rank          the rank to stand for
-        hosts         number of nodes, with as many ranks each
+        shape, data, axes   as of a Grid, in numbers or written "GxxGyxGz"
+        rank                the rank to stand for
+        hosts               number of nodes, with as many ranks each
 
         Matrices have shapes, types and layouts and no values. What is sent, multiplied and held is counted as on a grid
         with data: in `ledger`, and in `dry_run` (`pmm3d.arrays.DryRun`). Raises GridError for what is no grid or rank.
@@ -190,7 +191,7 @@ class Grid:
             ...     a = DistMatrix.random(grid, (10**6, 10**6))
             ...     c = a @ DistMatrix.random(grid, (10**6, 10**6), layout=Layout.B)
             ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
-            (7565484376, 'gemm')
+            (7568250000, 'gemm')
         """
         return DryGrid(shape, data, rank, axes, hosts)
 
@@ -363,29 +364,36 @@ class DryGrid(Grid):
 
     dry_run: DryRun
 
-    def __init__(self, shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: None = None, hosts: int = 1):
-        sizes = parse_shape(shape)[:3] if isinstance(shape, str) else tuple(shape)
-        try:
-            ranks, numbers = prod(map(whole_number, (*sizes, data))), (whole_number(rank), whole_number(hosts))
-        except TypeError:
-            ranks, numbers = 0, (rank, hosts)
-        self.shape = chosen_shape(sizes, data, ranks, None, "float64", None)
-        self.rank, self.hosts = numbers
+    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int):
+        self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
+        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
         self.size = self.shape.size
-        if not 0 <= self.rank < self.size or not 1 <= self.hosts <= self.size:
+        try:
+            known = 0 <= whole_number(rank) < self.size and 1 <= whole_number(hosts) <= self.size
+        except TypeError:
+            known = False
+        if not known:
             raise GridError(f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}, on at most as many "
                             f"hosts; got rank {rank!r}, hosts {hosts!r}")
-        self.debug = self._check = False
-        self.coords = self.shape.coords(self.rank)
-        self.dry_run = DryRun()
-        self.ledger, self.workspace = DryLedger(self.rank, run=self.dry_run), DryWorkspace(self.dry_run)
-        self.attached = {}
-        self.engine = DryEngine(self.ledger, self.workspace)
-        self._comm = DryComm(self.size, self.rank)
+        self.coords = self.shape.coords(rank)
+        self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
+        self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
         self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
-        for name in AXES:
+        self._axes = {"everyone": self.everyone}
+        for name in self.shape.names:
             members = self._members(name)
-            setattr(self, name, DryAxis(self.engine, name, DryComm(len(members), members.index(self.rank)), members))
+            self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
+            setattr(self, name, self._axes[name])
+
+    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
+        """The grid of these sizes, of as many ranks as it takes."""
+        others = checked_axes(axes, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
+        sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
+        try:
+            ranks = prod(map(whole_number, (*sizes, data, *others.values())))
+        except TypeError:
+            ranks = 0
+        return chosen_shape(sizes, data, others, ranks, None, "float64", None)
 
     def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
         kind = library_kind(name)

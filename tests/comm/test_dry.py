@@ -24,14 +24,14 @@ def moved(ledger):
 
 
 def dry_like(grid, **options):
-    return Grid.dry(grid.shape[:3], grid.shape.data, grid.rank, **options)
+    axes = dict(zip(grid.shape.names[4:], grid.shape[4:]))
+    return Grid.dry(grid.shape[:3], grid.shape.data, grid.rank, axes, **options)
 
 
 def all_collectives(grid, library):
     """Every collective on every axis, with parts of all sizes; the shapes of the results."""
     shapes = []
-    for name in AXES:
-        axis = getattr(grid, name)
+    for axis in [grid.everyone, *map(grid.axis, grid.shape.names)]:
         for phase, (shape, dtype) in enumerate(SIZES):
             counts = part_sizes(shape[0], axis.size)
             array = library.from_numpy(integers(shape, dtype), dtype)
@@ -66,6 +66,13 @@ def test_in_stages_too(stages_of_two, some_grid):
 def test_with_a_data_axis(comm):
     with Grid(comm, (2, 1, 1), 2) as grid:
         assert_the_same(grid)
+
+
+@pytest.mark.parallel([4, 6])
+def test_with_further_axes(comm, nranks):
+    with Grid(comm, (nranks // 2, 1, 1), axes={"seq": 2, "pipe": 1}) as grid:
+        assert_the_same(grid)
+    assert Grid.dry((1, 2, 1), rank=3, axes={"seq": 3}).seq.index == 1
 
 
 def test_a_collective_is_done_when_it_is_waited_for():
@@ -141,7 +148,9 @@ def test_where_the_rank_is():
 
 
 @pytest.mark.parametrize("options", [{"rank": 8}, {"rank": -1}, {"rank": 1.5}, {"hosts": 0}, {"hosts": 9},
-                                     {"data": 0}, {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"}])
+                                     {"data": 0}, {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"},
+                                     {"axes": {"x": 2}}, {"axes": {"engine": 2}}, {"axes": {"seq": 0}},
+                                     {"hosts": "2"}])
 def test_what_is_no_rank_of_a_grid_is_refused(options):
     with pytest.raises(GridError):
         Grid.dry(**{"shape": (2, 2, 2), **options})

@@ -1,6 +1,7 @@
 """Products on a grid without data: for every rank the bytes, the memory and the GEMMs of the product with data."""
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,7 +56,9 @@ def every_operation(grid):
               DistMatrix.from_global(grid, np.ones((5, 9), "float32"), layout=Layout("z")),
               DistMatrix.from_global(grid, np.ones((5, 9), "float32"), root=grid.size - 1, layout=OTHERS[0]),
               DistMatrix.empty(grid, (6, 5), dtype="complex128")]
-    gathered = [a.gather(), a.gather(0)]
+    partial = DistMatrix.random(grid, (12, 10), layout=Layout("z", "x", sums=("y", "data")))
+    shapes += [partial.redistribute(layout) for layout in (Layout("z", "x"), Layout(("z", "y")), Layout("x", sums="y"))]
+    gathered = [a.gather(), a.gather(0), partial.gather()]
     return [*seen, *((matrix.local.shape, matrix.dtype, matrix.order) for matrix in shapes),
             *(whole is not None and whole.shape for whole in gathered)]
 
@@ -182,3 +185,10 @@ def test_nor_sent_to_a_grid_with_data(comm):
                 source.redistribute(Layout(), target)
         with pytest.raises(Pmm3dError, match=r"belong to their Grid\.dry"):
             DistMatrix.from_local(grid, a.local, (3, 3))
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    said = capsys.readouterr().out
+    assert "x gather A all_gather 3" in said and "gemm 31250 x " in said
