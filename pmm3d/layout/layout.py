@@ -135,7 +135,8 @@ class Layout:
         return grid.along(self.rows), grid.along(self.cols)
 
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
-        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank."""
+        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes that
+        `coords` leaves out are at 0."""
         if coords is None:
             return EMPTY
         try:
@@ -144,7 +145,9 @@ class Layout:
                        *_range(shape[1], self.cols, col_unit, grid, coords))
         except AttributeError:
             self.check_axes(grid)
-            raise
+            if coords.names == grid.names:
+                raise
+            return self.box(shape, grid, grid.position(grid.rank(coords)))
 
     def check_axes(self, grid: GridShape) -> None:
         """Raises LayoutError unless the grid has all axes that are named."""

@@ -14,6 +14,7 @@ from pmm3d.layout import (
     EMPTY,
     FIRST,
     Box,
+    Coords,
     GridShape,
     Layout,
     Placement,
@@ -128,6 +129,13 @@ def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
     assert [start for start, _ in found] == sorted(expected)
     for start, owner in found:
         assert column.box((size, 1), grid, grid.position(0)._replace(**owner)) == expected[start]
+
+
+def test_the_first_rank_is_first_on_named_axes_too():
+    grid = GridShape(2, 1, 1, 1, seq=2, pipe=2)
+    for layout in (Layout("seq", "x"), Layout(("x", "pipe"))):
+        assert layout.box((9, 5), grid, FIRST) == layout.box((9, 5), grid, grid.coords(0))
+        assert layout.box((9, 5), grid, Coords(x=1)) == layout.box((9, 5), grid, grid.coords(1))
 
 
 def test_a_dim_is_no_multiple_of_its_unit():
