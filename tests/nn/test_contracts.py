@@ -319,7 +319,7 @@ def test_a_graph_may_change_from_step_to_step(comm, paths):
                 weights = stepped(weights, ways, batches(step, count))
                 assert largest_difference(weights_of(net), weights) < 1e-12, (grid, overlap, step)
 
-    on_each_grid(comm, check, GRIDS[comm.size][-4:-1] if comm.size == 8 else None)
+    on_each_grid(comm, check, GRIDS[comm.size][2:4] if comm.size == 8 else None)
 
 
 def stepped(weights, ways, given):
