@@ -3,7 +3,6 @@
 Integers, so that sums are exact, or networks that numpy differentiates here.
 """
 
-import re
 from itertools import product
 
 import numpy as np
@@ -18,7 +17,6 @@ from networks import (
     bits,
     gradients_of,
     inner,
-    largest_difference,
     loss_of,
     network_of,
     on_each_grid,
@@ -253,79 +251,7 @@ def test_a_part_that_is_computed_again_may_use_a_weight_that_is_not_its_own(comm
     on_each_grid(comm, check)
 
 
-# Graphs that change
-
-SWITCHES = [nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(bucket_bytes=1, reshard_after_forward=True),
-            nn.Overlap.none()]
-PATHS = {
-    "used twice, once, not at all, twice": [(0, 1, 1), (0, 1), (0,), (1, 0, 1), (2, 2, 2), (0, 1, 1)],
-    "stochastic depth": [(0, 1, 3), (3,), (0, 1, 2, 3), (1,), (0, 2), (1, 2)],
-}
-RATE = 0.125
-
-
-class Paths(nn.Module):
-    """h + tanh(h W + b) for each layer on the way."""
-
-    def __init__(self, grid):
-        self.grid = grid
-        self.steps = [nn.Residual(nn.Sequential(grid, nn.Linear(grid, SIZE, SIZE, seed=seed, dtype="float64"), nn.tanh))
-                      for seed in range(4)]
-
-    def along(self, x, path):
-        for index in path:
-            x = self.steps[index](x)
-        return x
-
-
-def differentiated(weights, path, x, v):
-    """Name -> gradient of <the result, v> by numpy, of the layers on the way."""
-    kept, found = [], {}
-    for index in path:
-        weight, bias = (weights[f"steps.{index}.module.0.{name}"] for name in ("weight", "bias"))
-        out = np.tanh(x @ weight + bias)
-        kept, x = [*kept, (index, weight, x, out)], x + out
-    for index, weight, taken, out in reversed(kept):
-        inside = v * (1 - out * out)
-        for name, part in (("weight", taken.T @ inside), ("bias", inside.sum(0, keepdims=True))):
-            name = f"steps.{index}.module.0.{name}"
-            found[name] = found.get(name, 0) + part
-        v = v + inside @ weight.T
-    return found
-
-
-def batches(step, count):
-    return [0.25 * integers((2, ROWS, SIZE), seed=10 * step + index) for index in range(count)]
-
-
-@on_all
-@pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS)
-def test_a_graph_may_change_from_step_to_step(comm, paths):
-    """With overlap and without, in small buckets, with a state split over data, with two batches a step on ways of
-    their own."""
-
-    def check(grid):
-        for index, overlap in enumerate(SWITCHES):
-            nn.Tape.of(grid).parallel.overlap, count = overlap, 1 + index % 2
-            net = Paths(grid)
-            optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index > 1)
-            weights = weights_of(net)
-            for step, path in enumerate(paths):
-                ways = [path, paths[step - 1]][:count]
-                for number, (way, (x, v)) in enumerate(zip(ways, batches(step, count))):
-                    with synced(grid, number == count - 1):
-                        inner(net.along(nn.Tensor(spread(grid, x)), way), v).backward()
-                optimizer.step()
-                weights = stepped(weights, ways, batches(step, count))
-                assert largest_difference(weights_of(net), weights) < 1e-12, (grid, overlap, step)
-
-    on_each_grid(comm, check, GRIDS[comm.size][-4:-1] if comm.size == 8 else None)
-
-
-def stepped(weights, ways, given):
-    """After a step of gradient descent."""
-    parts = [differentiated(weights, way, x, v) for way, (x, v) in zip(ways, given)]
-    return {name: value - RATE * sum(part.get(name, 0) for part in parts) for name, value in weights.items()}
+# Steps
 
 
 @pytest.mark.parallel([2, 4, 8])
@@ -381,55 +307,6 @@ def test_a_write_to_a_shard_is_seen(comm):
                 optimizer.step()
 
     on_each_grid(comm, check, ALL_GRIDS[comm.size])
-
-
-# Ranks that differ
-
-DIFFERENT = """
-    import sys
-    from mpi4py import MPI
-    from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-    from pmm3d.nn import optim
-
-    layers, bucket_bytes, when, uses, others = map(int, sys.argv[1:])
-    with Grid(MPI.COMM_WORLD, "ddp", timeout=20) as grid:
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=bucket_bytes)
-        pair = lambda seed: nn.Sequential(
-            grid, nn.Linear(grid, 6, 8, seed=seed), nn.tanh, nn.Linear(grid, 8, 6, seed=seed, cols="x"))
-        net = nn.Sequential(grid, *[pair(index) for index in range(layers)])
-        optimizer = optim.SGD(net.parameters(), 0.1)
-        target = DistMatrix.random(grid, (8, 6), seed=2, dtype="float32")
-        try:
-            for step in range(4):
-                x = nn.Tensor(DistMatrix.random(grid, (8, 6), seed=step, dtype="float32"))
-                for index, part in enumerate(net.layers):
-                    special = index == layers // 2 and step == when
-                    for _ in range((uses if grid.rank == 1 else others) if special else 1):
-                        x = part(x)
-                nn.mse(x, target).backward()
-                optimizer.step()
-        except Pmm3dError as error:
-            print(f"rank {grid.rank} in step {step}: {error}")
-        else:
-            print(f"rank {grid.rank} did not fail")
-"""
-
-
-@pytest.mark.parametrize("ranks, layers, bucket_bytes, when, uses, others", [
-    (2, 2, 2**24, 0, 1, 0), (2, 2, 1, 2, 0, 1), (2, 24, 1, 0, 2, 1), (2, 24, 1, 2, 1, 0), (2, 24, 2000, 2, 0, 1),
-    (4, 2, 1, 0, 1, 0), (4, 24, 2000, 2, 2, 1),
-])  # fmt: skip
-def test_a_rank_that_uses_a_layer_otherwise_is_named(job, ranks, layers, bucket_bytes, when, uses, others):
-    """In the first step or a later one, with one bucket or many: nobody hangs, all say the same."""
-    done = job(ranks, DIFFERENT, layers, bucket_bytes, when, uses, others, timeout=60)
-    said = sorted(done.stdout.splitlines())
-    texts = {line.partition(": ")[2] for line in said}
-    assert len(said) == ranks and len(texts) == 1, (done.stdout, done.stderr)
-    assert all(line.startswith(f"rank {rank} in step {when}: ") for rank, line in enumerate(said)), said
-    text, = texts
-    times = {0: r"(0 times|not)", 1: r"(1 time|once)", 2: r"(2 times|twice)"}
-    assert re.search(rf"\b{layers // 2}\.[02]\.(weight|bias)\b", text), text
-    assert re.search(r"\brank 1\b", text) and re.search(times[uses], text) and re.search(times[others], text), text
 
 
 # Optimizers beside each other
