@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from typing import Protocol
 
@@ -72,17 +73,21 @@ class Accumulated:
         rows, cols = self.form.layout.rows, self.form.layout.cols
         return self.split_layout if self.split else Layout(rows, cols, self.sums, self.form.layout.units)
 
-    @property
+    @cached_property
     def split_layout(self) -> Layout:
         """If the data axis splits it too: the rows of a matrix, the columns of a vector."""
-        rows, cols = self.form.layout.rows, self.form.layout.cols
-        return Layout(rows, (*cols, "data")) if self.form.is_vector else Layout((*rows, "data"), cols)
+        rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
+        if self.form.is_vector:
+            return Layout(rows, (*cols, "data"), units=units)
+        return Layout((*rows, "data"), cols, units=units)
 
+    @cached_property
     def data_counts(self) -> list[int]:
         """Elements of the shard in each part that the data axis splits it into, one after the other."""
-        rows, cols = self.form.local_shape
-        size, width = (cols, 1) if self.form.is_vector else (rows, cols)
-        return [part * width for part in part_sizes(size, self.form.grid.data.size)]
+        dim, form = int(self.form.is_vector), self.form
+        width = 1 if dim else form.local_shape[1]
+        split = form.like(form.shape, self.split_layout)
+        return [part * width for part in split.counts("data", dim)]
 
     @property
     def largest(self) -> int:
@@ -121,7 +126,7 @@ class Accumulated:
         start, stop = 0, flat.shape[0]
         if self.split:
             more, self.sums, self.split = [axis for axis in more if axis != "data"], ("data",), False
-            start, stop = offsets(self.data_counts())[grid.data.index :][:2]
+            start, stop = offsets(self.data_counts)[grid.data.index :][:2]
         if any(grid.axis(axis).index for axis in more):
             start = stop = 0
         flat[:start] = 0
@@ -185,7 +190,7 @@ class Gradients:
             self._put(record)
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
-        cols, counts = out.shape[1], record.form.row_counts(axis)
+        cols, counts = out.shape[1], record.form.counts(axis.name)
         partial = self._partials.take(record.form, (sum(counts), cols))
         _fill(part, partial, 0)
         record.wait()
@@ -331,7 +336,7 @@ def reduced(link: Link, members: list[Accumulated], split: bool) -> Collective[N
         def work(size: int) -> Array:
             return borrowed.enter_context(link.workspace.borrow((size,), members[0].form.dtype, library))
 
-        starts = [offsets(member.data_counts()) for member in members] if split else []
+        starts = [offsets(member.data_counts) for member in members] if split else []
         pieces = [_parts(flats, starts, rank) for rank in range(link.size)] if split else [flats]
         packed = flats[0]
         if len(flats) > 1:
@@ -368,5 +373,5 @@ def _work(axis: Axis, members: list[Accumulated], split: bool) -> list[int]:
     packed = [size * itemsize(dtype)] if len(members) > 1 else []
     if not split:
         return [*packed, all_reduce_volume(size, dtype, axis.size, axis.index).work]
-    counts = [sum(parts) for parts in zip(*(member.data_counts() for member in members))]
+    counts = [sum(parts) for parts in zip(*(member.data_counts for member in members))]
     return [*packed, counts[axis.index] * itemsize(dtype), reduce_volume(counts, axis.index, 1, dtype).work]

@@ -68,7 +68,7 @@ class Optimizer:
                 parameter.version += 1
                 if self.shard_over_data:
                     own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts()))
+                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts))
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
@@ -134,7 +134,7 @@ class Optimizer:
         split, and this optimizer needs all of it."""
         record = parameter.accumulated
         if record.split and not self.shard_over_data:
-            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts()
+            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts
             start, stop = offsets(counts)[self.grid.data.index :][:2]
             self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
             record.split = False
@@ -152,7 +152,7 @@ class Optimizer:
         flat, index = array.reshape(-1), self.grid.data.index
         if not self.shard_over_data:
             return flat
-        return flat[slice(*offsets(parameter.accumulated.data_counts())[index : index + 2])]
+        return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
