@@ -36,7 +36,7 @@ AS_IT_IS, NEGATIVE = Slope((), lambda g: g), Slope((), lambda g: -g)
 
 
 def add(a: Operand, b: Operand) -> Tensor:
-    """a + b, of tensors, matrices or numbers, one of them a tensor or matrix. Shapes, layouts and errors: this module's.
+    """a + b, of tensors, matrices or numbers, one of them a tensor or matrix. Shapes and layouts: see `nn.arithmetic`.
 
     Raises LayoutError if the shapes do not go together, GridError and DTypeError for two grids, libraries or types.
 
@@ -117,8 +117,11 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
 
     def rule(gradient: Array, *kept: Array) -> list[Gradient | None]:
         operands = dict(zip(needed, kept))
-        return [summed_to(size, form, _by_elements(form, slope.of, gradient, *(operands[index] for index in slope.needs)))
-                if wants else None for size, slope, wants in zip(shapes, slopes, wanted)]
+        parts = list[Gradient | None]()
+        for size, (needs, slope), wants in zip(shapes, slopes, wanted):
+            part = _by_elements(form, slope, gradient, *(operands[index] for index in needs)) if wants else None
+            parts.append(None if part is None else summed_to(size, form, part))
+        return parts
 
     return pair[0].made(out, pair, rule, keep=[shards[index] for index in needed], shape=shape, layout=layout)
 

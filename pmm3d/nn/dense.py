@@ -134,13 +134,13 @@ class _Schedule:
         gradient = self.block(self.out, gradient, self.result, "gather dO")
         inputs = self.block(self.came, inputs, self.input, "gather I")
         (m, k), n, form = inputs.shape, gradient.shape[1], self.came
-        inner, outer = self.came.layout.units[1], self.out.layout.units[1]
+        units, outer = form.layout.units, self.out.layout.units[1]
         of_input = None
         if self.wanted:
             whole = self.full(full, "backward")
-            of_input = Product(Layout(self.rows, self.k, self.n, form.layout.units), (m, k), lambda out, beta, part: gemm(
+            of_input = Product(Layout(self.rows, self.k, self.n, units), (m, k), lambda out, beta, part: gemm(
                 form, gradient[part], whole.T, out, beta), "reduce dI")
-        of_weight = Product(Layout(self.k, self.n, self.rows, (inner, outer)), (k, n), lambda out, beta, _: gemm(
+        of_weight = Product(Layout(self.k, self.n, self.rows, (units[1], outer)), (k, n), lambda out, beta, _: gemm(
             form, inputs.T, gradient, out, beta), "reduce dW")
         of_bias = Product(Layout((), self.n, self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
             form, gradient, out, beta), "reduce dW")

@@ -18,7 +18,7 @@ from ..comm import Axis, Grid, Pending
 from ..comm.algorithms import reduce_parts, sum_arrays
 from ..comm.forms import following
 from ..comm.transport import Collective, Link
-from ..layout import FIRST, Layout, itemsize, offsets, part_sizes
+from ..layout import FIRST, Layout, itemsize, offsets
 from ..model.volumes import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks

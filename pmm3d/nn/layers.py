@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import Array, random
 from ..comm import Grid
-from ..errors import GridError, LayoutError, Pmm3dError
+from ..errors import GridError, LayoutError, NoGridError, Pmm3dError
 from ..layout import Layout, batch_layout
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
@@ -22,6 +22,7 @@ from . import functional
 from .arithmetic import add
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .parameter import Parameter
+from .printed import printed
 from .tape import Tape, no_grad, outside, propagate
 from .tensor import Tensor, as_tensor
 
@@ -44,6 +45,18 @@ class Module:
     training = True
     calls: int
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "grid":
+                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in its "
+                                  "__init__")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        """The layers as a tree, with sizes and layouts; the number of parameters last."""
+        return printed(self)
+
     def __call__(self, x: Tensor | DistMatrix) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
         x = as_tensor(x)
@@ -62,6 +75,10 @@ class Module:
             for path, item in [(name, value), *((f"{name}.{index}", item) for index, item in items)]:
                 if isinstance(item, (Module, Parameter)):
                     yield path, item
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        """(name, part) of what a print of the network shows."""
+        return self.children()
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this one and all below it."""
@@ -152,8 +169,8 @@ class Linear(Module):
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
-    unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and values
-                      of heads, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
+    unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
+                      values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
 
     Raises LayoutError where outputs are no multiple of the unit.
 
@@ -166,8 +183,8 @@ class Linear(Module):
                  activations: str = "replicated", unit: int = 1, dtype: str = "float32", library: Library = "numpy"):
         _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
-            raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, {unit}, which is the columns "
-                              "of one head: pass outputs = heads * unit")
+            raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
+                              "head: pass outputs = heads * unit")
         if activations not in ACTIVATIONS:
             raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
         self.grid, self.activations, self._has_input = grid, activations, False
@@ -206,7 +223,8 @@ class LayerNorm(Module):
         self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
 
     def forward(self, x: Tensor) -> Tensor:
-        wanted, first, self._has_input = Layout((), x.layout.cols, units=(1, x.layout.units[1])), not self._has_input, True
+        wanted = Layout((), x.layout.cols, units=(1, x.layout.units[1]))
+        first, self._has_input = not self._has_input, True
         if first and wanted.cols and wanted != self.gain.layout:
             self.gain.move(wanted)
             self.bias.move(wanted)
@@ -249,7 +267,10 @@ class Sequential(Module):
                 raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        return ((str(index), layer) for index, layer in enumerate(self.layers) if isinstance(layer, Module))
+        return ((name, layer) for name, layer in self.shown() if isinstance(layer, Module))
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        return ((str(index), layer) for index, layer in enumerate(self.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -327,6 +348,9 @@ class Recompute(Module):
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         return iter(())
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        yield "module", self.module
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """The part has the name of what recomputes it."""

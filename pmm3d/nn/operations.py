@@ -9,7 +9,7 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from .arithmetic import summed_to
-from .compute import Form, array_namespace, by_rows, check_type, computing
+from .compute import array_namespace, by_rows, check_type, computing
 from .statistics import added, beside, log_sum_exp, total
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -123,7 +123,7 @@ def _normalized(name: str, x: Matrix, dim: int, function: Callable[..., Array], 
 
 
 def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
-    """Columns start to stop of each unit of so many columns: of each head. x[:, start:stop] is that of the whole matrix.
+    """Columns start to stop of each unit of so many: of each head. x[:, start:stop] is that of the whole matrix.
 
     x      (m, n)   n a multiple of the unit
     unit   columns; None: all n are one
@@ -145,15 +145,16 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
         raise LayoutError(f"columns: {start} to {stop} lie outside of a unit of {unit} columns")
     x, taken = _in_units(x, max(1, unit)), stop - start
     form, local, count = x.form, x.shard, cols // max(1, unit)
+    here = form.local_shape[0], form.local_shape[1] // max(1, unit)
     units = form.layout.units[0], max(1, form.layout.units[1] // max(1, unit) * taken)
     layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
     out = form.like((rows, count * taken), layout).new()
-    _units_of(out, taken)[...] = _units_of(local, unit)[:, :, start:stop]
+    out.reshape(*here, taken)[...] = local.reshape(*here, unit)[:, :, start:stop]
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
         dx[...] = 0
-        _units_of(dx, unit)[:, :, start:stop] = _units_of(gradient, taken)
+        dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, taken)
         return (dx,)
 
     return x.made(out, (x,), rule, shape=(rows, count * taken), layout=layout)
@@ -167,11 +168,6 @@ def _in_units(x: Tensor, unit: int) -> Tensor:
     elif held % unit:
         held = unit
     return relayout(x, Layout(rows, cols, sums, (row_unit, held)))
-
-
-def _units_of(array: Array, unit: int) -> Array:
-    """A local array (m, n) as (m, n / unit, unit)."""
-    return array.reshape(array.shape[0], array.shape[1] // max(1, unit), unit)
 
 
 def _check(name: str, x: Tensor, dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers about rows or columns that ranks hold parts of: each rank has its own of what it holds, a few for each row."""
+"""Numbers about rows or columns that ranks hold parts of: a few for each, put together from each rank's own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def total(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
 
 
 def across(form: Form, own: Array, dim: int, combine: Combine) -> Array:
-    """The statistics (kinds, rows) of whole rows (dim 1), or columns (0), from each rank's own, over all axes that split
-    that dim, the minor one first. Along each, ranks receive (G-1) times their size."""
+    """The statistics (kinds, rows) of whole rows (dim 1), or columns (0), from each rank's own, over all axes that
+    split that dim, the minor one first. Along each, ranks receive (G-1) times their size."""
     for name in reversed((form.layout.rows, form.layout.cols)[dim]):
         axis = form.grid.axis(name)
         if axis.size > 1:
