@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import chain
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from ..layout import FIRST, Layout, itemsize, offsets, part_sizes
 from ..model.volumes import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks
-from .contract import EVERYTHING, Gradient, Part, Product, natural, route
+from .contract import EVERYTHING, Gradient, Part, Product, landing, natural
 from .overlap import Overlap
 
 IN_FLIGHT = 2
@@ -84,7 +85,7 @@ class Accumulated:
         size, width = (cols, 1) if self.form.is_vector else (rows, cols)
         return [part * width for part in part_sizes(size, self.form.grid.data.size)]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Bytes of the largest rank's array."""
         return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
@@ -164,19 +165,16 @@ class Gradients:
 
     def add(self, record: Accumulated, part: Part) -> None:
         """Add a part to a parameter's gradient."""
-        found, grid = natural(record.form, part), self._grid
-        home, source = record.form.layout.on(grid.shape), found.layout.on(grid.shape)
-        sums = tuple(axis for axis in source.sums if axis not in home.splitting)
-        landed = Layout(home.rows, home.cols, sums, home.units)
-        kind, axis = route(source, landed, grid.shape)
+        found = natural(record.form, part)
+        landed, kind, axis = landing(found.layout, record.form.layout, self._grid.shape)
         if record in self._bucket:
             self._flush()
-        out, beta, adds = record.landing(sums)
+        out, beta, adds = record.landing(landed.sums)
         if kind == "stay" and adds:
             record.wait()
             _fill(found, out, beta)
         elif kind == "reduce_scatter" and adds:
-            self._scatter(record, found, grid.axis(axis), out, beta)
+            self._scatter(record, found, self._grid.axis(axis), out, beta)
         else:
             self._bring(record, found, landed, beta, adds)
         self._open[record] = None
