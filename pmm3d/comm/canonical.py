@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import NumpyLibrary
+from ..layout import AXES, GridShape
 
 LISTED_ELEMENTS = 256
 """Of an array that is compared element by element; of a larger one shape, type and a digest of the bytes are."""
@@ -82,6 +83,10 @@ def _listed(values: Iterable[Any]) -> str:
     return f"({','.join([_form(value) for value in values])})"
 
 
+def _shape(shape: GridShape) -> str:
+    return _listed(shape) + ",".join(shape.names[len(AXES) :])
+
+
 def _number(value: Any) -> str:
     if isinstance(value, Complex) and not isinstance(value, Real):
         return _number(value.real) + (f" + {_number(value.imag)}j" if value.imag else "")
@@ -128,5 +133,5 @@ def _element_type(value: Any) -> str | None:
 
 
 FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str,
-                                             Compared: attrgetter("form")}
+                                             Compared: attrgetter("form"), GridShape: _shape}
 """The common types; a look here is all they cost."""

@@ -1,11 +1,11 @@
-"""The process grid: Gx x Gy x Gz x Gdata ranks over an MPI communicator, and its axes."""
+"""The process grid: Gx x Gy x Gz x Gdata ranks, and along other axes, over an MPI communicator; and its axes."""
 
 from __future__ import annotations
 
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -27,20 +27,23 @@ from .canonical import canonical, in_words
 from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
 from .engine import Engine
 from .ledger import Ledger
-from .shapes import chosen_shape
+from .shapes import checked_axes, chosen_shape
 from .transport import Transport
 from .uncaught import told_once
 from .watch import Watch
 
 
 class Grid:
-    """Gx x Gy x Gz x Gdata ranks. Ranks run fastest along x, then y, z, data, so that inner axes stay in a node.
+    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data, then
+    in the order named, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least modelled time for `product`, or one of the known
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
                "hsdp" (data times z), "megatron" (data times x)
     data       Gdata
+    axes       further axes by their names, and the ranks along each: {"seq": 2}. "auto" and the families share out the
+               ranks that these leave
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
@@ -56,7 +59,8 @@ class Grid:
     rank, size      of this process in the communicator
     shape           a GridShape
     coords          of this rank; None if the grid leaves it idle (then `active` is False)
-    x, y, z, data   the axes; everyone: all ranks of the communicator, idle ones included
+    x, y, z, data   the axes, and those of `axes` by their names; everyone: all ranks of the communicator, idle ones
+                    included
     hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
     ledger, workspace, engine
     attached        what higher layers keep with the grid
@@ -70,9 +74,9 @@ class Grid:
     One thread at a time uses a grid; another one that comes in between, and whoever uses a closed grid, gets a
     GridError. A grid, its axes and its matrices can be neither copied nor pickled.
 
-    Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would) or an option
-    makes no sense, DisagreementError if the ranks ask for different grids, LauncherError under the launcher of another
-    MPI.
+    Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would), an axis cannot
+    have its name or an option makes no sense, DisagreementError if the ranks ask for different grids, LauncherError
+    under the launcher of another MPI.
 
         >>> with Grid(shape="auto", product=(512, 512, 512)) as grid:
         ...     grid.shape.size <= grid.size, grid.coords == grid.shape.coords(grid.rank)
@@ -85,20 +89,23 @@ class Grid:
     data: Axis
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
-                 product: Product | None = None, dtype: str = "float64", memory: int | None = None,
-                 timeout: float | None = None, check: bool | None = None, debug: bool | None = None,
-                 log: bool | None = None, trace: bool | None = None, device_transport: str | None = None):
+                 axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
+                 memory: int | None = None, timeout: float | None = None, check: bool | None = None,
+                 debug: bool | None = None, log: bool | None = None, trace: bool | None = None,
+                 device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
         self._parent = MPI.COMM_WORLD if comm is None else comm
         check_communicator(self._parent)
         with ExitStack() as made:
             self._begin(settings, made)
-            with self.together("Grid", shape, data, product, memory, dtype, self._check, always=True):
+            in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
+            with self.together("Grid", shape, data, product, memory, dtype, self._check, *in_order, always=True):
                 if problem is not None:
                     raise problem
                 self._watch.start()
-                self.shape = chosen_shape(shape, data, self.size, product, dtype, memory)
+                others = checked_axes(axes, {"all", "shape", *dir(self)})
+                self.shape = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", always=True):
                 self._make_axes(made)
@@ -125,6 +132,7 @@ class Grid:
         transport = Transport(settings.device_transport, self.workspace, self._processes)
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
+        self._axes = {"everyone": self.everyone}
         made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
 
     def _make_axes(self, made: ExitStack) -> None:
@@ -132,12 +140,16 @@ class Grid:
             with self._waiting("making the axes"):
                 active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
                 made.callback(active.Free)
-                cart = active.Create_cart(tuple(reversed(self.shape)) if self.active else (1, 1, 1, 1), reorder=False)
+                long = [name for name in reversed(self.shape.names) if name in AXES or getattr(self.shape, name) > 1]
+                sizes = [getattr(self.shape, name) if self.active else 1 for name in long]
+                cart = active.Create_cart(sizes, reorder=False)
                 made.callback(cart.Free)
-                for position, name in enumerate(AXES):
-                    comm = OwnedComm(cart.Sub([len(AXES) - 1 - dim == position for dim in range(len(AXES))]))
+                for name in self.shape.names:
+                    own = cart.Sub([name == other for other in long]) if name in long else MPI.COMM_SELF.Dup()
+                    comm = OwnedComm(own)
                     made.callback(comm.Free)
-                    setattr(self, name, Axis(self.engine, name, comm, self._members(name)))
+                    self._axes[name] = Axis(self.engine, name, comm, self._members(name))
+                    setattr(self, name, self._axes[name])
         except MPI.Exception as error:
             raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
                             "of them: close grids that are not used any more (with Grid(...) as grid:)") from None
@@ -169,7 +181,11 @@ class Grid:
         return self._processes[rank].host
 
     def axis(self, name: str) -> Axis:
-        return getattr(self, name)
+        """The axis of that name, or "everyone". Raises GridError if there is none."""
+        try:
+            return self._axes[name]
+        except (KeyError, TypeError):
+            raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
 
     @contextmanager
     def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
@@ -246,7 +262,7 @@ class Grid:
         """Wait for what is under way. Collective."""
         with self.together("Grid.close", always=True):
             under_way = self.engine.under_way()
-            axes = self.everyone, self.x, self.y, self.z, self.data
+            axes = tuple(self._axes.values())
             counts = [axis.even() for axis in axes]
             uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
             with self._waiting("count of calls"):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
+from math import prod
 from numbers import Real
 from typing import Any
 
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError
-from ..layout import MATRIX_DTYPES, GridShape, parse_shape, whole_number
+from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
 from ..model.ranking import Product, best_grid, ranked_grids
 
 FAMILIES = ("ddp", "fsdp", "hsdp", "megatron")
@@ -17,24 +18,51 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
-def chosen_shape(shape: str | Sequence[int], data: int, ranks: int, product: Product | None, dtype: Any,
-                 memory: float | None) -> GridShape:
-    """The grid that the arguments of a Grid ask for on that many ranks. Raises GridError, DTypeError."""
-    data = _checked_data(data)
+def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int], ranks: int, product: Product | None,
+                 dtype: Any, memory: float | None) -> GridShape:
+    """The grid that the arguments of a Grid ask for on that many ranks; axes: `checked_axes`. Raises GridError,
+    DTypeError."""
+    data = _ranks_along("data", data)
     product, dtype = _checked_product(product), _checked_dtype(dtype)
     memory = _checked_memory(memory)
-    if isinstance(shape, str):
-        if shape not in FAMILIES and shape != "auto":
-            return _fitting(parse_shape(shape)[:3], data, ranks, product, dtype)
-        if shape != "auto":
-            return _fitting(*_family(shape, data, ranks), ranks, product, dtype)
-        if ranks % data:
-            raise GridError(f"data {data} does not divide the communicator's {ranks} ranks")
-        return best_grid(product, ranks // data, dtype, memory)._replace(data=data)
-    return _fitting(shape, data, ranks, product, dtype)
+    if not isinstance(shape, str):
+        return _fitting(shape, data, axes, ranks, product, dtype)
+    if shape not in FAMILIES and shape != "auto":
+        return _fitting(parse_shape(shape)[:3], data, axes, ranks, product, dtype)
+    if shape != "auto":
+        return _fitting(*_family(shape, data, _left(ranks, axes)), axes, ranks, product, dtype)
+    best = best_grid(product, _left(ranks, {"data": data, **axes}), dtype, memory)
+    return GridShape(*best[:3], data, **axes)
 
 
-def _fitting(shape: Any, data: int, ranks: int, product: Product, dtype: str) -> GridShape:
+def checked_axes(axes: Any, taken: Collection[str]) -> dict[str, int]:
+    """The axes that a grid has besides the four, and their sizes. Raises GridError; taken: names that are none."""
+    if axes is None:
+        return {}
+    if not isinstance(axes, Mapping):
+        raise GridError(f'axes are names and numbers of ranks, as in {{"seq": 2}}; got {axes!r}')
+    checked = {}
+    for name, size in axes.items():
+        if name in AXES or name in taken or not is_axis_name(name):
+            raise GridError(f"axes: {name!r} can be the name of no further axis. A name is one word that the grid does "
+                            f"not use for something else; {', '.join(AXES)} have arguments of their own")
+        checked[name] = _ranks_along(name, size)
+    return checked
+
+
+def _left(ranks: int, sizes: Mapping[str, int]) -> int:
+    """The ranks that axes of these sizes leave to the others."""
+    left, over = divmod(ranks, prod(sizes.values()))
+    if over:
+        raise GridError(f"{_in_words(sizes)} does not divide the communicator's {ranks} ranks")
+    return left
+
+
+def _in_words(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product: Product, dtype: str) -> GridShape:
     """The grid of three sizes, if it is one of that many ranks."""
     try:
         x, y, z = map(whole_number, shape)
@@ -42,11 +70,12 @@ def _fitting(shape: Any, data: int, ranks: int, product: Product, dtype: str) ->
         x = y = z = 0
     if min(x, y, z) < 1:
         raise GridError(f'a grid shape is three numbers of at least 1, or "auto"; got {shape!r}')
-    wanted = GridShape(x, y, z, data)
+    wanted = GridShape(x, y, z, data, **axes)
     if wanted.size != ranks:
-        some = ranks // data or ranks
+        some = ranks // prod(wanted[3:]) or ranks
         fitting = ", ".join(map(str, islice(ranked_grids(product, some, dtype), 3)))
-        raise GridError(f"grid {x}x{y}x{z} (data {data}) needs {wanted.size} ranks; the communicator has {ranks}. "
+        others = _in_words({"data": data, **axes})
+        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. "
                         f"Grids that fit {some} ranks, by modelled cost: {fitting}")
     return wanted
 
@@ -63,13 +92,13 @@ def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int
     return ((rest, 1, 1) if name == "megatron" else (1, 1, rest)), data
 
 
-def _checked_data(data: Any) -> int:
+def _ranks_along(axis: str, size: Any) -> int:
     try:
-        number = whole_number(data)
+        number = whole_number(size)
     except TypeError:
         number = 0
     if number < 1:
-        raise GridError(f"data is a number of ranks, at least 1; got {data!r}")
+        raise GridError(f"{axis} is a number of ranks, at least 1; got {size!r}")
     return number
 
 

@@ -13,7 +13,7 @@ from ..arrays import Array, library_of
 from ..comm import Grid
 from ..comm.words import names_in_words
 from ..errors import CheckpointError, check_regular, needs
-from ..layout import AXES, Layout, itemsize
+from ..layout import Layout, itemsize
 from ..product import DistMatrix
 from .disk import file_errors, sync
 from .matrices import Matrices, check_matrices, differences, row_slices, stored_rows
@@ -98,7 +98,7 @@ def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]
         file = open(path, "r+b", buffering=0)
     with file:
         for name in sorted(tensors):
-            tensor = tensors[name].redistribute(Layout(rows=AXES))
+            tensor = tensors[name].redistribute(Layout(rows=grid.shape.names))
             with grid.together("export_safetensors: writing", name, always=True), file_errors(path, "written"):
                 for row, rows in stored_rows(tensor):
                     file.seek(starts[name] + (tensor.box.r0 + row) * tensor.shape[1] * itemsize(tensor.dtype))

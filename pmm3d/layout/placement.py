@@ -34,8 +34,8 @@ class Placement:
         object.__setattr__(self, "shape", matrix_shape(self.shape))
         self.layout.on(self.grid)
         if self.layout.sums:
-            raise LayoutError(f"{self.layout}: along {', '.join(self.layout.sums)} the ranks hold partial sums, of which "
-                              "no rank has the elements; bring the matrix to a sum first: "
+            raise LayoutError(f"{self.layout}: along {', '.join(self.layout.sums)} the ranks hold partial sums, of "
+                              "which no rank has the elements; bring the matrix to a sum first: "
                               "redistribute(layout.summed)")
         if self.layout.units != (1, 1):
             self.box(0)

@@ -111,7 +111,7 @@ def _going(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
 
 
 def _with_a_move(layout: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
-    """Sums are formed first, cut as they come, so that what is moved is no partial sum that the target does not hold."""
+    """Sums are formed first, cut as they come: no partial sums are moved but those that the target holds too."""
     steps = []
     for axis in layout.sums:
         if axis not in target.sums:

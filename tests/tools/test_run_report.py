@@ -324,3 +324,28 @@ def test_the_grid_is_drawn_with_a_box_a_rank():
     drawing = grid_drawing(GridShape(3, 2, 1, 2), hosts)
     assert drawing.count('class="rank"') == 12 and drawing.count("host host0") == drawing.count("host host1") == 6
     assert "rank 7 on b: x 1, y 0, z 0, data 1" in drawing
+
+
+def test_a_grid_with_named_axes_is_drawn_a_cuboid_for_each_replica():
+    from pmm3d.tools.page.grid_drawing import grid_drawing, grid_section
+
+    shape = GridShape(2, 1, 1, 2, seq=3)
+    drawing = grid_drawing(shape, [])
+    assert drawing.count('class="rank"') == 12
+    assert "rank 7: x 1, y 0, z 0, data 1, seq 1" in drawing
+    assert drawing.count("data 1, seq 2</text>") == 1 and "the grid 2x1x1 (data 2, seq 3)" in drawing
+    assert "8 of 12 replicas are drawn." in grid_section(GridShape(1, 1, 1, 2, seq=6), [], "").lead
+
+
+def test_a_run_on_named_axes_and_starts_of_earlier_versions(run):
+    record = record_of(run)
+    record["grid"] = {"x": 1, "y": 2, "z": 2, "data": 1, "seq": 2}
+    record["starts"] = [{**record["starts"][0], "grid": grid} for grid in ([1, 2, 2, 2], record["grid"])]
+    record["moved"] = [{**entry, "axis": "seq" if entry["axis"] == "data" else entry["axis"]}
+                       for entry in record["moved"]]
+    entry = next(entry for entry in record["moved"] if entry["axis"] == "seq")
+    entry["waited"] = [1000.0 + wait for wait in entry["waited"]]
+    (run / "run.json").write_text(json.dumps(record))
+    text = words(page := write_page(run).read_text())
+    assert "1x2x2 (seq 2)" in text and "1x2x2 (data 2)" in text
+    assert "most for axis seq" in text and "waiting: axis seq" in text and "wait-other" in page

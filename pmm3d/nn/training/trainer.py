@@ -276,7 +276,7 @@ class Trainer(Run):
     def _state(self) -> dict[str, Any]:
         return {"step": self.step, "optimizer": self.optimizer.state(), "loader": self.loader.state(),
                 "schedule": self.schedule.state() if self.schedule is not None else None,
-                "random": self.network.random_state(), "grid": list(self.grid.shape), "settings": self.settings}
+                "random": self.network.random_state(), "grid": self.grid.shape._asdict(), "settings": self.settings}
 
     def _explain(self, x: DistMatrix, what: str) -> None:
         """Raise NonFiniteLossError that names what in the network went wrong first."""

@@ -1,8 +1,9 @@
-"""The process grid as a drawing: a cuboid of boxes, a box a rank, for each replica of the data axis."""
+"""The process grid as a drawing: a cuboid of boxes, a box a rank, for each replica along data and the axes beyond."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
@@ -31,30 +32,35 @@ def ranks_of(host: Host) -> list[int]:
 def grid_drawing(shape: GridShape, hosts: Sequence[Host]) -> str:
     """SVG: boxes in the colours of their hosts; a grid too large for that as one cuboid with sizes along the edges."""
     whole, replicas = _is_drawn_whole(shape), _replicas(shape)
-    drawn = shape._replace(data=1) if whole else GridShape(*(min(size, SCHEMATIC) for size in shape[:3]))
+    drawn = GridShape(*shape[:3] if whole else (min(size, SCHEMATIC) for size in shape[:3]))
     host_of = {rank: index for index, host in enumerate(hosts) for rank in ranks_of(host)}
     wide, high = drawn.x * EDGE + drawn.z * DEPTH, drawn.y * EDGE + drawn.z * DEPTH
     width = replicas * (wide + BETWEEN) + LEFT
     svg = drawing(width, TOP + high + FOOT, f"the grid {shape}", "gridbox")
-    for data in range(replicas):
-        left = LEFT + data * (wide + BETWEEN)
+    for number in range(replicas):
+        left, first = LEFT + number * (wide + BETWEEN), shape.position(number * shape.along("xyz"))
         for z in reversed(range(drawn.z)):
             for x, y in ((x, y) for y in range(drawn.y) for x in range(drawn.x)):
-                coords = Coords(x, y, z, data)
+                coords = first._replace(x=x, y=y, z=z)
                 rank = shape.rank(coords) if whole else None
                 host = None if rank is None else host_of.get(rank)
                 where = "" if host is None else f" on {hosts[host]['name']}"
-                title = None if rank is None else f"rank {rank}{where}: x {x}, y {y}, z {z}, data {data}"
+                title = None if rank is None else f"rank {rank}{where}: {_in_words(coords._asdict())}"
                 class_ = "host" if host is None else f"host host{host % HOST_COLOURS}"
                 _draw_box(element(svg, "g", title=title, class_=class_), left, coords, drawn, rank)
         label(svg, f"x: {shape.x}", left + drawn.x * EDGE / 2, TOP + high + 16)
         label(svg, f"y: {shape.y}", left - 6, TOP + drawn.z * DEPTH + drawn.y * EDGE / 2 + 4, "end")
         label(svg, f"z: {shape.z}", left + wide - drawn.z * DEPTH / 2 + 8, TOP + high - drawn.z * DEPTH / 2 + 12,
               "start")
-        if shape.data > 1:
-            label(svg, f"data {data}", left + wide / 2, TOP + high + 44)
+        beyond = {name: index for name, index, size in list(zip(shape.names, first, shape))[3:] if size > 1}
+        if beyond:
+            label(svg, _in_words(beyond), left + wide / 2, TOP + high + 44)
     svg.set("style", f"max-width: {width:.0f}px")
     return tostring(svg, "unicode")
+
+
+def _in_words(indices: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {index}" for name, index in indices.items())
 
 
 def _draw_box(group: Element, left: float, coords: Coords, drawn: GridShape, rank: int | None) -> None:
@@ -79,14 +85,14 @@ def _is_drawn_whole(shape: GridShape) -> bool:
 
 
 def _replicas(shape: GridShape) -> int:
-    return min(shape.data, MOST_REPLICAS if shape.size <= MOST_BOXES else FEW_REPLICAS)
+    return min(prod(shape[3:]), MOST_REPLICAS if shape.size <= MOST_BOXES else FEW_REPLICAS)
 
 
 def grid_section(shape: GridShape, hosts: Sequence[Host], lead: str) -> Section:
     """The drawing, the colours of the first hosts, and in words what is not drawn."""
     whole, replicas = _is_drawn_whole(shape), _replicas(shape)
     lead += "" if whole else " Too many ranks to draw each: the edges carry the numbers."
-    lead += f" {replicas} of {shape.data} replicas are drawn." * (shape.data > replicas)
+    lead += f" {replicas} of {prod(shape[3:])} replicas are drawn." * (prod(shape[3:]) > replicas)
     legend = [(f"host{index % HOST_COLOURS}", f"{host['name']}: {ranks_in_words(ranks_of(host))}")
               for index, host in enumerate(hosts[:MOST_HOSTS] if whole else [])]
     return Section("Grid", lead, [Figure(grid_drawing(shape, hosts), legend)])

@@ -17,9 +17,10 @@ MOST_ROWS, EXTREMES = 32, 6
 UNEVEN = 0.05
 """Share of all time that others wait for the rank which is busy longest, from which on it is told."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
-AXES = {"x": "axis x", "y": "axis y", "z": "axis z", "data": "axis data", "all": "agreement, signals",
-        "": "the loader"}
-"""What ranks wait for, by the axis that the ledger gives."""
+COLOURED = ("x", "y", "z", "data", "all")
+"""Axes with a colour of their own."""
+NO_AXIS = {"all": "agreement, signals", "": "the loader"}
+"""What ranks wait for where the ledger gives no axis."""
 SPREAD = (">least", ">median", ">most", ">on rank")
 Row = tuple[Cell | str, ...]
 
@@ -37,7 +38,7 @@ def rank_tiles(record: Json) -> list[Tile]:
     ranks, (order, ratio, excess) = record["ranks"], _imbalance(record)
     waiting = sum(ranks["waited"]) / max(1e-9, sum(ranks["seconds"]))
     by_axis = _waited_by_axis(record)
-    most = [f", most for {AXES[axis]}" for axis in sorted(by_axis, key=lambda axis: -sum(by_axis[axis]))[:1]]
+    most = [f", most for {_awaited(axis)}" for axis in sorted(by_axis, key=lambda axis: -sum(by_axis[axis]))[:1]]
     tiles = [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
              Tile("imbalance", f"{ratio:.2f}", f"time not waiting: rank {order[0]}, the longest, over the median",
                   "bad" if excess > UNEVEN else "good")]
@@ -73,15 +74,24 @@ def _kinds(record: Json) -> list[Kind]:
     ranks, computed = record["ranks"], record["ranks"]["computed"]
     names = [name for name in dict.fromkeys((*COMPUTING, *computed)) if name in computed]
     kinds = [Kind(f"computing: {name}", f"compute{min(index, 4)}", computed[name]) for index, name in enumerate(names)]
-    kinds += [Kind(f"waiting: {AXES[axis]}", f"wait-{axis or 'loader'}", seconds)
+    kinds += [Kind(f"waiting: {_awaited(axis)}", f"wait-{_colour(axis)}", seconds)
               for axis, seconds in _waited_by_axis(record).items()]
     rest = [max(0.0, whole - sum(kind.seconds[rank] for kind in kinds)) for rank, whole in enumerate(ranks["seconds"])]
     return [*kinds, Kind("rest: Python, copies, sums, files", "rest", rest)]
 
 
+def _awaited(axis: str) -> str:
+    return NO_AXIS.get(axis, f"axis {axis}")
+
+
+def _colour(axis: str) -> str:
+    return axis if axis in COLOURED else "other" if axis else "loader"
+
+
 def _waited_by_axis(record: Json) -> dict[str, list[float]]:
     """Seconds of each rank, of the axes that were waited for."""
-    waited = {axis: [entry["waited"] for entry in record["moved"] if entry["axis"] == axis] for axis in AXES}
+    axes = dict.fromkeys([*record["grid"], *NO_AXIS])
+    waited = {axis: [entry["waited"] for entry in record["moved"] if entry["axis"] == axis] for axis in axes}
     sums = {axis: [sum(column) for column in zip(*entries)] for axis, entries in waited.items()}
     return {axis: seconds for axis, seconds in sums.items() if any(seconds)}
 
