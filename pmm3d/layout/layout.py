@@ -12,6 +12,8 @@ from .cuts import whole_number
 from .shape import AXES, Coords, GridShape, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
+SINGLE = 1, 1
+"""The units of a layout that may be cut anywhere."""
 
 
 class Box(NamedTuple):
@@ -73,18 +75,18 @@ class Layout:
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
-    units: tuple[int, int] = (1, 1)
+    units: tuple[int, int] = SINGLE
 
     A: ClassVar[Layout]
     B: ClassVar[Layout]
     C: ClassVar[Layout]
 
-    def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (), units: Sequence[int] = (1, 1)):
+    def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (), units: Sequence[int] = SINGLE):
         for name, value in (("rows", rows), ("cols", cols), ("sums", sums)):
             if not isinstance(value, (str, tuple, list)):
                 raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "units", units if units == (1, 1) else _checked_units(units))
+        object.__setattr__(self, "units", units if units is SINGLE else _checked_units(units))
         named = self.named
         for axis in named:
             if not is_axis_name(axis):
@@ -97,7 +99,7 @@ class Layout:
 
     def __str__(self) -> str:
         sums = f", sums={self.sums}" if self.sums else ""
-        units = "" if self.units == (1, 1) else f", units={self.units}"
+        units = "" if self.units == SINGLE else f", units={self.units}"
         return f"Layout(rows={self.rows}, cols={self.cols}{sums}{units})"
 
     __repr__ = __str__
@@ -133,7 +135,8 @@ class Layout:
         return grid.along(self.rows), grid.along(self.cols)
 
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
-        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank."""
+        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
+        that `coords` leaves out are at 0."""
         if coords is None:
             return EMPTY
         try:
@@ -142,7 +145,9 @@ class Layout:
                        *_range(shape[1], self.cols, col_unit, grid, coords))
         except AttributeError:
             self.check_axes(grid)
-            raise
+            if coords.names == grid.names:
+                raise
+            return self.box(shape, grid, grid.position(grid.rank(coords)))
 
     def check_axes(self, grid: GridShape) -> None:
         """Raises LayoutError unless the grid has all axes that are named."""

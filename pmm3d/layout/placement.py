@@ -133,7 +133,7 @@ def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int,
         [(4, {'z': 1}), (7, {'z': 2})]
     """
     unit = cutting_unit(size, axes, unit, grid)
-    size, low, high = size // unit, low // unit, -(-high // unit)
+    size, low, high = size // unit, low // unit, -(-high // unit) if low < high else 0
     parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {}) for _ in overlapping(size, 1, low, high)]
     for axis in axes:
         count = getattr(grid, axis)

@@ -33,6 +33,9 @@ class Step:
     axis     "" for a move
     dim      that is cut, or brought together: 0 rows, 1 columns; of an all_to_all the one that was cut before
     layout   after the step
+
+        >>> transitions(Layout("z"), Layout(), GridShape(1, 1, 2))
+        [Step(kind='gather', axis='z', dim=0, layout=Layout(rows=(), cols=()))]
     """
 
     kind: str

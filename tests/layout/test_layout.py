@@ -14,6 +14,7 @@ from pmm3d.layout import (
     EMPTY,
     FIRST,
     Box,
+    Coords,
     GridShape,
     Layout,
     Placement,
@@ -42,15 +43,24 @@ LARGE_GRIDS = [
     GridShape(8, 8, 8, 8),
     GridShape(3, 5, 7, 11),
 ]
-small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4)
+small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4) | st.builds(GridShape, *[st.integers(1, 3)] * 4,
+                                                                         seq=st.integers(1, 3))
 extents = st.integers(0, 60)
 
 
 @st.composite
-def layouts(draw):
-    axes = draw(st.permutations(AXES))
-    first, second = sorted(draw(st.lists(st.integers(0, 4), min_size=2, max_size=2)))
-    return Layout(rows=axes[:first], cols=axes[first:second])
+def layouts(draw, axes=AXES, units=((1, 1),)):
+    axes = draw(st.permutations(axes))
+    first, second = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=2, max_size=2)))
+    return Layout(rows=axes[:first], cols=axes[first:second], units=draw(st.sampled_from(units)))
+
+
+@st.composite
+def with_units(draw):
+    """Layout with units, a shape of whole units, a grid with a named axis."""
+    layout = draw(layouts((*AXES, "seq"), [(1, 1), (2, 1), (3, 4), (1, 7)]))
+    rows, cols = (unit * draw(st.integers(0, 12)) for unit in layout.units)
+    return layout, (rows, cols), draw(st.builds(GridShape, *[st.integers(1, 3)] * 4, seq=st.integers(1, 3)))
 
 
 def assert_consecutive(ranges, size):
@@ -95,6 +105,71 @@ def test_any_layout_owns_each_element_as_often_as_it_should(layout, rows, cols, 
     for rank in range(grid.size):
         counted[layout.box((rows, cols), grid, grid.coords(rank)).within(EMPTY)] += 1
     assert np.all(counted == layout.replicas(grid))
+
+
+@given(with_units())
+def test_no_cut_parts_a_unit(case):
+    layout, shape, grid = case
+    assert_tiles(layout, shape, grid)
+    of_units = Layout(layout.rows, layout.cols)
+    for rank in range(grid.size):
+        box = layout.box(shape, grid, grid.coords(rank))
+        row_unit, col_unit = layout.units
+        counted = of_units.box((shape[0] // row_unit, shape[1] // col_unit), grid, grid.coords(rank))
+        assert box == (counted.r0 * row_unit, counted.r1 * row_unit, counted.c0 * col_unit, counted.c1 * col_unit)
+
+
+@given(with_units(), extents, extents)
+def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
+    layout, (size, _), grid = case
+    wanted, column = Box(low, min(high, size), 0, 1), Layout(layout.rows, units=(layout.units[0], 1))
+    expected = {box.r0: box for box in (column.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
+                if (box & wanted).size}
+    found = cuts(size, layout.rows, grid, low, high, layout.units[0])
+    assert [start for start, _ in found] == sorted(expected)
+    for start, owner in found:
+        assert column.box((size, 1), grid, grid.position(0)._replace(**owner)) == expected[start]
+
+
+def test_the_first_rank_is_first_on_named_axes_too():
+    grid = GridShape(2, 1, 1, 1, seq=2, pipe=2)
+    for layout in (Layout("seq", "x"), Layout(("x", "pipe"))):
+        assert layout.box((9, 5), grid, FIRST) == layout.box((9, 5), grid, grid.coords(0))
+        assert layout.box((9, 5), grid, Coords(x=1)) == layout.box((9, 5), grid, grid.coords(1))
+
+
+def test_a_dim_is_no_multiple_of_its_unit():
+    layout, grid = Layout("z", "y", units=(4, 1)), GridShape(1, 2, 2)
+    for call in (lambda: layout.box((10, 4), grid, grid.coords(0)), lambda: Placement((10, 4), layout, grid)):
+        with pytest.raises(LayoutError, match="a dim of 10 is cut in units of 4 by z: it must be a multiple"):
+            call()
+    whole = GridShape(1, 2, 1)
+    assert layout.box((10, 4), whole, whole.coords(1)) == Placement((10, 4), layout, whole).box(1) == (0, 10, 2, 4)
+    assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
+
+
+@pytest.mark.parametrize("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3)], ids=str)
+def test_units_that_are_none_are_refused(units):
+    with pytest.raises(LayoutError, match="the units of a layout are two whole numbers of at least 1"):
+        Layout("x", units=units)
+
+
+def test_partial_sums_are_no_replicas():
+    layout, grid = Layout("x", units=(2, 3), sums=("data", "z")), GridShape(2, 2, 2, 2)
+    assert layout.T == Layout((), "x", ("data", "z"), (3, 2)) and layout.T.T == layout
+    assert (summed := layout.summed) == Layout("x", units=(2, 3)) != layout and summed.summed is summed
+    assert layout.on(grid) == Layout("x", sums=("z", "data"), units=(2, 1))
+    assert layout.on(GridShape(1, 2, 1)) == Layout()
+    assert layout.splitting == ("x",) and layout.named == ("x", "data", "z")
+    assert (layout.replicas(grid), layout.summed.replicas(grid)) == (2, 8)
+    firsts = [rank for rank in range(grid.size) if layout.is_first(grid.coords(rank))]
+    assert firsts == [rank for rank in range(grid.size) if grid.coords(rank).y == 0]
+    assert [rank for rank in range(16) if layout.summed.is_first(grid.coords(rank))] == [0, 1]
+    assert layout.box((8, 8), grid, grid.coords(1)) == layout.summed.box((8, 8), grid, grid.coords(1))
+    assert str(layout) == repr(layout) == "Layout(rows=('x',), cols=(), sums=('data', 'z'), units=(2, 3))"
+    assert eval(str(layout)) == layout and str(Layout("x")) == "Layout(rows=('x',), cols=())"
+    with pytest.raises(LayoutError, match=r"along data, z the ranks hold partial sums.*redistribute\(layout.summed\)"):
+        Placement((8, 8), layout, grid)
 
 
 def test_fully_sharded_layouts_replicate_nothing():
@@ -202,7 +277,7 @@ def test_an_axis_that_the_grid_does_not_have_is_refused_there(layout):
     calls = [layout.on, layout.parts, layout.replicas, lambda grid: Placement((4, 4), layout, grid)]
     calls += [] if layout.sums else [lambda grid: layout.box((4, 4), grid, grid.coords(1))]
     for call in calls:
-        with pytest.raises(LayoutError, match="names the axis '(w|X|rows|xy)'; the axes of this grid are x, y, z, data"):
+        with pytest.raises(LayoutError, match="names the axis '(w|X|rows|xy)'; the axes of this grid are x, y, z, da"):
             call(grid)
     with pytest.raises(LayoutError, match="the axes of this grid are x, y, z, data, seq$"):
         layout.on(GridShape(2, 1, 1, seq=1))

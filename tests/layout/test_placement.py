@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 from samples import grids_of
 
 from pmm3d import GridShape, Layout, LayoutError
-from pmm3d.layout import AXES, EMPTY, Placement, Whole, incoming, outgoing
+from pmm3d.layout import EMPTY, Placement, Whole, incoming, outgoing
 
 IDLE_TOO = 8  # ranks of the communicator; grids may use fewer
 
 
 @st.composite
-def layouts(draw):
-    axes = draw(st.permutations(AXES))
-    first, second = sorted(draw(st.lists(st.integers(0, 4), min_size=2, max_size=2)))
-    return Layout(rows=axes[:first], cols=axes[first:second])
+def layouts(draw, shape, grid):
+    axes = draw(st.permutations(grid.names))
+    first, second = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=2, max_size=2)))
+    units = [draw(st.sampled_from([unit for unit in (1, 2, 3) if size % unit == 0])) for size in shape]
+    return Layout(rows=axes[:first], cols=axes[first:second], units=units)
 
 
-grids = st.sampled_from([GridShape(*shape, data) for n in (1, 3, 6, 7, 8) for shape, data in grids_of(n, (1, 2))])
+grids = st.sampled_from([*(GridShape(*shape, data) for n in (1, 3, 6, 7, 8) for shape, data in grids_of(n, (1, 2))),
+                         GridShape(1, 2, 1, 2, seq=2), GridShape(2, 1, 1, 1, seq=3)])
 shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 wholes = st.sets(st.integers(0, IDLE_TOO - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
 
@@ -30,7 +32,8 @@ wholes = st.sets(st.integers(0, IDLE_TOO - 1), min_size=1).map(lambda ranks: tup
 def placements(draw, shape):
     if draw(st.integers(0, 4)) == 0:
         return Whole(shape, draw(wholes))
-    return Placement(shape, draw(layouts()), draw(grids))
+    grid = draw(grids)
+    return Placement(shape, draw(layouts(shape, grid)), grid)
 
 
 pairs = shapes.flatmap(lambda shape: st.tuples(placements(shape), placements(shape)))
