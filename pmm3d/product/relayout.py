@@ -45,7 +45,8 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
     that of partial sums, each of which has the gradient of the sum. So R* goes from target.summed to source.summed, and
     <R x, y> = <x, R* y>, where each product is summed over the ranks, of those that hold the same over the first.
 
-    Raises LayoutError for layouts that do not fit the grid or the shape.
+    Raises LayoutError for layouts that do not fit the grid or the shape. Memory that a rank lacks it raises alone,
+    before it begins anything (`DistMatrix.redistribute` agrees on it first).
 
         >>> import numpy as np
         >>> with Grid() as grid:

@@ -278,6 +278,9 @@ def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
     assert np.array_equal(c.gather(), whole @ integers((5, 4), seed=1))
     assert np.array_equal((b.T @ made[0].T).gather(), c.gather().T)
     assert verify.freivalds(made[0], b, c) <= 1 and verify.exact(made[0], b)
+    twisted = DistMatrix.from_local(grid, 1j * local_of(grid, whole, layout), shape, layout=layout)
+    assert twisted.H.layout.sums == twisted.T.layout.sums == layout.sums
+    assert np.array_equal(twisted.H.gather(), -1j * whole.T)
     drawn = [DistMatrix.random(grid, shape, seed=3, layout=kind).gather() for kind in (layout, Layout.A)]
     assert np.array_equal(*drawn)
 
