@@ -138,8 +138,8 @@ class Layout:
         return grid.along(self.rows), grid.along(self.cols)
 
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
-        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes that
-        `coords` leaves out are at 0."""
+        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
+        that `coords` leaves out are at 0."""
         if coords is None:
             return EMPTY
         try:
