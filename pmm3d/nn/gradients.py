@@ -159,7 +159,6 @@ class Gradients:
         one."""
         self._sync, self._overlap = sync, overlap
         self._bucket: list[Accumulated] = []
-        self._used = list(uses)
         for record, times in uses.items():
             record.to_come = times
 
@@ -208,7 +207,8 @@ class Gradients:
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
-        summed, self._open = (self._open, {}) if self._sync else ({}, self._open)
+        used = list(self._open)
+        summed, self._open = (used, {}) if self._sync else ([], self._open)
         for name in self._grid.shape.names:
             if name != "data":
                 waiting = [record for record in summed if record.state is State.OPEN and name in record.sums]
@@ -220,17 +220,17 @@ class Gradients:
             if record.state is State.OPEN:
                 self._put(record)
         self._flush()
-        for record in dict.fromkeys([*self._used, *summed]):
+        for record in used:
             record.wait()
             if record.state is State.SUMMING:
                 record.state, record.sums = State.SUMMED, ()
-        self._rehearse()
+        self._rehearse(used)
         self.begin(self._sync, self._overlap, Counter())
 
-    def _rehearse(self) -> None:
-        if self._used:
+    def _rehearse(self, used: list[Accumulated]) -> None:
+        if used:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
-            library = self._used[0].form.library
+            library = used[0].form.library
             with self._grid.engine.transport.as_in_collectives(library):
                 self._grid.workspace.rehearse(work, library)
         self._work = {}
