@@ -1,8 +1,8 @@
 """The collectives of callers that know their shapes, along either dim: `algorithms` on arrays that may have gaps.
 
 Generators; nothing is looked at or compared. What lies apart in memory, as parts along dim 1 do, is packed first and
-unpacked at the end. Each takes `work`: a Slab of the bytes that the function named with it says; it is taken from the
-workspace if left out.
+unpacked at the end, columns in rounds of some rows. Each takes `work`: a Slab of the bytes that the function named with
+it says; it is taken from the workspace if left out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
 from ..layout import aligned, itemsize, offsets
+from ..model.move import ROUND_BYTES
 from ..model.volumes import all_reduce_volume, reduce_volume
 from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
 from .transport import Collective, Link
@@ -52,17 +53,23 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
             own[...] = part
             part = own
         return (yield from gather_parts(link, library, part, out, counts))
-    rows, dtype = out.shape[0], library.dtype(out)
     with ExitStack() as borrowed:
-        memory = work_slab(link, library, work, lambda: gather_work(out.shape, dtype, dim), borrowed)
-        packed = memory.array((prod(out.shape),), dtype)
-        sizes = [rows * count for count in counts]
-        places = [flat.reshape(rows, count) for flat, count in zip(blocks(packed, sizes, 0), counts)]
-        places[link.rank][...] = part
-        yield from gather_parts(link, library, places[link.rank].reshape(-1), packed, sizes)
-        for block, place in zip(blocks(out, counts, 1), places):
-            block[...] = place
+        nbytes = lambda: gather_work(out.shape, library.dtype(out), dim)
+        memory = work_slab(link, library, work, nbytes, borrowed).rest()
+        for rows in _rounds(out.shape, library.dtype(out)):
+            yield from _gathered_columns(link, library, part[rows], out[rows], counts, memory.again())
     return out
+
+
+def _gathered_columns(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, work: Slab
+                      ) -> Collective[None]:
+    packed = work.array((prod(out.shape),), library.dtype(out))
+    sizes = [out.shape[0] * count for count in counts]
+    places = [flat.reshape(out.shape[0], count) for flat, count in zip(blocks(packed, sizes, 0), counts)]
+    places[link.rank][...] = part
+    yield from gather_parts(link, library, places[link.rank].reshape(-1), packed, sizes)
+    for block, place in zip(blocks(out, counts, 1), places):
+        block[...] = place
 
 
 def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
@@ -74,17 +81,24 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
         yield from reduce_parts(link, library, *flat, counts, beta, work)
         return out
     with ExitStack() as borrowed:
-        memory = work_slab(link, library, work, lambda: reduce_work(library, whole, counts, link.rank, dim), borrowed)
-        packed = memory.array((prod(whole.shape),), library.dtype(whole))
+        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim)
+        memory = work_slab(link, library, work, nbytes, borrowed).rest()
         if dim == 0:
-            packed = packed.reshape(tuple(whole.shape))
+            packed = memory.array(tuple(whole.shape), library.dtype(whole))
             packed[...] = whole
             return (yield from reduced(link, library, packed, out, counts, beta, 0, memory.rest()))
-        sizes = [whole.shape[0] * count for count in counts]
-        for place, block in zip(blocks(packed, sizes, 0), blocks(whole, counts, 1)):
-            place.reshape(tuple(block.shape))[...] = block
-        yield from reduce_parts(link, library, packed[:, None], out.reshape(-1, 1), sizes, beta, memory.rest())
+        for rows in _rounds(whole.shape, library.dtype(whole)):
+            yield from _reduced_columns(link, library, whole[rows], out[rows], counts, beta, memory.again())
     return out
+
+
+def _reduced_columns(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex,
+                     work: Slab) -> Collective[None]:
+    packed = work.array((prod(whole.shape),), library.dtype(whole))
+    sizes = [whole.shape[0] * count for count in counts]
+    for place, block in zip(blocks(packed, sizes, 0), blocks(whole, counts, 1)):
+        place.reshape(tuple(block.shape))[...] = block
+    yield from reduce_parts(link, library, packed[:, None], out.reshape(-1, 1), sizes, beta, work.rest())
 
 
 def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
@@ -126,7 +140,7 @@ def exchanged(link: Link, library: NumpyLibrary, pieces: Sequence[Array], landin
 
 def gather_work(shape: Sequence[int], dtype: str, dim: int) -> int:
     """Bytes of the work memory of `gathered` into an array of that shape."""
-    return 0 if dim == 0 else aligned(prod(shape) * itemsize(dtype))
+    return 0 if dim == 0 else aligned(_rounds(shape, dtype)[0].stop * shape[1] * itemsize(dtype))
 
 
 def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int) -> int:
@@ -135,8 +149,9 @@ def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, 
     if dim == 0:
         packed = 0 if library.is_contiguous(whole) else aligned(prod(shape) * itemsize(dtype))
         return packed + reduce_volume(counts, rank, prod(shape[1:]), dtype).work
-    sizes = [shape[0] * count for count in counts]
-    return aligned(prod(shape) * itemsize(dtype)) + reduce_volume(sizes, rank, 1, dtype).work
+    rows = _rounds(shape, dtype)[0].stop
+    sizes = [rows * count for count in counts]
+    return aligned(rows * shape[1] * itemsize(dtype)) + reduce_volume(sizes, rank, 1, dtype).work
 
 
 def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int) -> int:
@@ -154,6 +169,12 @@ def blocks(array: Array, counts: Counts, dim: int) -> Iterator[Array]:
     """The parts of an array along a dim, of so many rows or columns each."""
     starts = offsets(counts)
     return (array[start:stop] if dim == 0 else array[:, start:stop] for start, stop in zip(starts, starts[1:]))
+
+
+def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
+    """Rows whose columns are packed at once, so that the copies have a bound; the first are the most."""
+    step = max(1, ROUND_BYTES // max(1, shape[1] * itemsize(dtype)))
+    return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
 
 
 def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import LayoutError
 from .cuts import whole_number
-from .shape import AXES, Coords, GridShape, is_axis_name
+from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
 SINGLE = 1, 1
@@ -82,20 +82,23 @@ class Layout:
     C: ClassVar[Layout]
 
     def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (), units: Sequence[int] = SINGLE):
+        fields = vars(self)
         for name, value in (("rows", rows), ("cols", cols), ("sums", sums)):
             if not isinstance(value, (str, tuple, list)):
                 raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "units", units if units is SINGLE else _checked_units(units))
-        named = self.named
-        for axis in named:
+            fields[name] = (value,) if isinstance(value, str) else tuple(value)
+        fields["units"] = units if units is SINGLE else _checked_units(units)
+        if not can_be_named(self.named):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        for axis in self.named:
             if not is_axis_name(axis):
                 raise LayoutError(f"{self} names the axis {axis!r}, which no grid can have; every grid has the axes "
                                   f"{', '.join(AXES)}, and those that it was made with")
-        if len(set(named)) < len(named):
-            twice = sorted({axis for axis in named if named.count(axis) > 1})
-            raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or "
-                              "hold partial sums")
+        twice = sorted({axis for axis in self.named if self.named.count(axis) > 1})
+        raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold "
+                          "partial sums")
 
     def __str__(self) -> str:
         sums = f", sums={self.sums}" if self.sums else ""
@@ -135,8 +138,8 @@ class Layout:
         return grid.along(self.rows), grid.along(self.cols)
 
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
-        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes that
-        `coords` leaves out are at 0."""
+        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
+        that `coords` leaves out are at 0."""
         if coords is None:
             return EMPTY
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from operator import mul
 from typing import Any, NamedTuple, TypeVar
@@ -148,3 +148,20 @@ def parse_shape(text: str) -> GridShape:
     except ValueError:
         raise GridError(f"a grid is written GxxGyxGz, as in 2x2x1; got {text!r}") from None
     return GridShape(x, y, z)
+
+
+def can_be_named(names: tuple[Any, ...]) -> bool:
+    """Whether these can be axes, each named once.
+
+        >>> can_be_named(("x", "seq")), can_be_named(("x", "x"))
+        (True, False)
+    """
+    try:
+        return _can_be_named(names)
+    except TypeError:
+        return False
+
+
+@lru_cache(maxsize=1024)
+def _can_be_named(names: tuple[Any, ...]) -> bool:
+    return all(map(is_axis_name, names)) and len(set(names)) == len(names)

@@ -57,7 +57,9 @@ def transitions(source: Layout, target: Layout, grid: GridShape,
         [('reduce_scatter', 'y', 0)]
     """
     source, target = source.on(grid), target.on(grid)
-    return list(_steps(_in_units_of(target, source, grid, shape) if shape else source, target, grid))
+    if shape and source.units != target.units:
+        source = _in_units_of(target, source, grid, shape)
+    return list(_steps(source, target, grid))
 
 
 @lru_cache(maxsize=1024)

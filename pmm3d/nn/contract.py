@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arrays import Array
 from ..errors import LayoutError
@@ -56,6 +56,24 @@ def natural(form: Form, part: Part) -> Gradient | Product:
                           f"{box.shape[0]} x {box.shape[1]}. In another layout than the tensor's it is a "
                           "nn.Gradient(array, layout)")
     return gradient
+
+
+class Landing(NamedTuple):
+    """How a gradient comes into memory that is like a parameter's shard: the layout in which it is added there, its
+    sums still to be done, and the `route` to it."""
+
+    layout: Layout
+    kind: str
+    axis: str
+
+
+@lru_cache(maxsize=1024)
+def landing(source: Layout, home: Layout, grid: GridShape) -> Landing:
+    """Of a gradient in the layout `source` of a parameter in the layout `home`."""
+    home, source = home.on(grid), source.on(grid)
+    sums = tuple(axis for axis in source.sums if axis not in home.splitting)
+    landed = Layout(home.rows, home.cols, sums, home.units)
+    return Landing(landed, *route(source, landed, grid))
 
 
 @lru_cache(maxsize=1024)

@@ -112,7 +112,9 @@ class _Schedule:
 
     def block(self, form: Form, array: Array, layout: Layout, phase: str) -> Array:
         """The array with its rows brought together, if they are split more than in that layout."""
-        held = form.layout if array.shape == form.local_shape else layout
+        held = form.layout if tuple(array.shape) == form.local_shape else layout
+        if held == layout:
+            return array
         with form.grid.ledger.phase(phase):
             return relayout_array(form.grid, array, form.shape, held, layout).wait()
 

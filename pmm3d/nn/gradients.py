@@ -22,7 +22,7 @@ from ..layout import FIRST, Layout, itemsize, offsets
 from ..model.volumes import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks
-from .contract import EVERYTHING, Gradient, Part, Product, natural, route
+from .contract import EVERYTHING, Gradient, Part, Product, landing, natural
 from .overlap import Overlap
 
 IN_FLIGHT = 2
@@ -89,7 +89,7 @@ class Accumulated:
         split = form.like(form.shape, self.split_layout)
         return [part * width for part in split.counts("data", dim)]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Bytes of the largest rank's array."""
         return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
@@ -163,25 +163,21 @@ class Gradients:
         one."""
         self._sync, self._overlap = sync, overlap
         self._bucket: list[Accumulated] = []
-        self._used = list(uses)
         for record, times in uses.items():
             record.to_come = times
 
     def add(self, record: Accumulated, part: Part) -> None:
         """Add a part to a parameter's gradient."""
-        found, grid = natural(record.form, part), self._grid
-        home, source = record.form.layout.on(grid.shape), found.layout.on(grid.shape)
-        sums = tuple(axis for axis in source.sums if axis not in home.splitting)
-        landed = Layout(home.rows, home.cols, sums, home.units)
-        kind, axis = route(source, landed, grid.shape)
+        found = natural(record.form, part)
+        landed, kind, axis = landing(found.layout, record.form.layout, self._grid.shape)
         if record in self._bucket:
             self._flush()
-        out, beta, adds = record.landing(sums)
+        out, beta, adds = record.landing(landed.sums)
         if kind == "stay" and adds:
             record.wait()
             _fill(found, out, beta)
         elif kind == "reduce_scatter" and adds:
-            self._scatter(record, found, grid.axis(axis), out, beta)
+            self._scatter(record, found, self._grid.axis(axis), out, beta)
         else:
             self._bring(record, found, landed, beta, adds)
         self._open[record] = None
@@ -215,7 +211,8 @@ class Gradients:
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
-        summed, self._open = (self._open, {}) if self._sync else ({}, self._open)
+        used = list(self._open)
+        summed, self._open = (used, {}) if self._sync else ([], self._open)
         for name in self._grid.shape.names:
             if name != "data":
                 waiting = [record for record in summed if record.state is State.OPEN and name in record.sums]
@@ -227,17 +224,17 @@ class Gradients:
             if record.state is State.OPEN:
                 self._put(record)
         self._flush()
-        for record in dict.fromkeys([*self._used, *summed]):
+        for record in used:
             record.wait()
             if record.state is State.SUMMING:
                 record.state, record.sums = State.SUMMED, ()
-        self._rehearse()
+        self._rehearse(used)
         self.begin(self._sync, self._overlap, Counter())
 
-    def _rehearse(self) -> None:
-        if self._used:
+    def _rehearse(self, used: list[Accumulated]) -> None:
+        if used:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
-            library = self._used[0].form.library
+            library = used[0].form.library
             with self._grid.engine.transport.as_in_collectives(library):
                 self._grid.workspace.rehearse(work, library)
         self._work = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
@@ -153,7 +153,7 @@ def uses(last: Node) -> Counter[Leaf]:
     return found
 
 
-def propagate(last: Node, gradient: Array, first: int = 0) -> Mapping[int, Coming]:
+def propagate(last: Node, gradient: Array, first: int = 0) -> dict[int, Coming]:
     """The backward pass from a node and its gradient, in the reverse of the order in which the nodes were made: when it
     is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
 
@@ -165,23 +165,26 @@ def propagate(last: Node, gradient: Array, first: int = 0) -> Mapping[int, Comin
             break
         passed = coming.pop(node.number).wait()
         parents, rule = node.take()
-        parts = rule(passed)
+        parts = list(rule(passed))
         del rule, passed
-        for parent, part in zip(parents, parts):
-            if part is None or parent is None:
-                continue
-            if parent.leaf is not None:
-                leaf = parent.leaf()
-                if leaf is not None:
-                    leaf.receive(part)
-                continue
-            if parent.number in coming:
-                coming[parent.number].add(parent.form, part)
-            else:
-                coming[parent.number] = brought(parent.form, part)
-                heappush(nodes, (-parent.number, parent))
-        del parents, parts, part
+        for parent in parents:
+            _pass_on(parts.pop(0), parent, coming, nodes)
     return coming
+
+
+def _pass_on(part: Part, parent: Node | None, coming: dict[int, Coming], nodes: list[tuple[int, Node]]) -> None:
+    """Give a parent its part: at once where the gradient ends, else to what comes for its turn."""
+    if part is None or parent is None:
+        return
+    if parent.leaf is not None:
+        leaf = parent.leaf()
+        if leaf is not None:
+            leaf.receive(part)
+    elif parent.number in coming:
+        coming[parent.number].add(parent.form, part)
+    else:
+        coming[parent.number] = brought(parent.form, part)
+        heappush(nodes, (-parent.number, parent))
 
 
 @contextmanager

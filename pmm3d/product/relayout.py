@@ -37,15 +37,16 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
         reduce_scatter  (G-1)/G of the larger block          all_to_all      (G-1)/G of the block
         slice, keep     nothing                              move            what it did not hold
 
-    (`pmm3d.model.volumes` for an exact number). All are begun here, in the same order on all ranks, and go on in the
-    background. Nothing is compared among the ranks, but for a step "move", which axes cannot do: of that, the arguments
-    and the memory are agreed on first, by all ranks of the grid.
+    (`pmm3d.model.volumes` for exact numbers); each sums low precision in float32 and rounds once. All are begun here,
+    in the same order on all ranks, and go on in the background. Nothing is compared among the ranks, but for a step
+    "move", which axes cannot do: of that, the arguments and the memory are agreed on first, by all ranks of the grid.
 
     The adjoint is a relayout again, back, of gradients: that of a matrix which is replicated is replicated, and so is
     that of partial sums, each of which has the gradient of the sum. So R* goes from target.summed to source.summed, and
     <R x, y> = <x, R* y>, where each product is summed over the ranks, of those that hold the same over the first.
 
-    Raises LayoutError for layouts that do not fit the grid or the shape.
+    Raises LayoutError for layouts that do not fit the grid or the shape. Memory that a rank lacks it raises alone,
+    before it begins anything (`DistMatrix.redistribute` agrees on it first).
 
         >>> import numpy as np
         >>> with Grid() as grid:

@@ -25,6 +25,7 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
 
     Copies of the shard are made a few rows at a time.
     """
+    matrix = summed(matrix)
     grid, box, library = matrix.grid, matrix.box, matrix.library
     result = np.zeros(matrix.shape[0], vector.dtype)
     if grid.coords is not None and matrix.layout.is_first(grid.coords):

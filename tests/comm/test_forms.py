@@ -7,7 +7,7 @@ from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.comm import forms
-from pmm3d.layout import offsets, part_sizes
+from pmm3d.layout import aligned, offsets, part_sizes
 
 SIZES = (1, 2, 3, 7, 8, 16, 17, 23, 37)
 """Of groups in one process: of one stage, of several, with pairs."""
@@ -187,7 +187,10 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(size, dtype):
+@pytest.mark.parametrize("round_bytes", [2**24, 100])
+def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(monkeypatch, size, dtype, round_bytes):
+    """All rows at once, and in rounds of so many bytes, of one row at least."""
+    monkeypatch.setattr(forms, "ROUND_BYTES", round_bytes)
     counts = rows_of(size)
     shape = 3, sum(counts)
     arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
@@ -203,6 +206,8 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(s
             return (yield from forms.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
 
     assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
+    most = max(round_bytes, sum(counts) * arrays[0].itemsize)
+    assert forms.gather_work(shape, dtype, 1) <= aligned(min(most, arrays[0].nbytes))
     total = sum(array.astype("float64") for array in arrays)
     for rank, found in enumerate(run(size, reduce)[0]):
         assert np.array_equal(found, own(total, counts, rank, 1))

@@ -356,3 +356,19 @@ def test_meta_of_any_size_and_of_numpy(grid, keeper):
     told = keeper.meta(path)
     assert told["text"] == text and told["one"] == 0.5
     assert told["state"]["state"]["key"] == state["state"]["key"].tolist()
+
+
+@every_size
+def test_partial_sums_are_saved_as_their_sum_and_loaded_into_the_first(grid, keeper):
+    layout = Layout("z", sums=("data", "y"))
+    box, coords = layout.box((6, 5), grid.shape, grid.coords), grid.coords
+    part = np.full(box.shape, 0.0 if coords is None else 1.0 + coords.y + 10 * coords.data)
+    made = DistMatrix.from_local(grid, part, (6, 5), layout=layout)
+    total = sum(1.0 + y + 10 * data for y in range(grid.shape.y) for data in range(grid.shape.data))
+    path = keeper.save(1, {"sums": made})
+    whole, again = (DistMatrix.from_global(grid, np.ones((6, 5)), layout=kind) for kind in (Layout.A, layout))
+    for matrix in (whole, again):
+        keeper.load(path, {"sums": matrix})
+        assert np.all(matrix.gather() == total)
+    first = coords is None or coords.y == coords.data == 0
+    assert np.all(again.local == (total if first else 0))

@@ -48,6 +48,19 @@ def test_tensor_files_come_back_on_every_grid(comm, grid, shared_path):
                 assert np.array_equal(back[name].gather(), integers(shape, "float32")), name
 
 
+@every_size
+def test_partial_sums_are_written_as_their_sum_and_read_into_the_first(grid, shared_path):
+    layout, path = Layout("z", sums=("data", "y")), shared_path / "sums.safetensors"
+    box, coords = layout.box((6, 5), grid.shape, grid.coords), grid.coords
+    part = np.full(box.shape, 0.0 if coords is None else 1.0 + coords.y + 10 * coords.data)
+    export_safetensors(grid, path, {"sums": DistMatrix.from_local(grid, part, (6, 5), layout=layout)})
+    total = sum(1.0 + y + 10 * data for y in range(grid.shape.y) for data in range(grid.shape.data))
+    for kind in (Layout.A, layout):
+        matrix = DistMatrix.from_global(grid, np.ones((6, 5)), layout=kind)
+        import_safetensors(grid, path, {"sums": matrix})
+        assert np.all(matrix.gather() == total)
+
+
 @two_ranks
 def test_torch_loads_what_was_exported(grid, shared_path):
     import torch

@@ -83,7 +83,7 @@ OF_MATRICES = [
     ("library device", empty((2, 2), library="torch:gpu"), Pmm3dError, "torch has no device of that name"),
     ("library far", empty((2, 2), library="torch:cuda:99"), Pmm3dError, r"torch finds \d CUDA devices"),
     ("layout nothing", empty((2, 2), layout=None), LayoutError, "a layout is a pmm3d.Layout; got None"),
-    ("layout of numbers", lambda grid: Layout(rows=3), LayoutError, "the rows of a layout are split by an axis"),
+    ("layout of numbers", lambda grid: Layout(rows=3), LayoutError, "the rows of a layout are an axis"),
     ("beyond numbers", empty((2**62, 2**62)), OutOfMemoryError, "Unable to allocate"),
     ("masked", whole(np.ma.masked_equal(np.ones((2, 2)), 1)), DTypeError, r"array.filled\(value\) first"),
     ("masked at root", whole(np.ma.ones((2, 2)), root=0), DTypeError, r"array.filled\(value\) first"),

@@ -55,44 +55,52 @@ def check(grid, local, whole, layout):
     assert np.array_equal(total, whole[box.r0 : box.r1, box.c0 : box.c1]), layout
 
 
+def moves(grid, shape, source, target):
+    return any(step.kind == "move" for step in transitions(source, target, grid.shape, shape))
+
+
 @pytest.mark.parallel(RANKS)
 def test_every_pair_of_layouts(grid):
-    """All are begun before the first is awaited; what comes in stays as it was."""
+    """All are begun before the first is awaited; what comes in stays as it was. Between all ranks nothing is sent but
+    moves, and the agreement on each."""
     for shape, layouts in CASES:
-        whole, under_way = integers(shape), []
+        whole, under_way, most = integers(shape), [], 0
+        grid.ledger.reset()
         for source, target in pairs(layouts):
             local = local_of(grid, whole, source)
-            before = local.copy()
-            under_way.append((relayout(grid, local, shape, source, target), local, before, target))
-        for pending, local, before, target in reversed(under_way):
-            check(grid, pending.wait(), whole, target)
+            under_way.append((relayout(grid, local, shape, source, target), local, local.copy(), target))
+            most += 2 * moves(grid, shape, source, target)
+        found = [pending.wait() for pending, *_ in reversed(under_way)][::-1]
+        assert grid.ledger.total(axis="all").calls == most
+        for array, (pending, local, before, target) in zip(found, under_way):
             assert pending.done and np.array_equal(local, before)
+            check(grid, array, whole, target)
 
 
 @pytest.mark.parallel(RANKS)
 def test_there_and_back_begun_at_once(some_grid):
-    """The way back waits for the way there, of which it reads the result; both are begun before rank 0 takes part."""
-    grid, comm = some_grid, some_grid.comm
+    """The way back waits for the way there, of which it reads the result; the others have begun all before rank 0
+    begins the first. Nothing blocks: neither a step that sends nothing nor the copy into `out`."""
+    grid, ways = some_grid, []
+    if grid.rank == 0:
+        grid.comm.barrier()
     for shape, layouts in CASES:
-        whole, ways = integers(shape), []
+        whole = integers(shape)
         for source, target in pairs(layouts):
-            if grid.rank == 0:
-                comm.barrier()
+            if moves(grid, shape, source, target) or moves(grid, shape, target, source):
+                continue
             local = local_of(grid, whole, source)
             there, back = (np.full(shard_of(grid, shape, layout).shape, 77.0) for layout in (target, source))
-            moves = any(step.kind == "move" for way in ((source, target), (target, source))
-                        for step in transitions(*way, grid.shape, shape))
-            if grid.rank and moves:
-                comm.barrier()
             first = relayout(grid, local, shape, source, target, out=there)
             second = relayout(grid, there, shape, target, source, after=[first], out=back)
-            if grid.rank and not moves:
-                comm.barrier()
-            ways.append((second, first, back, there, source, target))
-        for second, first, back, there, source, target in ways:
-            assert second.wait() is back and first.wait() is there
-            check(grid, back, whole, source)
-            check(grid, there, whole, target)
+            ways.append((first, second, there, back, whole, source, target))
+    if grid.rank:
+        grid.comm.barrier()
+    for first, second, there, back, whole, source, target in ways:
+        assert second.wait() is back and first.wait() is there
+    for first, second, there, back, whole, source, target in ways:
+        check(grid, back, whole, source)
+        check(grid, there, whole, target)
 
 
 def typed(array, library, dtype):
@@ -131,16 +139,19 @@ def test_the_adjoint_is_the_relayout_back(some_grid):
     grid = some_grid
 
     def product(one, other, layout):
-        first = layout.on(grid.shape).is_first(grid.coords)
-        return grid.everyone.all_reduce(np.array([np.sum(one * other) * first]), agreed=True).wait()[0]
+        return np.sum(one * other) * layout.on(grid.shape).is_first(grid.coords)
 
+    found, expected = [], []
     for shape, layouts in CASES:
         x, y = integers(shape, seed=1), integers(shape, seed=2)
         for source, target in pairs(layouts):
             here, gradient = local_of(grid, x, source), local_of(grid, y, target.summed)
             there = relayout(grid, here, shape, source, target).wait()
             back = relayout(grid, gradient, shape, target.summed, source.summed).wait()
-            assert product(there, gradient, target) == product(here, back, source) == np.sum(x * y)
+            found.append((product(there, gradient, target), product(here, back, source)))
+            expected.append(np.sum(x * y))
+    totals = grid.everyone.all_reduce(np.array(found)).wait()
+    assert np.array_equal(totals, np.stack([expected, expected], 1))
 
 
 def moved(grid, axis, operation):
@@ -182,18 +193,17 @@ def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(som
 
 
 @pytest.mark.parallel(RANKS)
-def test_what_axes_can_do_sends_nothing_between_all_ranks(grid):
+def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
     """Besides the agreement on the arguments: one for each redistribution."""
-    shape, layouts = CASES[0]
+    grid, (shape, layouts) = some_grid, CASES[0]
     for source, target in pairs(layouts):
-        steps = transitions(source, target, grid.shape, shape)
         matrix = DistMatrix.from_global(grid, integers(shape), layout=source)
         grid.ledger.reset()
         matrix.redistribute(target)
         calls = grid.ledger.total(axis="all").calls
-        moves = grid.ledger.total(axis="all", operation="redistribute").calls
-        assert moves == sum(step.kind == "move" for step in steps)
-        assert calls - moves == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
+        sent = grid.ledger.total(axis="all", operation="redistribute").calls
+        assert sent == moves(grid, shape, source, target)
+        assert calls - sent == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
 
 
 @pytest.mark.parallel(RANKS)
@@ -208,9 +218,9 @@ def test_work_memory_is_what_was_planned(some_grid):
 
 
 @pytest.mark.parallel(RANKS)
-def test_matrices_in_both_orders(grid):
+def test_matrices_in_both_orders(some_grid):
     """Redistributed into new memory, into an `out`, transposed or not; the result is no view of the operand."""
-    shape, layouts = CASES[0]
+    grid, (shape, layouts) = some_grid, CASES[0]
     whole = integers(shape)
     for source, target in pairs(layouts):
         matrix = DistMatrix.from_local(grid, local_of(grid, whole, source), shape, layout=source)
@@ -268,6 +278,9 @@ def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
     assert np.array_equal(c.gather(), whole @ integers((5, 4), seed=1))
     assert np.array_equal((b.T @ made[0].T).gather(), c.gather().T)
     assert verify.freivalds(made[0], b, c) <= 1 and verify.exact(made[0], b)
+    twisted = DistMatrix.from_local(grid, 1j * local_of(grid, whole, layout), shape, layout=layout)
+    assert twisted.H.layout.sums == twisted.T.layout.sums == layout.sums
+    assert np.array_equal(twisted.H.gather(), -1j * whole.T)
     drawn = [DistMatrix.random(grid, shape, seed=3, layout=kind).gather() for kind in (layout, Layout.A)]
     assert np.array_equal(*drawn)
 
