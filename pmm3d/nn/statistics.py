@@ -49,21 +49,25 @@ def log_sum_exp(form: Form, local: Array, dim: int, more: Array = None) -> tuple
     own = form.new((2 + (more is not None), local.shape[1 - dim]))
     with computing(form.grid, "statistics"):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
-        finite = beside(xp.where(own[0] == -float("inf"), 0, own[0]), dim)
-        by_rows(lambda part, largest: xp.exp(part - largest), work, local, finite)
+        by_rows(lambda part, largest: xp.exp(part - largest), work, local, beside(_finite(own[0]), dim))
         own[1] = xp.sum(work, axis=dim)
         if more is not None:
             own[2] = more
 
     def combine(gathered: Array, counts: Sequence[int]) -> Array:
         largest = xp.max(gathered[:, 0], axis=0)
-        gathered[:, 1] *= xp.exp(gathered[:, 0] - largest)
+        gathered[:, 1] *= xp.exp(gathered[:, 0] - _finite(largest))
         sums = xp.sum(gathered, axis=0)
         sums[0] = largest
         return sums
 
     own = across(form, own, dim, combine)
     return own[0], xp.log(own[1]), own[-1]
+
+
+def _finite(largest: Array) -> Array:
+    """0 where there is nothing but -inf, so that exp(-inf - largest) is 0."""
+    return array_namespace(largest).where(largest == -float("inf"), 0, largest)
 
 
 def moments(form: Form, local: Array) -> tuple[Array, Array]:
