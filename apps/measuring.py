@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
@@ -40,8 +41,11 @@ def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float
     return output
 
 
-def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    """What a program on so many ranks prints."""
+def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ,
+             python: str = sys.executable) -> str:
+    """What a program on so many ranks prints, run by this Python or another one that has a pmm3d."""
+    if python != sys.executable:
+        return output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), *program], environ)
     return output_of(launcher.command(ranks, program), launcher.environment(ranks, environ))
 
 

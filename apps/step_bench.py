@@ -2,6 +2,7 @@
 
     python apps/step_bench.py                        (or: --rounds 5 --steps 5)
     python -m pmm3d.launcher -n 2 apps/step_bench.py --ours 2x1x1         our side alone
+    python apps/step_bench.py --beside ../before/.venv/bin/python         this version and another one, in turns
 
 The network, its weights and the batch are those of apps/torch_rivals.py, and so must be the loss. Rounds over all that
 is compared are interleaved, each in another order; a ratio is taken within a round, and the median over the rounds is
@@ -31,6 +32,7 @@ RANKS = 2
 GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
 KERNEL = "OPENBLAS_CORETYPE"
 SIZES = ("layers", "width", "batch", "steps", "warm_up")
+BESIDE = ", beside"
 LEARNING_RATE = 10.0
 """Large, since the gradient of a mean over batch x width elements is small; yet three times as much, and one ReLU that
 rounding turns from 0 to 1e-8 changes the loss by more than 1e-6 within five steps."""
@@ -88,18 +90,20 @@ def kernels() -> list[str]:
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 
 
-def run_ours(shape: str, kernel: str, sizes: dict[str, Any]) -> Result:
+def run_ours(shape: str, kernel: str, sizes: dict[str, Any], python: str = sys.executable) -> Result:
     """What `ours` prints, of a run on a grid with a kernel of OpenBLAS."""
     words = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
-    output = on_ranks(RANKS, [__file__, "--ours", shape, *words], blas_environment(kernel))
+    output = on_ranks(RANKS, [__file__, "--ours", shape, *words], blas_environment(kernel), python)
     return json.loads(output.splitlines()[-1])
 
 
 def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     """Name -> what runs it once and returns {"seconds", "final_loss", ...}."""
     sizes = {name: getattr(options, name) for name in SIZES}
-    everyone = {f"{shape}, {kernel}": lambda shape=shape, kernel=kernel: run_ours(shape, kernel, sizes)
-                for kernel in options.kernels or kernels() for shape in options.grids}
+    everyone = {f"{shape}, {kernel}{where}":
+                lambda shape=shape, kernel=kernel, python=python: run_ours(shape, kernel, sizes, python)
+                for kernel in options.kernels or kernels() for shape in options.grids
+                for where, python in [("", sys.executable), *([(BESIDE, options.beside)] if options.beside else [])]}
     task = {**sizes, "lr": LEARNING_RATE}
     return everyone | {rival: lambda rival=rival: torch_rivals.run(rival, task) for rival in options.rivals}
 
@@ -149,6 +153,16 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
             f"faster.\n\n{markdown([heading, *rows])}")
 
 
+def ratios(found: dict[str, Any]) -> str:
+    """Time of a step here / there, of each round: the median, and the least and the most."""
+    rows = [["", "here / beside", "rounds"]]
+    for name, runs in found["runs"].items():
+        if others := found["runs"].get(name + BESIDE):
+            each = [median(run["seconds"]) / median(other["seconds"]) for run, other in zip(runs, others)]
+            rows.append([name, f"{median(each):.3f}", f"{min(each):.3f} to {max(each):.3f}"])
+    return markdown(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds over everyone (5)")
@@ -162,6 +176,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8, help="linear layers (8)")
     parser.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
     parser.add_argument("--batch", type=int, default=1024, help="rows, over all ranks (1024)")
+    parser.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
     parser.add_argument("--ours", metavar="GRID", help="on every rank of a job: our side on that grid, as JSON")
     options = parser.parse_args()
     if options.ours:
@@ -170,6 +185,8 @@ def main() -> int:
     found = interleaved(options)
     losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
     print(table(found, options))
+    if options.beside:
+        print("\n" + ratios(found))
     print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
     first = next(iter(losses.values()), 0.0)
     differ = [name for name, loss in losses.items() if not abs(loss - first) <= TOLERANCE * abs(first)]
