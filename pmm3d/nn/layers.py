@@ -49,8 +49,8 @@ class Module:
 
         def __getattr__(self, name: str) -> Any:
             if name == "grid":
-                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in its "
-                                  "__init__")
+                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
+                                  "its __init__")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
