@@ -4,7 +4,7 @@ begun and awaited."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -152,12 +152,12 @@ class Gradients:
         self._work: dict[str, list[Sequence[int]]] = {}
         self._partials = Partials(grid)
         self._open: dict[Accumulated, None] = {}
-        self.begin(True, Overlap(), Counter())
+        self.begin(True, Overlap(), Counter(), lambda: None)
 
-    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated]) -> None:
+    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated], agreed: Callable[[], None]) -> None:
         """A backward pass begins, which brings so many parts to each gradient; they are summed in it or in a later
-        one."""
-        self._sync, self._overlap = sync, overlap
+        one. agreed: to be called before the first message; raises if the ranks do not sum the same."""
+        self._sync, self._overlap, self._agreed = sync, overlap, agreed
         self._bucket: list[Accumulated] = []
         for record, times in uses.items():
             record.to_come = times
@@ -182,6 +182,7 @@ class Gradients:
             self._put(record)
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
+        self._agree()
         cols, counts = out.shape[1], record.form.row_counts(axis)
         partial = self._partials.take(record.form, (sum(counts), cols))
         _fill(part, partial, 0)
@@ -195,6 +196,7 @@ class Gradients:
 
     def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
         """By way of an array of its own: what takes more than one step, or is not added on this rank."""
+        self._agree()
         array, form = getattr(part, "array", None), record.form
         if isinstance(part, Product):
             array = form.new(part.shape)
@@ -207,6 +209,7 @@ class Gradients:
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
+        self._agree()
         used = list(self._open)
         summed, self._open = (used, {}) if self._sync else ([], self._open)
         for name in self._grid.shape.names:
@@ -225,7 +228,11 @@ class Gradients:
             if record.state is State.SUMMING:
                 record.state, record.sums = State.SUMMED, ()
         self._rehearse(used)
-        self.begin(self._sync, self._overlap, Counter())
+        self.begin(self._sync, self._overlap, Counter(), lambda: None)
+
+    def _agree(self) -> None:
+        agreed, self._agreed = self._agreed, lambda: None
+        agreed()
 
     def _rehearse(self, used: list[Accumulated]) -> None:
         if used:
@@ -259,6 +266,7 @@ class Gradients:
 
     def _sum(self, axis: Axis, members: list[Accumulated], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
+        self._agree()
         before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
         split = members[0].split
         self.note_work(phase, _work(axis, members, split))
