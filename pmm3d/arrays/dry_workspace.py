@@ -32,7 +32,7 @@ class DryWorkspace(Workspace):
         ticket = self._buffer(counted, Pool(library.memory, True))
         self.lent += counted
         self.most_lent = max(self.most_lent, self.lent)
-        loan = _Lent(self._run, "activations", counted, ticket, self._returned)
+        loan = _Lent(self._run, counted, ticket, self._returned)
         return library.view(DryArray(ticket.flat.elements, "uint8", library, loan), shape, dtype)
 
     def take(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> tuple[Array, Ticket]:
@@ -67,8 +67,8 @@ class _Lent(Held):
 
     __slots__ = ("_returned", "_ticket")
 
-    def __init__(self, run: DryRun, kind: str, nbytes: int, ticket: Ticket, returned: deque[tuple[Ticket, int]]) -> None:
-        super().__init__(run, kind, nbytes)
+    def __init__(self, run: DryRun, nbytes: int, ticket: Ticket, returned: deque[tuple[Ticket, int]]) -> None:
+        super().__init__(run, "activations", nbytes)
         self._ticket, self._returned = ticket, returned
 
     def __del__(self) -> None:

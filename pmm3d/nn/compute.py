@@ -92,8 +92,8 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
 
 
 def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
-    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice. `out` may be one of them. In a
-    dry run the function is not called.
+    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice. `out` may be one of them.
+    In a dry run the function is not called.
 
         >>> import numpy as np
         >>> array = np.arange(4.0)

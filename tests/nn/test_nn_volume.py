@@ -72,7 +72,7 @@ def test_the_ledger_holds_what_a_dry_run_says(comm, name):
 
 
 def trained(grid, sizes, rows, loss, split_over_data, clip, accumulate, overlap, evaluates, make, **options):
-    """(model, passes) of four steps, evaluations of batches after the first and the third, all in the ledger."""
+    """(model, passes) of three steps, evaluations of batches after the first and the third, all in the ledger."""
     nn.Tape.of(grid).parallel.overlap = overlap
     options |= {"seed": 1} if make is nn.MLP else {}
     net = make(grid, sizes, dtype="float64", **options)
@@ -89,7 +89,7 @@ def trained(grid, sizes, rows, loss, split_over_data, clip, accumulate, overlap,
             x, y = batch_of(case, 10 * step + index, size)
             yield spread(grid, x), spread(grid, y, targets)
 
-    for step in range(4):
+    for step in range(3):
         given = list(batches(step, rows * (accumulate > 1) or (rows[step % 2],)))
         train_step(net, optimizer, function, len(given), given, 1.0 if clip else None, lambda *_: None)
         passes.note("step", *(facts_of(x, y) for x, y in given))

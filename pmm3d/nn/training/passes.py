@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...errors import Pmm3dError
 from ...product import DistMatrix
 from .. import loss as losses
 from ..dry import Facts
@@ -17,7 +18,15 @@ from ..tensor import Tensor
 
 Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[[Tensor, DistMatrix], Tensor]
-LOSSES: dict[Any, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
+LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
+
+
+def loss_named(loss: str | Loss) -> Loss:
+    """The loss of that name; a function passes through. Raises Pmm3dError for what is neither."""
+    function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
+    if isinstance(function, str) or not callable(function):
+        raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {loss!r}")
+    return function
 
 
 def train_step(network: Module, optimizer: Optimizer, loss: Loss, size: int, batches: Iterable[Batch],
@@ -67,7 +76,7 @@ def facts_of(x: DistMatrix, y: DistMatrix) -> tuple[Facts, Facts]:
 
 
 class Event(NamedTuple):
-    """what       "step"; "batch" of an evaluation, "evaluated" at its end; "asked": the ranks told each other of signals
+    """what       "step"; "batch" of an evaluation, "evaluated" at its end; "asked": of signals, by all ranks
     batches    that a step or a "batch" is of;   first: whether it is an evaluation's first one
     """
 

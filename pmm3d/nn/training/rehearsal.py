@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import ExitStack
 
 import numpy as np
@@ -13,7 +12,7 @@ from ...errors import Pmm3dError
 from ..dry import dry_grid, memory, twin, untouched
 from ..layers import Module
 from ..optim import Optimizer
-from .passes import LOSSES, Evaluation, Event, Loss, Passes, train_step
+from .passes import Evaluation, Event, Loss, Passes, loss_named, train_step
 
 Volume = dict[Key, Entry]
 
@@ -26,7 +25,7 @@ class Rehearsal:
 
     def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool = False):
         self.network, self.optimizer, self.grid = network, optimizer, network.grid
-        self._loss: Loss = LOSSES.get(loss, loss)
+        self._loss = loss_named(loss)
         self._clip = 1.0 if clip else None
         self._evaluation: Evaluation | None = None
         self._evaluating = ExitStack()

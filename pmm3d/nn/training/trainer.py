@@ -19,7 +19,7 @@ from ..layers import Module
 from ..tape import Tape
 from ..tensor import Tensor
 from .pace import Pace
-from .passes import LOSSES, Batch, Evaluation, Loss, Passes, facts_of, train_step
+from .passes import Batch, Evaluation, Loss, Passes, facts_of, loss_named, train_step
 from .record import RunRecord
 from .run import Run
 from .signals import END
@@ -63,10 +63,7 @@ class Trainer(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        function = LOSSES.get(self.loss, self.loss)
-        if isinstance(function, str) or not callable(function):
-            raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {self.loss!r}")
-        self._loss = function
+        self._loss = loss_named(self.loss)
         self._lock: RunLock | None = None
         self._record = RunRecord(self, self.log.folder) if self.log is not None else None
         self._logged = time.perf_counter(), 0.0
@@ -274,8 +271,8 @@ class Trainer(Run):
         where = first_non_finite(self.network, x)
         with self.grid.together("training"):
             kept = f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else ""
-            raise NonFiniteLossError(f"step {self.step + 1}: {what} {value}. {where} The weights are those of step {self.step}"
-                                     f"{kept}. Try a smaller learning rate, a warm-up, or clipping")
+            raise NonFiniteLossError(f"step {self.step + 1}: {what} {value}. {where} The weights are those of step "
+                                     f"{self.step}{kept}. Try a smaller learning rate, a warm-up, or clipping")
 
 
 def first_non_finite(network: Module, x: DistMatrix) -> str:
