@@ -268,11 +268,12 @@ class Trainer(Run):
         """Raise NonFiniteLossError that names what in the network went wrong first, if the value says so."""
         if isfinite(value):
             return
+        what = f"{what} {value}"
         where = first_non_finite(self.network, x)
         with self.grid.together("training"):
             kept = f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else ""
-            raise NonFiniteLossError(f"step {self.step + 1}: {what} {value}. {where} The weights are those of step "
-                                     f"{self.step}{kept}. Try a smaller learning rate, a warm-up, or clipping")
+            raise NonFiniteLossError(f"step {self.step + 1}: {what}. {where} The weights are those of step {self.step}"
+                                     f"{kept}. Try a smaller learning rate, a warm-up, or clipping")
 
 
 def first_non_finite(network: Module, x: DistMatrix) -> str:
