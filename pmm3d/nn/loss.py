@@ -114,6 +114,9 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
     if labels.layout.on(grid.shape) != Layout(logits.layout.rows).on(grid.shape):
         labels = labels.redistribute(Layout(logits.layout.rows))
+    if not labels.library.has_data:
+        index = labels.library.empty(labels.local.shape[:1], "int64")
+        return index, index
     host = labels.library.to_numpy(labels.local).reshape(-1)
     with grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
@@ -144,8 +147,8 @@ def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Ar
     with form.grid.ledger.phase("loss"):
         gathered = stacked(form.grid.axis(form.layout.cols[0]), own)
     largest = xp.max(gathered[:, 0], axis=0) if local.shape[0] else own[0]
-    total = sum(part[1] * xp.exp(part[0] - largest) for part in gathered)
-    return largest, xp.log(total), sum(part[2] for part in gathered)
+    total = xp.sum(gathered[:, 1] * xp.exp(gathered[:, 0] - largest), axis=0)
+    return largest, xp.log(total), xp.sum(gathered[:, 2], axis=0)
 
 
 def _mean(like: Tensor, total: Array, weight: float, rule: Rule, keep: Sequence[Array], axes: Iterable[str] = ()
@@ -205,10 +208,13 @@ class R2:
         self._like: Form | None = None
 
     def add(self, prediction: Tensor, target: Matrix) -> R2:
-        library = prediction.library
-        wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
-        error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
-        self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
+        library, aligned = prediction.library, _aligned(prediction, target)
+        if library.has_data:
+            wanted = np.asarray(library.to_numpy(aligned), np.float64)
+            error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
+            self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
+        else:
+            self._sums = np.ones((3, aligned.shape[1]))
         self._rows += prediction.shape[0]
         self._like = prediction.form
         return self
