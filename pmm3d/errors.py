@@ -38,6 +38,10 @@ class GridError(Pmm3dError):
     """The process grid does not fit the communicator, or grids do not belong together."""
 
 
+class NoGridError(GridError, AttributeError):
+    """A part of a network that does not say on which grid it is."""
+
+
 class LauncherError(GridError):
     """There is no usable mpiexec, or it belongs to another MPI: it started N separate worlds of one rank."""
 

@@ -4,22 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
+    from .arithmetic import add, divide, multiply, scale, subtract
     from .compute import in_chunks
     from .contract import Gradient, Product
     from .dense import linear
     from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
     from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
     from .loss import accuracy, cross_entropy, mae, mse, r2
+    from .operations import columns, log_softmax, mean, softmax, sum
     from .overlap import Overlap
     from .parameter import Parameter
     from .tape import Tape, defer_weights, no_grad, no_sync
-    from .tensor import Tensor, add, relayout, scale
+    from .tensor import Tensor, relayout
 
 _MODULES = {
     "compute": ("in_chunks",),
     "contract": ("Gradient", "Product"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync"),
-    "tensor": ("Tensor", "add", "relayout", "scale"),
+    "tensor": ("Tensor", "relayout"),
+    "arithmetic": ("add", "divide", "multiply", "scale", "subtract"),
+    "operations": ("columns", "log_softmax", "mean", "softmax", "sum"),
     "dense": ("linear",),
     "parameter": ("Parameter",),
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
@@ -30,9 +34,10 @@ _MODULES = {
 }  # fmt: skip
 __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Product", "Recompute",
-    "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cross_entropy", "defer_weights", "dropout",
-    "gelu", "in_chunks", "layer_norm", "linear", "mae", "mse", "no_grad", "no_sync", "r2", "relayout", "relu",
-    "scale", "sigmoid", "silu", "tanh",
+    "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "columns", "cross_entropy", "defer_weights",
+    "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae", "mean", "mse",
+    "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "softmax", "subtract",
+    "sum", "tanh",
 ]  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
-from ..errors import needs
-from ..layout import FIRST, Layout, itemsize, part_sizes
+from ..errors import DTypeError, needs
+from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
+from ..layout.layout import cutting_unit
 from ..product import DistMatrix
 
 with needs("train", "networks"):
@@ -40,16 +41,19 @@ class Form:
         """One row for all rows of a batch: a bias."""
         return self.shape[0] == 1 and not self.layout.rows
 
-    def row_counts(self, axis: Axis) -> list[int]:
-        """Rows that each rank along an axis holds, the last one that splits the rows, of all that they hold."""
-        outer = Layout(tuple(name for name in self.layout.rows if name != axis.name), units=self.layout.units)
-        rows, _ = outer.box(self.shape, self.grid.shape, self.grid.coords).shape
-        unit = self.layout.units[0]
-        return [unit * units for units in part_sizes(rows // unit, axis.size)]
+    def counts(self, name: str, dim: int = 0) -> list[int]:
+        """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave."""
+        axes = (self.layout.rows, self.layout.cols)[dim]
+        outer = axes[: axes.index(name)]
+        layout = Layout(() if dim else outer, outer if dim else (), units=self.layout.units)
+        size = layout.box(self.shape, self.grid.shape, self.grid.coords).shape[dim]
+        unit = cutting_unit(size, (*outer, name), self.layout.units[dim], self.grid.shape)
+        return [unit * units for units in part_sizes(size // unit, self.grid.axis(name).size)]
 
     def largest_without(self, axis: str) -> int:
         """Bytes of the largest rank's part, if that axis did not split the rows."""
-        outer = Layout(tuple(name for name in self.layout.rows if name != axis), self.layout.cols)
+        rows = tuple(name for name in self.layout.rows if name != axis)
+        outer = Layout(rows, self.layout.cols, units=self.layout.units)
         return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
 
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
@@ -60,6 +64,12 @@ class Form:
         """The form of another matrix of this type."""
         box = layout.box(shape, self.grid.shape, self.grid.coords)
         return Form(self.grid, shape, layout, self.dtype, self.library, box.shape)
+
+    def filled(self, number: float) -> DistMatrix:
+        """A matrix of one element, of this type, that all ranks hold."""
+        local = self.new((1, 1))
+        local[...] = number
+        return DistMatrix(self.grid, local, (1, 1), Layout())
 
     def matrix(self, local: Array) -> DistMatrix:
         """The matrix of this form of which `local` is this rank's shard."""
@@ -82,6 +92,12 @@ def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0) -> None:
             c[...] = 0
         if not form.library.on_host and not form.grid.engine.idle():
             form.library.synchronize()
+
+
+def check_type(name: str, form: Form) -> None:
+    """Raises DTypeError for integers, in which an operation's result does not fit."""
+    if form.dtype not in MATRIX_DTYPES:
+        raise DTypeError(f"{name}: a tensor of floating point numbers is needed; this one is of {form.dtype}")
 
 
 def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
@@ -120,10 +136,11 @@ def chunks(size: int) -> Iterator[slice]:
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
-    """out = function(*arrays) on slices of rows; arrays of one column go along. `out` may be one of them."""
+    """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
     rows = max(1, CHUNK // max(1, out.shape[1]))
     for start in range(0, out.shape[0], rows) if library_of(out).has_data else ():
-        out[start : start + rows] = function(*(array[start : start + rows] for array in arrays))
+        part = slice(start, start + rows)
+        out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
 
 
 def stacked(axis: Axis, array: Array) -> Array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..arrays import Array
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
+from ..layout.layout import SINGLE
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
@@ -21,19 +22,20 @@ OTHER = {"y": "x", "x": "y"}
 ACTIVATIONS = ("replicated", "sharded")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Parameter | None = None, *, activations: str = "replicated") -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated") -> Tensor:
     """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
 
     x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
                      also be over x (or y): then they are gathered
     weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged). Any other tensor is
                      brought into the block that is needed
-    bias     (1, n)  columns as the weight's
+    bias     (1, n)  columns as the weight's; brought there if it has another layout
     activations      "replicated" over the axis that is summed, or "sharded": the rows of O also over that axis
                      (sequence parallelism, Korthikanti et al. 2022)
 
-    Returns O (m, n): rows over data, z (and y, or x, if sharded); columns over x (or y). Raises LayoutError if the k
-    differ, Pmm3dError for other activations.
+    Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
+    W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
+    layer that takes it. Raises LayoutError if the k differ, Pmm3dError for other activations.
 
     Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
 
@@ -57,14 +59,18 @@ def linear(x: Tensor, weight: Tensor, bias: Parameter | None = None, *, activati
     if activations not in ACTIVATIONS:
         raise Pmm3dError(f'activations are "replicated" or "sharded"; got {activations!r}')
     k, n = _axes(x, weight)
-    x = _split_over(x, k, n)
-    rows = tuple(axis for axis in x.layout.rows if axis != n)
-    if not isinstance(weight, Parameter) or weight.layout != weight_layout(k):
-        weight = relayout(weight, Layout(k, n))
-    output = Layout((*rows, k) if activations == "sharded" else rows, n)
+    sharded = weight if isinstance(weight, Parameter) and _lies_as(weight, k) else None
+    inner, outer = x.layout.units[1] if sharded is None else weight.layout.units[0], weight.layout.units[1]
+    x = _split_over(x, k, n, inner)
+    row_unit, rows = x.layout.units[0], tuple(axis for axis in x.layout.rows if axis != n)
+    if sharded is None:
+        weight = relayout(weight, Layout(k, n, units=(inner, outer)))
+    if bias is not None:
+        bias = relayout(bias, Layout((), n, units=(1, outer)))
+    output = Layout((*rows, k) if activations == "sharded" else rows, n, units=(row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         weight if isinstance(weight, Parameter) else None)
-    inputs = schedule.block(x.form, x.shard, Layout(rows, k), "gather I")
+                         sharded)
+    inputs = schedule.block(x.form, x.shard, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
     keep = [x.shard if x.tape.parallel.overlap.regather_inputs else inputs]
@@ -90,6 +96,16 @@ class _Schedule:
     wanted: bool
     weight: Parameter | None
 
+    @property
+    def input(self) -> Layout:
+        """Of I as the GEMMs see it."""
+        return Layout(self.rows, self.k, units=self.came.layout.units)
+
+    @property
+    def result(self) -> Layout:
+        """Of O as the GEMMs make it, but for its sum over k's axis."""
+        return Layout(self.rows, self.n, units=self.out.layout.units)
+
     def full(self, kept: Sequence[Array], phase: str) -> Array:
         """The block of the weight: kept, or gathered."""
         return kept[0] if self.weight is None else Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
@@ -102,7 +118,7 @@ class _Schedule:
         with form.grid.ledger.phase(phase):
             return relayout_array(form.grid, array, form.shape, held, layout).wait()
 
-    def output(self, inputs: Array, full: Array, bias: Parameter | None) -> Array:
+    def output(self, inputs: Array, full: Array, bias: Tensor | None) -> Array:
         """O, in its layout."""
         begins = None if bias is None or self.out.grid.axis(self.k).index else bias.shard
 
@@ -112,44 +128,51 @@ class _Schedule:
             gemm(self.out, inputs[part], full, out, beta)
 
         size = inputs.shape[0], full.shape[1]
-        return formed(self.out, Product(Layout(self.rows, self.n, self.k), size, fill, "reduce O"),
-                      self.out.layout).wait()
+        natural = Layout(self.rows, self.n, self.k, self.out.layout.units)
+        return formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout).wait()
 
     def gradients(self, gradient: Array, inputs: Array, *full: Array) -> tuple[Product | None, Product, Product]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
-        gradient = self.block(self.out, gradient, Layout(self.rows, self.n), "gather dO")
-        inputs = self.block(self.came, inputs, Layout(self.rows, self.k), "gather I")
+        gradient = self.block(self.out, gradient, self.result, "gather dO")
+        inputs = self.block(self.came, inputs, self.input, "gather I")
         (m, k), n, form = inputs.shape, gradient.shape[1], self.came
+        units, outer = form.layout.units, self.out.layout.units[1]
         of_input = None
         if self.wanted:
             whole = self.full(full, "backward")
-            of_input = Product(Layout(self.rows, self.k, self.n), (m, k), lambda out, beta, part: gemm(
+            of_input = Product(Layout(self.rows, self.k, self.n, units), (m, k), lambda out, beta, part: gemm(
                 form, gradient[part], whole.T, out, beta), "reduce dI")
-        of_weight = Product(Layout(self.k, self.n, self.rows), (k, n), lambda out, beta, _: gemm(
+        of_weight = Product(Layout(self.k, self.n, self.rows, (units[1], outer)), (k, n), lambda out, beta, _: gemm(
             form, inputs.T, gradient, out, beta), "reduce dW")
-        of_bias = Product(Layout((), self.n, self.rows), (1, n), lambda out, beta, _: column_sums(
+        of_bias = Product(Layout((), self.n, self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
             form, gradient, out, beta), "reduce dW")
         return of_input, of_weight, of_bias
 
 
-def weight_layout(k: str) -> Layout:
-    """Of a layer's weight whose input's columns are split by that axis."""
-    return Layout((k, "z"), OTHER[k])
+def weight_layout(k: str, units: tuple[int, int] = SINGLE) -> Layout:
+    """Of a layer's weight whose input's columns are split by that axis, in units of its rows and columns."""
+    return Layout((k, "z"), OTHER[k], units=units)
+
+
+def _lies_as(weight: Tensor, k: str) -> bool:
+    """As a layer's weight, in whatever units."""
+    return weight.layout == weight_layout(k, weight.layout.units)
 
 
 def _axes(x: Tensor, weight: Tensor) -> tuple[str, str]:
     """The axes that split the columns of I and of O: as the weight lies, or, if it is no layer's, as I does."""
     for k in OTHER:
-        if weight.layout == weight_layout(k):
+        if _lies_as(weight, k):
             return k, OTHER[k]
     k = x.layout.cols[0] if x.layout.cols in (("x",), ("y",)) else "y"
     return k, OTHER[k]
 
 
-def _split_over(x: Tensor, k: str, n: str) -> Tensor:
+def _split_over(x: Tensor, k: str, n: str, unit: int) -> Tensor:
     """I with its columns over k's axis; its rows over data and z at least, and over n's axis only as the last."""
     rows = tuple(axis for axis in x.layout.rows if axis not in (k, n))
     if not {"data", "z"} <= set(rows):
         rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
-    fits = x.layout.rows in (rows, (*rows, n)) and x.layout.cols == (k,) and not x.layout.sums
-    return x if fits else relayout(x, Layout(rows, k))
+    units = x.layout.units[0], unit
+    rows = (*rows, n) if x.layout.rows == (*rows, n) else rows
+    return relayout(x, Layout(rows, k, units=units))

@@ -1,4 +1,4 @@
-"""Operations on tensors, one function with its gradient rule each. Elementwise ones move no data.
+"""Activations, dropout and LayerNorm, one function with its gradient rule each. Elementwise ones move no data.
 
 A new one: compute the local result, name the parents, and say how the gradient goes back (docs/training.md has one).
 """
@@ -13,16 +13,14 @@ from types import ModuleType
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, random
-from ..comm import Axis
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Box, Layout, part_sizes
-from .compute import Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks, stacked
+from ..layout import Box, Layout
+from .compute import Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
 from .contract import Product
-from .dense import linear
-from .parameter import Parameter
-from .tensor import Tensor, add, relayout, scale, whole
+from .statistics import moments, total
+from .tensor import Tensor, relayout, whole
 
-__all__ = ["add", "dropout", "gelu", "layer_norm", "linear", "relayout", "relu", "scale", "sigmoid", "silu", "tanh"]
+__all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
 
 Elementwise = Callable[[Array, ModuleType], Array]
 """function(part of an array, its namespace)."""
@@ -159,16 +157,16 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
     return library.from_numpy(kept, "uint8")
 
 
-def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns, which may be split over ranks.
 
-    x           (m, n)   rows over data, z; columns over one axis
+    x           (m, n)   rows over data, z; columns over one axis or several
     gain, bias  (1, n)   columns as x
 
     Returns (m, n), columns as gain. Raises LayoutError if the n differ.
 
-    Each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and squares, put together as in Chan,
-    Golub, LeVeque 1983) and, backward, the sum of as many.
+    Along each axis of the columns each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and
+    squares, put together as in Chan, Golub, LeVeque 1983) and, backward, the sum of as many.
 
         >>> from pmm3d import DistMatrix, Grid, nn
         >>> with Grid(shape="ddp") as grid:
@@ -177,52 +175,36 @@ def layer_norm(x: Tensor, gain: Parameter, bias: Parameter, eps: float = 1e-5) -
     """
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
-    x = relayout(x, Layout(x.layout.rows, gain.layout.cols))
-    form, local, axis = x.form, x.shard, x.grid.axis(gain.layout.cols[0])
+    cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
+    x, bias = relayout(x, Layout(x.layout.rows, cols, units=units)), relayout(bias, gain.layout)
+    form, local = x.form, x.shard
     xp = array_namespace(local)
-    mean, variance = _moments(form, local, axis)
+    with form.grid.ledger.phase("layer norm"):
+        mean, variance = moments(form, local)
     inverse = 1 / xp.sqrt(variance + eps)
     normal, out = form.new(), form.new()
     with computing(form.grid, "elementwise"):
         by_rows(lambda part, m, s: (part - m) * s, normal, local, mean, inverse)
-        by_rows(lambda part: part * gain.shard + bias.shard, out, normal)
+        by_rows(lambda part, factor, more: part * factor + more, out, normal, gain.shard, bias.shard)
 
-    def rule(gradient: Array, normal: Array, inverse: Array) -> tuple[Array, Product, Product]:
+    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> tuple[Array, Product, Product]:
         scaled, product, dx = form.new(), form.new(), form.new()
         with computing(form.grid, "elementwise"):
-            by_rows(lambda g: g * gain.shard, scaled, gradient)
+            by_rows(lambda g, factor: g * factor, scaled, gradient, factor)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
             sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
         with form.grid.ledger.phase("layer norm"):
-            sums = axis.sum_into(sums, sums).wait() / form.shape[1]
+            sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise"):
             by_rows(lambda g, part, a, b, s: (g - a - part * b) * s, dx, scaled, normal, sums[0][:, None],
                     sums[1][:, None], inverse)
             in_chunks(lambda g, part: g * part, product, gradient, normal)
         return dx, _sum_of_rows(form, product), _sum_of_rows(form, gradient)
 
-    return x.made(out, (x, gain, bias), rule, keep=[normal, inverse])
+    return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
 
 
 def _sum_of_rows(form: Form, array: Array) -> Product:
     """The gradient of a row that all rows of a batch share."""
-    return Product(Layout((), form.layout.cols, form.layout.rows), (1, array.shape[1]),
+    return Product(Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])), (1, array.shape[1]),
                    lambda out, beta, _: column_sums(form, array, out, beta), "reduce dW")
-
-
-def _moments(form: Form, local: Array, axis: Axis) -> tuple[Array, Array]:
-    """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares."""
-    xp = array_namespace(local)
-    columns = local.shape[1]
-    deviation = form.new()
-    with computing(form.grid, "elementwise"):
-        mean = xp.sum(local, axis=1) / max(1, columns)
-        by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
-        own = xp.stack([mean, xp.sum(deviation, axis=1)])
-    with form.grid.ledger.phase("layer norm"):
-        gathered = stacked(axis, own)
-    columns_of = np.array(part_sizes(form.shape[1], axis.size))[:, None]
-    counts, means, squares = form.library.from_numpy(columns_of, form.dtype), gathered[:, 0], gathered[:, 1]
-    mean = xp.sum(means * (counts / form.shape[1]), axis=0)
-    total = xp.sum(squares + counts * (means - mean) ** 2, axis=0)
-    return mean[:, None], (total / form.shape[1])[:, None]

@@ -114,7 +114,7 @@ class Weights:
                 ahead.pending = self._start(following)
 
     def _start(self, weight: Weight) -> Pending:
-        grid, counts, shard = self._grid, weight.form.row_counts(self._grid.z), weight.shard
+        grid, counts, shard = self._grid, weight.form.counts("z"), weight.shard
         block = weight.form.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
             return grid.z.gather_into(shard, block, counts)

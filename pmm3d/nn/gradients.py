@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..comm.coalesced import coalesced_work
-from ..layout import FIRST, Layout, itemsize, offsets, part_sizes
+from ..layout import FIRST, Layout, itemsize, offsets
 from ..model.volumes import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks
@@ -70,17 +70,21 @@ class Accumulated:
         rows, cols = self.form.layout.rows, self.form.layout.cols
         return self.split_layout if self.split else Layout(rows, cols, self.sums, self.form.layout.units)
 
-    @property
+    @cached_property
     def split_layout(self) -> Layout:
         """If the data axis splits it too: the rows of a matrix, the columns of a vector."""
-        rows, cols = self.form.layout.rows, self.form.layout.cols
-        return Layout(rows, (*cols, "data")) if self.form.is_vector else Layout((*rows, "data"), cols)
+        rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
+        if self.form.is_vector:
+            return Layout(rows, (*cols, "data"), units=units)
+        return Layout((*rows, "data"), cols, units=units)
 
+    @cached_property
     def data_counts(self) -> list[int]:
         """Elements of the shard in each part that the data axis splits it into, one after the other."""
-        rows, cols = self.form.local_shape
-        size, width = (cols, 1) if self.form.is_vector else (rows, cols)
-        return [part * width for part in part_sizes(size, self.form.grid.data.size)]
+        dim, form = int(self.form.is_vector), self.form
+        width = 1 if dim else form.local_shape[1]
+        split = form.like(form.shape, self.split_layout)
+        return [part * width for part in split.counts("data", dim)]
 
     @cached_property
     def largest(self) -> int:
@@ -119,7 +123,7 @@ class Accumulated:
         start, stop = 0, flat.shape[0]
         if self.split:
             more, self.sums, self.split = [axis for axis in more if axis != "data"], ("data",), False
-            start, stop = offsets(self.data_counts())[grid.data.index :][:2]
+            start, stop = offsets(self.data_counts)[grid.data.index :][:2]
         if any(grid.axis(axis).index for axis in more):
             start = stop = 0
         flat[:start] = 0
@@ -180,7 +184,7 @@ class Gradients:
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
         self._agree()
-        cols, counts = out.shape[1], record.form.row_counts(axis)
+        cols, counts = out.shape[1], record.form.counts(axis.name)
         partial = self._partials.take(record.form, (sum(counts), cols))
         _fill(part, partial, 0)
         record.wait()
@@ -266,7 +270,7 @@ class Gradients:
         self._agree()
         before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
         arrays = [member.array for member in members]
-        counts = [member.data_counts() for member in members] if members[0].split else None
+        counts = [member.data_counts for member in members] if members[0].split else None
         sizes, dtype = [prod(member.form.local_shape) for member in members], members[0].form.dtype
         self.note_work(phase, coalesced_work(sizes, counts, dtype, axis.size, axis.index))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import Array, random
 from ..comm import Grid
-from ..errors import GridError, LayoutError, Pmm3dError
+from ..errors import GridError, LayoutError, NoGridError, Pmm3dError
 from ..layout import Layout, batch_layout
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
-from .dense import ACTIVATIONS, OTHER, weight_layout
+from .arithmetic import add
+from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .parameter import Parameter
+from .printed import printed
 from .tape import Tape, no_grad, outside, propagate
 from .tensor import Tensor, as_tensor
 
@@ -43,6 +45,18 @@ class Module:
     training = True
     calls: int
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "grid":
+                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
+                                  "its __init__")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        """The layers as a tree, with sizes and layouts; the number of parameters last."""
+        return printed(self)
+
     def __call__(self, x: Tensor | DistMatrix) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
         x = as_tensor(x)
@@ -61,6 +75,10 @@ class Module:
             for path, item in [(name, value), *((f"{name}.{index}", item) for index, item in items)]:
                 if isinstance(item, (Module, Parameter)):
                     yield path, item
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        """(name, part) of what a print of the network shows."""
+        return self.children()
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this one and all below it."""
@@ -152,6 +170,10 @@ class Linear(Module):
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
+    unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
+                      values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
+
+    Raises LayoutError where outputs are no multiple of the unit.
 
         >>> with Grid(shape="ddp") as grid:
         ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
@@ -159,25 +181,31 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
-                 activations: str = "replicated", dtype: str = "float32", library: Library = "numpy"):
-        _check_sizes("Linear", inputs=inputs, outputs=outputs)
+                 activations: str = "replicated", unit: int = 1, dtype: str = "float32", library: Library = "numpy"):
+        _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
+        if outputs % unit:
+            raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
+                              "head: pass outputs = heads * unit")
         if activations not in ACTIVATIONS:
             raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
         self.grid, self.activations, self._has_input = grid, activations, False
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
-        self.weight = parameter(grid, (inputs, outputs), weight_layout(cols), seed=derived(seed, 0), **options)
+        self.weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
+                                **options)
         self.bias: Parameter | None = None
         if bias:
-            self.bias = parameter(grid, (1, outputs), Layout((), OTHER[cols]), seed=derived(seed, 1), **options)
+            across = Layout((), OTHER[cols], units=(1, unit))
+            self.bias = parameter(grid, (1, outputs), across, seed=derived(seed, 1), **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """The first input's columns say where the layer is from then on."""
-        cols, first, self._has_input = x.layout.cols, not self._has_input, True
-        if first and len(cols) == 1 and cols[0] in OTHER and cols[0] != self.weight.layout.rows[0]:
-            self.weight.move(weight_layout(cols[0]))
+        (cols, first), self._has_input = (x.layout.cols, not self._has_input), True
+        units = x.layout.units[1], self.weight.layout.units[1]
+        if first and len(cols) == 1 and cols[0] in OTHER and self.weight.layout != weight_layout(cols[0], units):
+            self.weight.move(weight_layout(cols[0], units))
             if self.bias is not None:
-                self.bias.move(Layout((), OTHER[cols[0]]))
-        return functional.linear(x, self.weight, self.bias, activations=self.activations)
+                self.bias.move(Layout((), OTHER[cols[0]], units=(1, units[1])))
+        return linear(x, self.weight, self.bias, activations=self.activations)
 
 
 class LayerNorm(Module):
@@ -196,10 +224,11 @@ class LayerNorm(Module):
         self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
 
     def forward(self, x: Tensor) -> Tensor:
-        cols, first, self._has_input = x.layout.cols, not self._has_input, True
-        if first and len(cols) == 1 and cols != self.gain.layout.cols:
-            self.gain.move(Layout((), cols))
-            self.bias.move(Layout((), cols))
+        wanted = Layout((), x.layout.cols, units=(1, x.layout.units[1]))
+        first, self._has_input = not self._has_input, True
+        if first and wanted.cols and wanted != self.gain.layout:
+            self.gain.move(wanted)
+            self.bias.move(wanted)
         return functional.layer_norm(x, self.gain, self.bias, self.eps)
 
 
@@ -239,7 +268,10 @@ class Sequential(Module):
                 raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        return ((str(index), layer) for index, layer in enumerate(self.layers) if isinstance(layer, Module))
+        return ((name, layer) for name, layer in self.shown() if isinstance(layer, Module))
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        return ((str(index), layer) for index, layer in enumerate(self.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -284,8 +316,8 @@ class MLP(Sequential):
     def output_layout(self) -> Layout:
         """The layout of what the network gives for a batch."""
         last = [module for _, module in self.named_modules() if isinstance(module, Linear)][-1]
-        (k, _), (n,) = last.weight.layout.rows, last.weight.layout.cols
-        return Layout(("data", "z", k) if last.activations == "sharded" else ("data", "z"), n)
+        (k, _), (n,), units = last.weight.layout.rows, last.weight.layout.cols, last.weight.layout.units
+        return Layout(("data", "z", k) if last.activations == "sharded" else ("data", "z"), n, units=(1, units[1]))
 
 
 class Residual(Module):
@@ -300,7 +332,7 @@ class Residual(Module):
         self.grid, self.module = module.grid, module
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.add(x, self.module(x))
+        return add(x, self.module(x))
 
 
 class Recompute(Module):
@@ -317,6 +349,9 @@ class Recompute(Module):
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         return iter(())
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        yield "module", self.module
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """The part has the name of what recomputes it."""

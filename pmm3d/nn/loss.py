@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Pending
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import Form, array_namespace, by_rows, computing, elementwise, stacked
+from .compute import Form, array_namespace, by_rows, computing, elementwise
 from .functional import Elementwise
+from .statistics import added, log_sum_exp, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -71,10 +71,10 @@ def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, de
 def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
     """Mean over the rows of -log softmax(logits)[label], 1 x 1.
 
-    logits   (m, classes)  rows over data, z; columns over one axis, or whole
+    logits   (m, classes)  rows over data, z; columns over one axis or several, or whole
     labels   (m, 1)        integers from 0 to classes - 1, rows as the logits'
 
-    Each rank receives (G-1) 3 m_local numbers along the axis of the classes: the others' largest logit, sum of
+    Each rank receives (G-1) 3 m_local numbers along each axis of the classes: the others' largest logit, sum of
     exponentials and logit of the label. Raises Pmm3dError, on every rank, if a label is out of range.
 
         >>> from pmm3d import Grid
@@ -112,8 +112,9 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
     if labels.shape != (rows, 1):
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
-    if labels.layout.on(grid.shape) != Layout(logits.layout.rows).on(grid.shape):
-        labels = labels.redistribute(Layout(logits.layout.rows))
+    wanted = Layout(logits.layout.rows, units=(logits.layout.units[0], 1))
+    if labels.layout.on(grid.shape) != wanted.on(grid.shape):
+        labels = labels.redistribute(wanted)
     if not labels.library.has_data:
         index = labels.library.empty(labels.local.shape[:1], "int64")
         return index, index
@@ -133,36 +134,22 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.shard
-    xp = array_namespace(local)
-    own = form.new((3, local.shape[0]))
-    work = form.new()
-    with computing(form.grid, "loss"):
-        own[0] = xp.max(local, axis=1) if local.shape[1] else -float("inf")
-        by_rows(lambda part, largest: xp.exp(part - largest), work, local, own[0][:, None])
-        own[1] = xp.sum(work, axis=1)
-        own[2] = 0
-        own[2][rows] = local[rows, columns]
-    if not form.layout.cols:
-        return own[0], xp.log(own[1]), own[2]
+    chosen = form.new((1, local.shape[0]))[0]
+    chosen[...] = 0
+    chosen[rows] = local[rows, columns]
     with form.grid.ledger.phase("loss"):
-        gathered = stacked(form.grid.axis(form.layout.cols[0]), own)
-    largest = xp.max(gathered[:, 0], axis=0) if local.shape[0] else own[0]
-    total = xp.sum(gathered[:, 1] * xp.exp(gathered[:, 0] - largest), axis=0)
-    return largest, xp.log(total), xp.sum(gathered[:, 2], axis=0)
+        return log_sum_exp(form, local, 1, chosen)
 
 
 def _mean(like: Tensor, total: Array, weight: float, rule: Rule, keep: Sequence[Array], axes: Iterable[str] = ()
           ) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
-    grid, before = like.grid, list[Pending]()
-    value = Form(grid, (1, 1), SCALAR, like.dtype, like.library, (1, 1)).new()
+    value = like.form.filled(0).local
     value[...] = total * weight
-    with grid.ledger.phase("loss"):
-        for axis in map(grid.axis, (*like.layout.rows, *axes)):
-            if axis.size > 1:
-                before = [axis.sum_into(value, value, after=before)]
+    with like.grid.ledger.phase("loss"):
+        pending = added(like.grid, value, (*like.layout.rows, *axes))
     return like.made(value, (like,), rule, keep=keep, shape=(1, 1), layout=SCALAR,
-                     pending=before[-1] if before else None)
+                     pending=pending[-1] if pending else None)
 
 
 def _aligned(prediction: Tensor, target: Matrix) -> Array:
@@ -183,9 +170,10 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
         ...     accuracy(logits, labels)
         1.0
     """
+    logits = whole(logits)
     largest, _, chosen = _log_sum_exp(logits, *_local_labels(logits, labels))
     right = np.array([float((chosen >= largest).sum())])
-    return float(_summed(right, logits.form, logits.layout.rows)[0]) / max(1, logits.shape[0])
+    return float(total(logits.grid, right, logits.layout.rows)[0]) / max(1, logits.shape[0])
 
 
 def r2(prediction: Tensor, target: Matrix) -> float:
@@ -223,14 +211,8 @@ class R2:
         """Of all batches taken in; NaN without rows. Collective."""
         if self._like is None or not self._rows:
             return float("nan")
-        sums = _summed(self._sums, self._like, self._like.layout.rows)
+        grid, layout = self._like.grid, self._like.layout
+        sums = total(grid, self._sums.copy(), layout.rows)
         spread = (sums[1] - sums[0] ** 2 / self._rows).sum()
-        error, spread = _summed(np.array([sums[2].sum(), spread]), self._like, self._like.layout.cols)
+        error, spread = total(grid, np.array([sums[2].sum(), spread]), layout.cols)
         return float(1 - error / spread) if spread else float("nan")
-
-
-def _summed(array: np.ndarray, form: Form, axes: Iterable[str]) -> np.ndarray:
-    """The sum of small float64 arrays over some axes, one after the other."""
-    for name in axes:
-        array = form.grid.axis(name).all_reduce(array, agreed=True).wait()
-    return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from math import cos, pi, sqrt
 from types import ModuleType
@@ -30,13 +31,14 @@ class Optimizer:
                      gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
                      all-reduce, 1/Gdata of the state, bitwise the same weights
     steps            how many there were
+    missed           parameter -> how many of them it had no gradient in
 
     Raises Pmm3dError, on every rank, for numbers that make no sense.
 
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
         ...     Optimizer(nn.Linear(grid, 3, 2).parameters(), lr=0.1).state()
-        {'kind': 'Optimizer', 'steps': 0, 'lr': 0.1}
+        {'kind': 'Optimizer', 'steps': 0, 'lr': 0.1, 'missed': {}}
     """
 
     state_names: tuple[str, ...] = ()
@@ -50,8 +52,9 @@ class Optimizer:
             if not value >= 0:
                 raise Pmm3dError(f"{type(self).__name__}: {name} is a number of at least 0; got {value!r}")
         self.grid = self.parameters[0].grid
-        self.lr, self.weight_decay, self.steps = lr, weight_decay, 0
+        self.lr, self.weight_decay, self.steps, self.changes = lr, weight_decay, 0, 0
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
+        self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self.shard_over_data)
@@ -61,6 +64,7 @@ class Optimizer:
         rank and with the weights as they were, for gradients that are not summed yet (see `no_sync`)."""
         filled, gathers = self._filled(), []
         self.steps += 1
+        self.missed.update(set(self.parameters).difference(filled))
         with self.grid.ledger.phase("optimizer"):
             for parameter in filled:
                 with computing(self.grid, "update"):
@@ -68,7 +72,7 @@ class Optimizer:
                 parameter.version += 1
                 if self.shard_over_data:
                     own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts()))
+                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts))
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
@@ -79,7 +83,8 @@ class Optimizer:
             parameter.grad = None
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        """Change a slice of a parameter, and of its state, in place. xp: the namespace of the arrays."""
+        """Change a slice of a parameter, and of its state, in place. xp: the namespace of the arrays; `self.changes`:
+        how often the parameter has been changed, this time included."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
 
     def matrices(self) -> dict[str, DistMatrix]:
@@ -90,13 +95,15 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
-        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr}
+        missed = {parameter.name: times for parameter, times in self.missed.items()}
+        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "missed": missed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave. Raises Pmm3dError if that was another kind of optimizer."""
         if state["kind"] != type(self).__name__:
             raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
-        self.steps, self.lr = state["steps"], state["lr"]
+        self.steps, self.lr, missed = state["steps"], state["lr"], state.get("missed", {})
+        self.missed = Counter({each: missed[each.name] for each in self.parameters if each.name in missed})
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
@@ -135,14 +142,14 @@ class Optimizer:
         split, and this optimizer needs all of it."""
         record = parameter.accumulated
         if record.split and not self.shard_over_data:
-            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts()
+            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts
             start, stop = offsets(counts)[self.grid.data.index :][:2]
             self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
             record.split = False
         return record.array
 
     def _change(self, parameter: Parameter) -> None:
-        xp = array_namespace(parameter.shard)
+        xp, self.changes = array_namespace(parameter.shard), self.steps - self.missed[parameter]
         arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
         for chunk in chunks(arrays[0].shape[0]) if parameter.library.has_data else ():
@@ -153,7 +160,7 @@ class Optimizer:
         flat, index = array.reshape(-1), self.grid.data.index
         if not self.shard_over_data:
             return flat
-        return flat[slice(*offsets(parameter.accumulated.data_counts())[index : index + 2])]
+        return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
@@ -198,7 +205,8 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient.
+    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient. Its correction for the first steps counts,
+    for each parameter, the steps in which it had a gradient.
 
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
@@ -226,8 +234,8 @@ class Adam(Optimizer):
         mean += (1 - first) * gradient
         square *= second
         square += (1 - second) * gradient * gradient
-        scale = sqrt(1 - second**self.steps)
-        weight -= (self.lr / (1 - first**self.steps)) * mean / (xp.sqrt(square) / scale + self.eps)
+        scale = sqrt(1 - second**self.changes)
+        weight -= (self.lr / (1 - first**self.changes)) * mean / (xp.sqrt(square) / scale + self.eps)
 
 
 class AdamW(Adam):

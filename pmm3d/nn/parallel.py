@@ -13,6 +13,9 @@ from .gathered import Weights
 from .gradients import Gradients, Leaf
 from .overlap import Overlap
 
+NAMED = 4
+"""Parameters that are named where ranks differ."""
+
 
 class Parallel:
     """The collectives of one grid's networks. `Parallel.of(grid)`.
@@ -59,9 +62,8 @@ class Parallel:
 def _agreement(grid: Grid, uses: Counter[Leaf]) -> Callable[[], None]:
     """Begins to compare the ranks' parameters. The function that is returned waits, and raises, on every rank, if not
     all use the same as often: their sums would not match."""
-    mine = [f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]}) {times} times"
-            for leaf, times in uses.items()]
-    compared = grid.compared("backward", ", ".join(mine))
+    mine = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times) for leaf, times in uses.items()]
+    compared = grid.compared("backward", ", ".join(f"{name} {times}" for name, times in mine))
 
     def conclude() -> None:
         try:
@@ -72,11 +74,18 @@ def _agreement(grid: Grid, uses: Counter[Leaf]) -> Callable[[], None]:
     return conclude
 
 
-def _explain(grid: Grid, mine: list[str]) -> None:
-    others = set(grid.comm.bcast(mine))
+def _explain(grid: Grid, mine: list[tuple[str, int]]) -> None:
+    others = grid.comm.bcast(mine)
     with grid.together("backward", always=True):
-        more, less = [use for use in mine if use not in others], sorted(others - set(mine))
-        raise DisagreementError("the ranks use different parameters, or in another order: here "
-                                f"{', '.join(more) or 'no other'}, on rank 0 {', '.join(less) or 'no other'}. All "
-                                "ranks must compute the same operations: what a rank decides alone must not choose "
-                                "layers")
+        if mine != others:
+            difference = _difference(Counter(dict(mine)), Counter(dict(others)))
+            raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "
+                                    f"{grid.rank} {difference}. All ranks must compute the same operations: what a "
+                                    "rank decides alone must not choose layers")
+
+
+def _difference(mine: Counter[str], others: Counter[str]) -> str:
+    """What differs on this rank from rank 0, by name -> times."""
+    names = [name for name in {**others, **mine} if mine[name] != others[name]]
+    said = [f"{name} is used {mine[name]} times, on rank 0 {others[name]} times" for name in names[:NAMED]]
+    return "; ".join(said + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

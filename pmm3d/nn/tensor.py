@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from numbers import Real
 from operator import add as plus
+from typing import Any
 
 from ..arrays import Array
 from ..comm import Pending
@@ -17,6 +19,19 @@ from .contract import Gradient, Part
 from .forming import brought
 from .gradients import Accumulated
 from .tape import Node, Rule, Tape, propagate, reachable, uses
+
+Operator = Callable[["Tensor", Any], "Tensor"]
+
+
+def _operators(name: str) -> tuple[Operator, Operator]:
+    """x o y and y o x, by the function of that name in `arithmetic`, which needs tensors itself."""
+
+    def operation(a: Any, b: Any) -> Any:
+        if all(isinstance(operand, (Tensor, DistMatrix, Real)) for operand in (a, b)):
+            return getattr(import_module(".arithmetic", __package__), name)(a, b)
+        return NotImplemented
+
+    return operation, lambda x, other: operation(other, x)
 
 
 class Tensor:
@@ -165,22 +180,22 @@ class Tensor:
         self._arrive()
         return self._value.gather(root)
 
-    def __add__(self, other: Tensor) -> Tensor:
-        return add(self, other)
-
-    def __sub__(self, other: Tensor) -> Tensor:
-        return add(self, scale(other, -1.0))
-
-    def __mul__(self, factor: float) -> Tensor:
-        return scale(self, factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: float) -> Tensor:
-        return scale(self, 1 / divisor)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("subtract")
+    __mul__, __rmul__ = _operators("multiply")
+    __truediv__, __rtruediv__ = _operators("divide")
+    __array_ufunc__ = None
 
     def __neg__(self) -> Tensor:
-        return scale(self, -1.0)
+        return self * -1.0
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """x[:, start:stop]; see `nn.columns`."""
+        rows, cols = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
+        if rows != slice(None) or not isinstance(cols, slice) or cols.step not in (None, 1):
+            raise LayoutError("a Tensor is cut by its columns only, all of its rows at once: x[:, start:stop]")
+        start, stop, _ = cols.indices(self.shape[1])
+        return import_module(".operations", __package__).columns(self, start, max(start, stop))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._value!r}>"
@@ -188,35 +203,6 @@ class Tensor:
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:
     return value if isinstance(value, Tensor) else Tensor(value)
-
-
-def add(a: Tensor, b: Tensor | DistMatrix) -> Tensor:
-    """a + b, matrices of one shape, in a's layout, which b is brought into. Raises LayoutError if the shapes differ.
-
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
-        ...     add(x, x).gather()
-        array([[0., 2., 4.]])
-    """
-    b = as_tensor(b)
-    if a.shape != b.shape:
-        raise LayoutError(f"add: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} differ")
-    b = relayout(b, a.layout)
-    return a.made(elementwise(a.form, plus, a.shard, b.shard), (a, b), lambda gradient: (gradient, gradient))
-
-
-def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
-    """factor x.
-
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     scale(DistMatrix.from_function(grid, (1, 3), lambda i, j: i + j), 0.5).gather()
-        array([[0. , 0.5, 1. ]])
-    """
-    x, factor = as_tensor(x), float(factor)
-    scaled = partial(elementwise, x.form, lambda part: part * factor)
-    return x.made(scaled(x.shard), (x,), lambda gradient: (scaled(gradient),))
 
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
@@ -240,4 +226,4 @@ def whole(x: Tensor) -> Tensor:
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "add", "as_tensor", "relayout", "scale", "whole"]
+__all__ = ["Tensor", "as_tensor", "relayout", "whole"]

@@ -158,3 +158,29 @@ def test_evaluation_and_accuracy_are_the_same(comm):
         assert found[0] == pytest.approx(found[1], abs=1e-13)
 
     on_each_grid(comm, check)
+
+
+def test_what_is_kept_and_what_moves_when_inputs_are_gathered_again(comm):
+    """Kept as it was gathered: the bytes of an all-reduce. Kept as a shard, which relu has anyway: one more gather."""
+
+    def check(grid):
+        kept, received = {}, {}
+        for again in (False, True):
+            nn.Tape.of(grid).parallel.overlap = nn.Overlap(regather_inputs=again, reshard_after_forward=False)
+            net = network_of(grid, LARGE, norm=False, bias=False, **SHARDED)
+            x, y = batch_of(LARGE, 0)
+            loss = nn.mse(net(spread(grid, x)), spread(grid, y, batch_layout(None)))
+            loss.item()
+            kept[again] = sum(array.nbytes for array in loss.kept())
+            grid.ledger.reset()
+            loss.backward()
+            received[again] = {kind: grid.ledger.total(phase=kind).received for kind in ("gather I", "gather dO")}
+        gathered = [8 * x.shape[0] * size // (grid.data.size * grid.z.size * axis.size) for size, axis in
+                    zip(LARGE.sizes[1:-1], (grid.x, grid.y, grid.x))]
+        along = list(zip(gathered, (grid.y, grid.x, grid.y)))
+        assert kept[False] - kept[True] == sum(size for size, axis in along if axis.size > 1)
+        assert received[False]["gather I"] == 0
+        assert received[True]["gather I"] == sum(size - size // axis.size for size, axis in along)
+        assert received[False]["gather dO"] == received[True]["gather dO"]
+
+    on_each_grid(comm, check, every_grid(comm))

@@ -107,6 +107,20 @@ with Grid(shape=(2, 1, 2)) as grid:
     assert done.returncode == 0 and done.stdout.count("right: True") == 4, done.stdout + done.stderr
 
 
+def test_the_heads_of_the_page_on_training_learn(job):
+    [heads] = [text for text in PROGRAM.findall((ROOT / "docs" / "training.md").read_text()) if "class Heads" in text]
+    done = job(4, f"""
+from pmm3d import DistMatrix, Grid, nn
+{heads}
+with Grid(shape=(2, 1, 2)) as grid:
+    net = Heads(grid, 6, 3, 2)
+    x = DistMatrix.random(grid, (5, 6), dtype="float32")
+    nn.mse(net(x), x).backward()
+    print("gradients:", all(parameter.grad is not None for parameter in net.parameters()), net.back.weight.layout.units)
+""")
+    assert done.returncode == 0 and done.stdout.count("gradients: True (2, 1)") == 4, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("page, link", by_page(LINK))
 def test_a_link_leads_somewhere(page, link):
     if "://" in link:

@@ -1,0 +1,94 @@
+"""Numbers about rows or columns that ranks hold parts of: a few for each, put together from each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ..arrays import Array
+from ..comm import Grid, Pending
+from .compute import Form, array_namespace, by_rows, computing, stacked
+
+Combine = Callable[[Array, Sequence[int]], Array]
+"""combine(gathered, counts): from the statistics of all ranks along an axis, (ranks, kinds, rows), and of how many
+columns each is, to those of them together, (kinds, rows)."""
+
+
+def added(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
+    """Begin to sum an array in place over the ranks along some axes, one after the other; the last is all that need be
+    waited for, and there is none where each axis has one rank."""
+    before = list[Pending]()
+    for axis in map(grid.axis, axes):
+        if axis.size > 1:
+            before = [axis.sum_into(array, array, after=before)]
+    return before
+
+
+def total(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
+    """The array, summed in place over the ranks along some axes."""
+    for pending in added(grid, array, axes):
+        pending.wait()
+    return array
+
+
+def across(form: Form, own: Array, dim: int, combine: Combine) -> Array:
+    """The statistics (kinds, rows) of whole rows (dim 1), or columns (0), from each rank's own, over all axes that
+    split that dim, the minor one first. Along each, ranks receive (G-1) times their size."""
+    for name in reversed((form.layout.rows, form.layout.cols)[dim]):
+        axis = form.grid.axis(name)
+        if axis.size > 1:
+            own = combine(stacked(axis, own), form.counts(name, dim))
+    return own
+
+
+def log_sum_exp(form: Form, local: Array, dim: int, more: Array = None) -> tuple[Array, Array, Array]:
+    """For each row (dim 1) or column (0): the largest element, the logarithm of the sum of exp(element - largest), and
+    the sum over all ranks of `more`, a number for each."""
+    xp, work = array_namespace(local), form.new()
+    own = form.new((2 + (more is not None), local.shape[1 - dim]))
+    with computing(form.grid, "statistics"):
+        own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
+        by_rows(lambda part, largest: xp.exp(part - largest), work, local, beside(_finite(own[0]), dim))
+        own[1] = xp.sum(work, axis=dim)
+        if more is not None:
+            own[2] = more
+
+    def combine(gathered: Array, counts: Sequence[int]) -> Array:
+        largest = xp.max(gathered[:, 0], axis=0)
+        gathered[:, 1] *= xp.exp(gathered[:, 0] - _finite(largest))
+        sums = xp.sum(gathered, axis=0)
+        sums[0] = largest
+        return sums
+
+    own = across(form, own, dim, combine)
+    return own[0], xp.log(own[1]), own[-1]
+
+
+def _finite(largest: Array) -> Array:
+    """0 where there is nothing but -inf, so that exp(-inf - largest) is 0."""
+    return array_namespace(largest).where(largest == -float("inf"), 0, largest)
+
+
+def moments(form: Form, local: Array) -> tuple[Array, Array]:
+    """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares (Chan, Golub,
+    LeVeque 1983)."""
+    xp, columns, deviation = array_namespace(local), local.shape[1], form.new()
+    with computing(form.grid, "statistics"):
+        mean = xp.sum(local, axis=1) / max(1, columns)
+        by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
+        own = xp.stack([mean, xp.sum(deviation, axis=1)])
+
+    def combine(gathered: Array, counts: Sequence[int]) -> Array:
+        sizes = form.library.from_numpy(np.asarray(counts)[:, None], form.dtype)
+        means, squares = gathered[:, 0], gathered[:, 1]
+        mean = xp.sum(means * sizes, axis=0) / max(1, sum(counts))
+        return xp.stack([mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)])
+
+    mean, squares = across(form, own, 1, combine)
+    return mean[:, None], (squares / form.shape[1])[:, None]
+
+
+def beside(numbers: Array, dim: int) -> Array:
+    """A number for each row (dim 1) as a column, for each column (0) as a row."""
+    return numbers[:, None] if dim else numbers[None, :]

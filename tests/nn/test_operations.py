@@ -1,0 +1,258 @@
+"""Arithmetic of tensors, and operations along rows or columns that are split: as in torch, and as by differences."""
+
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from differences import assert_gradients_are_differences, drawn
+from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
+from torch_reference import by_rank_0
+
+from pmm3d import DTypeError, Grid, GridError, LayoutError, nn
+from pmm3d.layout import Layout, batch_layout
+
+pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+
+ROWS, COLS, UNIT = 6, 12, 4
+SHAPES = {"x": (ROWS, COLS), "w": (ROWS, COLS), "row": (1, COLS), "col": (ROWS, 1), "one": (1, 1)}
+LAYOUTS = [
+    INPUT, batch_layout("x"), Layout(), Layout(("y", "z"), "x"), Layout("data", ("y", "x")),
+    Layout((), ("z", "y", "x")), Layout(("x", "y", "z")), Layout("data", "x", sums=("y", "z")),
+    Layout("z", ("y", "x"), units=(3, 2)),
+    Layout("data", ("x", "y"), units=(1, UNIT)),
+]  # fmt: skip
+ELEMENTWISE = {
+    "x * w": lambda o, t: t["x"] * t["w"], "x / w": lambda o, t: t["x"] / t["w"], "x + w": lambda o, t: t["x"] + t["w"],
+    "x - w": lambda o, t: t["x"] - t["w"], "x * x": lambda o, t: t["x"] * t["x"],
+    "numbers": lambda o, t: 2 / (3 - t["x"] / 4) + (t["x"] * 2 - 1) - (1.5 + t["x"]) * 0.5 - -t["x"],
+    "x * row": lambda o, t: t["x"] * t["row"], "row - x": lambda o, t: t["row"] - t["x"],
+    "x / row": lambda o, t: t["x"] / t["row"], "row / x": lambda o, t: t["row"] / t["x"],
+    "x * col": lambda o, t: t["x"] * t["col"], "col / x": lambda o, t: t["col"] / t["x"],
+    "x + col": lambda o, t: t["x"] + t["col"], "x + one": lambda o, t: t["x"] + t["one"],
+    "one * x": lambda o, t: t["one"] * t["x"], "x / one": lambda o, t: t["x"] / t["one"],
+    "col * row": lambda o, t: t["col"] * t["row"], "row - col": lambda o, t: t["row"] - t["col"],
+}  # fmt: skip
+ALONG = {
+    "sum 0": lambda o, t: o.sum(t["x"], 0), "sum 1": lambda o, t: o.sum(t["x"], 1),
+    "mean 0": lambda o, t: o.mean(t["x"], 0), "mean 1": lambda o, t: o.mean(t["x"], 1),
+    "softmax 0": lambda o, t: o.softmax(t["x"], 0), "softmax 1": lambda o, t: o.softmax(t["x"], 1),
+    "log_softmax 0": lambda o, t: o.log_softmax(t["x"], 0), "log_softmax 1": lambda o, t: o.log_softmax(t["x"], 1),
+    "columns": lambda o, t: o.columns(t["x"], 1, 3, UNIT), "half of each": lambda o, t: o.columns(t["x"], 0, 1, 2),
+    "slices": lambda o, t: t["x"][:, 2:9] * t["w"][:, -7:], "an end": lambda o, t: t["x"][:, 5:],
+    "nothing": lambda o, t: t["x"][:, 3:3],
+    "normalized": lambda o, t: (t["x"] - o.mean(t["x"], 1)) / (o.sum(t["x"] * t["x"], 1) + 1),
+    "attention": lambda o, t: o.softmax(o.columns(t["x"], 0, 2, UNIT) * o.columns(t["x"], 2, 4, UNIT), 1),
+}  # fmt: skip
+
+
+def of_torch(cases, shapes):
+    """Title -> (result, name -> gradient of <result, a random matrix>)."""
+    import torch
+
+    torch.set_num_threads(1)
+
+    def columns(x, start, stop, unit):
+        return x.reshape(len(x), -1, unit)[:, :, start:stop].reshape(len(x), -1)
+
+    functions = SimpleNamespace(
+        sum=lambda x, dim: x.sum(dim, keepdim=True), mean=lambda x, dim: x.mean(dim, keepdim=True), columns=columns,
+        softmax=torch.softmax, log_softmax=torch.log_softmax)
+    found = {}
+    for title, case in cases.items():
+        given = {name: torch.tensor(value, requires_grad=True) for name, value in values_of(shapes).items()}
+        out = case(functions, given)
+        (out * torch.from_numpy(drawn(tuple(out.shape), 40))).sum().backward()
+        grads = {name: None if each.grad is None else each.grad.numpy() for name, each in given.items()}
+        found[title] = out.detach().numpy(), grads
+    return found
+
+
+def values_of(shapes):
+    return {name: drawn(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def assert_as_torch(grid, case, expected, shapes, layouts):
+    out, grads = expected
+    given = {name: nn.Tensor(spread(grid, value, layouts[name]), requires_grad=True)
+             for name, value in values_of(shapes).items()}
+    result = case(nn, given)
+    assert result.shape == out.shape and result.dtype == "float64"
+    assert np.abs(result.gather() - out).max(initial=0) < 1e-12, layouts
+    result.backward(spread(grid, drawn(out.shape, 40), result.layout.summed))
+    for name, grad in grads.items():
+        assert (given[name].grad is None) == (grad is None)
+        if grad is not None:
+            assert given[name].grad.layout == layouts[name].summed
+            assert np.abs(given[name].grad.gather() - grad).max(initial=0) < 1e-12, (name, layouts)
+    assert_replicas_agree(grid, {name: given[name].grad for name, grad in grads.items() if grad is not None})
+
+
+def fitting(shapes, layout):
+    """The layout, where the units that it has divide the sizes."""
+    return {name: layout if all(size % unit == 0 for size, unit in zip(shape, layout.units))
+            else Layout(layout.rows, layout.cols, layout.sums) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("kind", ["elementwise", "along"])
+def test_values_and_gradients_are_those_of_torch(comm, kind):
+    """Each operation on each grid, with another layout each time, the same for all operands every other time."""
+    cases = {"elementwise": ELEMENTWISE, "along": ALONG}[kind]
+    expected, turn = by_rank_0(comm, lambda: of_torch(cases, SHAPES)), count()
+
+    def check(grid):
+        for (title, case), number in zip(cases.items(), turn):
+            layouts = {name: fitting(SHAPES, LAYOUTS[(number + number % 2 * 3 * index) % len(LAYOUTS)])[name]
+                       for index, name in enumerate(SHAPES)}
+            assert_as_torch(grid, case, expected[title], SHAPES, layouts)
+
+    on_each_grid(comm, check)
+
+
+def test_parts_may_be_empty(comm):
+    """Two rows and three columns, on all grids; a matrix without rows."""
+    cases = {title: case for title, case in {**ELEMENTWISE, **ALONG}.items() if title in (
+        "x / w", "row / x", "col / x", "one * x", "sum 0", "mean 1", "softmax 0", "softmax 1", "log_softmax 1")}
+    for rows in (2, 0):
+        shapes = {"x": (rows, 3), "w": (rows, 3), "row": (1, 3), "col": (rows, 1), "one": (1, 1)}
+        chosen = {title: case for title, case in cases.items() if rows or title not in ("softmax 0", "sum 0")}
+        expected = by_rank_0(comm, lambda: of_torch(chosen, shapes))
+
+        def check(grid):
+            for number, (title, case) in enumerate(chosen.items()):
+                layouts = dict.fromkeys(shapes, LAYOUTS[number % 6])
+                assert_as_torch(grid, case, expected[title], shapes, layouts)
+
+        on_each_grid(comm, check, ALL_GRIDS[comm.size][::3])
+
+
+LARGE = {"far": 1e4 * drawn((ROWS, COLS), 3), "near": 1e4 + drawn((ROWS, COLS), 4),
+         "masked": np.where(np.arange(COLS) % 5 == 2, drawn((ROWS, COLS), 5) - 1e3, -np.inf)}
+
+
+@pytest.mark.parametrize("title", LARGE)
+def test_softmax_of_large_numbers_and_of_masks(comm, title):
+    """Also where a rank has nothing but -inf."""
+    x, labels = LARGE[title], np.full((ROWS, 1), 2)
+
+    def by_torch():
+        import torch
+
+        given = torch.from_numpy(x)
+        return [torch.softmax(given, 1).numpy(), torch.log_softmax(given, 1).numpy(),
+                torch.nn.functional.cross_entropy(given, torch.from_numpy(labels[:, 0])).item()]
+
+    softmax, logarithm, loss = by_rank_0(comm, by_torch)
+
+    def check(grid):
+        for layout in LAYOUTS[:6]:
+            given = nn.Tensor(spread(grid, x, layout), requires_grad=True)
+            out = nn.softmax(given)
+            assert np.abs(out.gather() - softmax).max() < 1e-12
+            found = nn.log_softmax(given).gather()
+            assert np.array_equal(np.isinf(found), np.isinf(logarithm))
+            finite = np.isfinite(logarithm)
+            assert np.allclose(found[finite], logarithm[finite], rtol=1e-13, atol=1e-12)
+            cost = nn.cross_entropy(given, spread(grid, labels, Layout()))
+            assert cost.item() == pytest.approx(loss, rel=1e-13)
+            (inner(out, drawn(x.shape, 6)) + cost).backward()
+            assert np.isfinite(given.grad.gather()).all()
+
+    on_each_grid(comm, check)
+
+
+def test_gradients_are_central_differences(comm):
+    parameters = {"t": ((ROWS, COLS), Layout(("y", "z"), "x")), "g": ((1, COLS), Layout((), ("y", "x"))),
+                  "v": ((1, COLS), Layout((), "x"))}
+    x, norm = {"x": ((ROWS, COLS), INPUT)}, {"x": ((ROWS, COLS), Layout("data", ("y", "x")))}
+    operations = {
+        "products": ({**x, **parameters}, lambda t: t["x"] * t["t"] / (t["g"] * t["g"] + 1) - t["v"]),
+        "softmax": ({**x, "v": parameters["v"]}, lambda t: nn.softmax(t["x"] * t["v"], 1) * nn.softmax(t["x"], 0)),
+        "log_softmax": (x, lambda t: nn.log_softmax(t["x"]) * nn.columns(nn.log_softmax(t["x"], 0), 0, 12)),
+        "heads": ({**x, "v": parameters["v"]}, lambda t: nn.columns(t["x"] * t["v"], 1, 3, 4) * t["x"][:, 2:8]),
+        "penalty": ({name: parameters[name] for name in "tg"},
+                    lambda t: nn.sum(nn.mean(t["t"] * t["t"] * t["g"], 1), 0)),
+        "layer_norm, two axes": ({**norm, "g": parameters["g"], "b": ((1, COLS), Layout((), ("y", "x")))},
+                                 lambda t: nn.layer_norm(t["x"], t["g"], t["b"])),
+        "layer_norm, moved": ({**norm, "g": parameters["g"], "b": parameters["v"]},
+                              lambda t: nn.layer_norm(t["x"], t["g"], t["b"])),
+        "cross_entropy, two axes": (norm, lambda t: nn.cross_entropy(
+            t["x"], spread(t["x"].grid, np.arange(ROWS)[:, None], Layout()))),
+    }  # fmt: skip
+    on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, operations), [WIDEST[comm.size]],
+                 check=False)
+
+
+# What moves
+
+
+def moved(grid, operation, *tensors):
+    """Bytes that this rank receives."""
+    grid.ledger.reset()
+    operation(*tensors).shard
+    return grid.ledger.total().received
+
+
+def test_what_moves(comm):
+    """As the docstrings say: numbers for each row, and nothing where the layouts fit."""
+
+    def check(grid):
+        x = nn.Tensor(spread(grid, drawn((16, 16), 1), INPUT))
+        row, col = (nn.Tensor(spread(grid, drawn(shape, 2), layout)) for shape, layout in
+                    (((1, 16), Layout((), "y")), ((16, 1), Layout(("data", "z")))))
+        rows, cols = x.box.shape
+        along_y, along_rows = grid.y.size, [grid.data.size, grid.z.size]
+        for operation in (lambda x: x * x, lambda x: x / row, lambda x: col - x, lambda x: x * 2 + 1,
+                          lambda x: nn.columns(x, 0, 1, 2), lambda x: nn.columns(x, 1, 2, 16 // along_y)):
+            assert moved(grid, operation, x) == 0 or along_y == 1
+        assert moved(grid, nn.softmax, x) == 8 * 2 * rows * (along_y - 1)
+        assert moved(grid, lambda x: nn.softmax(x, 0), x) == 8 * 2 * cols * sum(size - 1 for size in along_rows)
+        assert moved(grid, lambda x: nn.sum(x, 1), x) <= 8 * 2 * rows * (along_y - 1)
+        assert moved(grid, lambda x: x[:, 3:5], x) == (8 * rows * (16 - cols) if along_y > 1 else 0)
+        assert np.array_equal(nn.columns(x, 0, 1, 2).layout.units, (1, 1))
+
+    on_each_grid(comm, check)
+
+
+def test_units_of_columns_stay(comm):
+    """Of five heads of four columns, on all grids: nothing moves from the product on, and each head stays whole."""
+
+    def check(grid):
+        layout = Layout(("data", "z"), "y", units=(1, 4))
+        x = nn.Tensor(spread(grid, drawn((8, 20), 1), layout))
+        grid.ledger.reset()
+        out = nn.columns(x, 1, 4, 4)
+        assert grid.ledger.total().received == 0
+        assert out.layout == Layout(("data", "z"), "y", units=(1, 3))
+        assert out.box.c0 % 3 == 0 and out.box.shape[1] * 4 == x.box.shape[1] * 3
+        assert np.array_equal(out.gather(), x.gather().reshape(8, 5, 4)[:, :, 1:4].reshape(8, 15))
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+
+
+# What is refused
+
+
+def test_what_is_refused(comm, fails):
+    with Grid(comm, GRIDS[comm.size][-1][0], GRIDS[comm.size][-1][1]) as grid, Grid(comm, "ddp") as other:
+        x = nn.Tensor(spread(grid, drawn((6, 8), 1)))
+        whole = nn.Tensor(spread(grid, np.arange(48).reshape(6, 8), INPUT))
+        narrow = nn.Tensor(spread(grid, drawn((6, 8), 1), dtype="float32"))
+        fails(LayoutError, "6 x 8 and 6 x 2 do not go together", lambda: x + x[:, :2])
+        fails(GridError, "two Grids", lambda: x * spread(other, drawn((6, 8), 1)))
+        fails(DTypeError, "of one type and library", lambda: x * narrow)
+        for operation in (lambda: whole * 0.5, lambda: whole / 2, lambda: nn.mean(whole, 0), lambda: nn.softmax(whole),
+                          lambda: whole + whole):
+            fails(DTypeError, "floating point numbers", operation)
+        for dim in (-1, 2, None):
+            for operation in (nn.sum, nn.mean, nn.softmax, nn.log_softmax):
+                fails(LayoutError, "dim is 0, over the rows, or 1", partial(operation, x, dim))
+        fails(LayoutError, "no whole number of units of 3", lambda: nn.columns(x, 0, 1, 3))
+        for start, stop in ((-1, 2), (2, 5), (3, 2)):
+            fails(LayoutError, "lie outside of a unit of 4", partial(nn.columns, x, start, stop, 4))
+        for key in (0, (0, 1), (slice(None), slice(0, 8, 2)), (slice(0, 2), slice(None)), (slice(None), 3)):
+            fails(LayoutError, r"x\[:, start:stop\]", partial(x.__getitem__, key))
+        for value in ("2", None, 1j, np.ones((6, 8))):
+            for operation in (lambda: x * value, lambda: value + x, lambda: x / value):
+                fails(TypeError, "", operation)
