@@ -1,9 +1,9 @@
-"""Memory of a training run beside the formula: what a rank holds at its peak, and what `pmm3d.nn.memory` predicts.
+"""Memory of a training run beside a dry run of it: what a rank holds at its peak, and what `Grid.dry` predicts.
 
     python -m pmm3d.launcher -n 4 apps/memory.py --grid 1x1x2x2 --width 2048 --layers 6
 
 Prints grid | growth of the largest rank's peak resident memory over what it was before the network was made | arrays of
-the network, its gradients, the optimizer and the grid's workspace | the formula | growth / formula; in MiB.
+the network, its gradients, the optimizer and the grid's workspace | the same by a dry run | growth / dry run; in MiB.
 """
 
 import argparse
@@ -11,36 +11,34 @@ import argparse
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.layout import GridShape, batch_layout
+from pmm3d.layout import batch_layout
 from pmm3d.model.machine import peak_memory, resident_memory
 from pmm3d.nn import optim
-from pmm3d.nn.memory import MLPMemory
+from pmm3d.nn.dry import dry_grid, memory
 
 MEBIBYTE = 2**20
 
 
-def train(options, shape) -> tuple[int, int, MLPMemory]:
-    """(growth of the peak resident memory, bytes of all arrays) of the largest rank, and the formula."""
-    comm = MPI.COMM_WORLD
+def train(grid: Grid, options: argparse.Namespace) -> list:
+    """All arrays of some steps but those of the workspace."""
     sizes = [options.width] * (options.layers + 1)
-    with Grid(comm, shape[:3], shape[3]) as grid:
-        before = resident_memory()
-        net = nn.MLP(grid, sizes, getattr(nn, options.activation), bias=False, seed=1)
-        optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
-        overlap = nn.Overlap(reshard_after_forward=True)
-        nn.Tape.of(grid).parallel.overlap = overlap
-        x = DistMatrix.random(grid, (options.batch, options.width), seed=2, dtype="float32", layout=batch_layout("y"))
-        y = DistMatrix.random(grid, (options.batch, options.width), seed=3, dtype="float32", layout=net.output_layout)
-        for _ in range(5):
-            nn.mse(net(x), y).backward()
-            optimizer.step()
-        arrays = [matrix.local for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
-        arrays += [parameter.accumulated.array for parameter in net.parameters()]
-        held = sum(array.nbytes for array in arrays) + grid.workspace.allocated
-        growth, held = (max(comm.allgather(value)) for value in (peak_memory() - before, held))
-        formula = MLPMemory(tuple(sizes), options.batch, GridShape(*shape), options.activation, states=2,
-                            split_over_data=options.shard_over_data)
-        return growth, held, formula
+    net = nn.MLP(grid, sizes, getattr(nn, options.activation), bias=False, seed=1)
+    optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
+    x = DistMatrix.random(grid, (options.batch, options.width), seed=2, dtype="float32", layout=batch_layout("y"))
+    y = DistMatrix.random(grid, (options.batch, options.width), seed=3, dtype="float32", layout=net.output_layout)
+    for _ in range(5):
+        nn.mse(net(x), y).backward()
+        optimizer.step()
+    arrays = [matrix.local for matrix in (x, y, *net.matrices().values(), *optimizer.matrices().values())]
+    return arrays + [parameter.accumulated.array for parameter in net.parameters()]
+
+
+def measured(grid: Grid, options: argparse.Namespace) -> tuple[int, int]:
+    """(growth of the peak resident memory, bytes of all arrays) of this rank."""
+    before = resident_memory()
+    held = sum(array.nbytes for array in train(grid, options))
+    return peak_memory() - before, held + grid.workspace.allocated
 
 
 def main() -> None:
@@ -51,10 +49,14 @@ def main() -> None:
     parser.add_argument("--activation", default="relu")
     parser.add_argument("--shard-over-data", action="store_true")
     options = parser.parse_args()
-    growth, held, formula = train(options, [int(part) for part in options.grid.split("x")])
-    if MPI.COMM_WORLD.rank == 0:
-        sizes = " | ".join(f"{size / MEBIBYTE:.0f}" for size in (growth, held, formula.total))
-        print(f"| {options.grid} | {sizes} | {growth / formula.total:.2f} |")
+    *shape, data = (int(part) for part in options.grid.split("x"))
+    with Grid(MPI.COMM_WORLD, shape, data) as grid, dry_grid(grid, rank=0) as dry:
+        growth, held = (max(grid.comm.allgather(figure)) for figure in measured(grid, options))
+        inputs = sum(array.nbytes for array in train(dry, options)[:2])
+        said = sum(memory(dry).values()) + inputs
+        if grid.rank == 0:
+            sizes = " | ".join(f"{size / MEBIBYTE:.0f}" for size in (growth, held, said))
+            print(f"| {options.grid} | {sizes} | {growth / said:.2f} |")
 
 
 if __name__ == "__main__":

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from math import prod
 
 from ..layout import itemsize
 from .dry import DryLibrary
-from .dry_run import DryRun
+from .dry_array import DryArray
+from .dry_run import DryRun, Held
 from .numpy_library import Array, NumpyLibrary
 from .workspace import Pool, Ticket, Workspace
 
 
 class DryWorkspace(Workspace):
-    """Arrays of `array` are "activations" of the run, those of `take`, `borrow` and `slab` its "workspace". Arrays of a
-    library with data are made and not counted."""
+    """Arrays of `array` are "activations" of the run, those of `take`, `borrow` and `slab` its "workspace". Buffers are
+    found, kept and dropped as with data, so that `allocated` is what the same calls allocate there. Arrays of a library
+    with data are made and not counted."""
 
     def __init__(self, run: DryRun) -> None:
         super().__init__()
         self._run = run
 
     def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
-        made = self._made(shape, dtype, library, "activations")
-        self.lent, self.most_lent = self.in_use(), self._run.most.get("activations", 0)
-        return made
-
-    def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
-        return prod(shape) * itemsize(dtype)
-
-    def in_use(self) -> int:
-        return self._run.held.get("activations", 0)
+        if not isinstance(library, DryLibrary):
+            return library.empty(shape, dtype)
+        counted = self.counted(shape, dtype, library)
+        if not counted:
+            return library.array(shape, dtype, self._run.hold(prod(shape) * itemsize(dtype), "activations"))
+        ticket = self._buffer(counted, Pool(library.memory, True))
+        self.lent += counted
+        self.most_lent = max(self.most_lent, self.lent)
+        loan = _Lent(self._run, counted, ticket, self._returned)
+        return library.view(DryArray(ticket.flat.elements, "uint8", library, loan), shape, dtype)
 
     def take(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> tuple[Array, Ticket]:
-        flat = self._made((prod(shape) * itemsize(dtype),), "uint8", library, "workspace")
-        self.allocated = self._run.most.get("workspace", 0)
-        return library.view(flat, shape, dtype), Ticket(Pool(library, False), flat)
+        nbytes = prod(shape) * itemsize(dtype)
+        if not isinstance(library, DryLibrary):
+            flat = library.empty((nbytes,), "uint8")
+            return library.view(flat, shape, dtype), Ticket(Pool(library, False), flat)
+        ticket = self._buffer(nbytes, Pool(library.memory, False))
+        held = self._run.hold(nbytes, "workspace")
+        flat = DryArray(ticket.flat.elements, "uint8", library, held)
+        return library.view(flat, shape, dtype), ticket._replace(flat=flat)
 
     def give(self, ticket: Ticket) -> None:
-        if not ticket.pool.memory.has_data:
+        if ticket.pool.memory.has_data:
+            return
+        if ticket.flat.held is not None:
             ticket.flat.held.end()
+        super().give(ticket)
 
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
         """Counts as so much workspace at once."""
+        sizes = list(sizes)
+        super().rehearse(sizes, library)
         self._run.hold(sum(sizes), "workspace").end()
 
-    def clear(self) -> None:
-        """Nothing is kept that is not in use."""
+    def _fresh(self, nbytes: int, pool: Pool) -> Array:
+        return pool.memory.temporary((nbytes,), "uint8")  # type: ignore[attr-defined]
 
-    def _made(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary, kind: str) -> Array:
-        if not isinstance(library, DryLibrary):
-            return library.empty(shape, dtype)
-        return library.array(shape, dtype, self._run.hold(prod(shape) * itemsize(dtype), kind))
+
+class _Lent(Held):
+    """Bytes of an array of `array`, whose buffer goes back when nobody refers to it any more."""
+
+    __slots__ = ("_returned", "_ticket")
+
+    def __init__(self, run: DryRun, nbytes: int, ticket: Ticket, returned: deque[tuple[Ticket, int]]) -> None:
+        super().__init__(run, "activations", nbytes)
+        self._ticket, self._returned = ticket, returned
+
+    def __del__(self) -> None:
+        self._returned.append((self._ticket, self._nbytes))
+        self.end()

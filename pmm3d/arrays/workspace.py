@@ -133,10 +133,13 @@ class Workspace:
                 return Ticket(pool, free.pop(index))
             if index:
                 self.allocated -= _size(free.pop(index - 1))
-        flat = pool.memory.empty((nbytes,), "uint8")
+        flat = self._fresh(nbytes, pool)
         with self._lock:
             self.allocated += nbytes
         return Ticket(pool, flat)
+
+    def _fresh(self, nbytes: int, pool: Pool) -> Array:
+        return pool.memory.empty((nbytes,), "uint8")
 
     def _collect(self) -> None:
         """Take in what has come back since: by a queue, since that happens in any thread and at any moment."""

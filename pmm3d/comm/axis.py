@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
-from . import collectives, forms
+from . import coalesced, collectives, forms
 from .collectives import Counts
 from .communicator import OwnedComm
 from .engine import Engine, Pending
@@ -75,7 +75,7 @@ class Axis:
                     work: Slab | None = None) -> Pending:
         """Begin to bring every rank's part together in `out`, one after the other along `dim`.
 
-        This and the next three are for callers that know their shapes: nothing is looked at, told or compared. They run
+        This and the next four are for callers that know their shapes: nothing is looked at, told or compared. They run
         once all of `after` are done, but are begun, in the same order on all ranks, at once. What they are given must
         stay as it is until then. What has gaps is copied where messages need it, unless it is said here to have none.
 
@@ -103,6 +103,19 @@ class Axis:
         library = library_of(array)
         return self._begin_after(after, "all_reduce", library,
                                  lambda link: forms.summed(link, library, array, out, beta, work))
+
+    def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None, *,
+                      after: Sequence[Awaited] = ()) -> Pending:
+        """Begin the sums of several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
+
+        counts   for each array, the elements of every rank's part: of each only this rank's part is summed
+                 (reduce-scatter), the rest of it is left as it is
+
+        The arrays have no gaps. The rest as in `gather_into`; work memory: `coalesced.coalesced_work`.
+        """
+        library = library_of(arrays[0])
+        return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library,
+                                 lambda link: coalesced.summed_in_place(link, library, arrays, counts))
 
     def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
                       work: Slab | None = None) -> Pending:

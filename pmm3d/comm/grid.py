@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import prod
@@ -36,7 +36,7 @@ from .axis import Axis
 from .canonical import canonical, in_words
 from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
-from .engine import Engine
+from .engine import Engine, Pending
 from .ledger import Ledger
 from .shapes import checked_axes, chosen_shape
 from .transport import Transport
@@ -240,15 +240,27 @@ class Grid:
                 yield
             except Exception as raised:
                 error = self._explained(raised)
-            terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
-            headline = f"{what}: the ranks passed different arguments."
-            agreement = lambda link: agree(link, what, headline, terms)
-            try:
-                self.everyone.begin(f"agreement on {what}", agreement).wait()
-            except Exception as agreed:
-                if getattr(agreed, "everywhere", False):
-                    told_once(agreed, self._parent, error is not None)
-                raise agreed.with_traceback(error and error.__traceback__) from None
+            self._concluded(self._agreement(what, arguments, error), error)
+
+    def compared(self, what: str, *arguments: Any) -> Callable[[], None]:
+        """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
+        and raises as `together` does, which does the same at once; all ranks must call it."""
+        with self.engine.guard:
+            pending = self._agreement(what, arguments, None) if self._check else None
+        return lambda: None if pending is None else self._concluded(pending, None)
+
+    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
+        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
+        headline = f"{what}: the ranks passed different arguments."
+        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
+
+    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
+        try:
+            agreement.wait()
+        except Exception as agreed:
+            if getattr(agreed, "everywhere", False):
+                told_once(agreed, self._parent, error is not None)
+            raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -406,6 +418,9 @@ class DryGrid(Grid):
         """The body runs; there is nobody to compare with."""
         with self.engine.guard:
             yield
+
+    def compared(self, what: str, *arguments: Any) -> Callable[[], None]:
+        return lambda: None
 
     def same_processes(self, other: Grid) -> bool:
         return other is self

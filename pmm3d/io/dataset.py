@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import NumpyLibrary, check_matrix_dtype, library_kind, library_named
+from ..arrays import NumpyLibrary, check_matrix_dtype, library_kind
 from ..comm import Grid
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
@@ -54,7 +54,7 @@ class DataSet(AbstractContextManager["DataSet"]):
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest = -1
         with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, cache_bytes):
-            self.library = library_named(library)
+            self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
             self.file = SourceFile(self.path)
             self.inputs, self.targets = self.file.dataset(inputs), self.file.dataset(targets)
@@ -84,8 +84,10 @@ class DataSet(AbstractContextManager["DataSet"]):
         return int(classes)
 
     def _largest_label(self) -> int:
-        """Of this rank's share of the labels."""
+        """Of this rank's share of the labels; in a dry run, whose other ranks read none, of all."""
         low, high = part_range(self.samples, self.grid.size, self.grid.rank)
+        if self.grid.dry_run is not None:
+            low, high = 0, self.samples
         largest = -1
         for start in range(low, high, ROWS_AT_ONCE):
             rows = slice(start, min(start + ROWS_AT_ONCE, high))

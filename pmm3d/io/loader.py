@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import NumpyLibrary
+from ..arrays import Array, NumpyLibrary
 from ..comm import Grid
 from ..errors import DataError, check_regular, needs
 from ..layout import Layout
@@ -80,7 +80,7 @@ class Loader(AbstractContextManager["Loader"]):
     A batch may be used until the next but one is asked for: its arrays are then filled anew (prefetch + 2 sets of them
     go round). Each batch costs one all-reduce of 24 bytes. What goes wrong while a batch is read, samples that are not
     finite and labels without a class are raised as DataError, by all ranks, when that batch is asked for; asked again,
-    it is read again.
+    it is read again. On the grid of a dry run nothing is read.
 
         >>> import tempfile, h5py
         >>> from pmm3d.io import DataSet
@@ -99,6 +99,7 @@ class Loader(AbstractContextManager["Loader"]):
         self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
         self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
         self._reader: _Reader | None = None
+        self._buffers: list[list[Array]] = []
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
         box = layout.box((self._plan.size(0), width), self.data.grid.shape, self.data.grid.coords)
@@ -117,21 +118,37 @@ class Loader(AbstractContextManager["Loader"]):
         data, size, length = self.data, self._plan.size(self.batch), len(self)
         try:
             with data.grid.together("Loader", data.path, self.epoch, self.batch):
-                if self._reader is None:
+                if self._reader is None and data.library.has_data:
                     batches = (divmod(number, length) for number in count(self.epoch * length + self.batch))
                     self._reader = _Reader(data, self._plan, self._layouts[0], self._inputs, self._targets, batches,
                                            self._sets)
                     self._end = weakref.finalize(self, self._reader.stop)
-                with data.grid.ledger.waiting("loader"):
-                    local = self._reader.take()
-                x = data.library.from_numpy(local[0], data.dtype)
-                y = data.library.from_numpy(local[1], "int64" if data.labelled else data.dtype)
+                x, y = self._dry(size) if self._reader is None else self._read(self._reader)
         except Exception:
             self._stop()
             raise
         self.batch += 1
         return (DistMatrix(data.grid, x, (size, data.features), self._layouts[0]),
                 DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1]))
+
+    def _read(self, reader: _Reader) -> tuple[Array, Array]:
+        """This rank's shards of the next batch."""
+        library, data = self.data.library, self.data
+        with data.grid.ledger.waiting("loader"):
+            x, y = reader.take()
+        return library.from_numpy(x, data.dtype), library.from_numpy(y, "int64" if data.labelled else data.dtype)
+
+    def _dry(self, size: int) -> tuple[Array, Array]:
+        """The same without data, in buffers that go round."""
+        data, widths = self.data, (self.data.features, self.data.outputs)
+        dtypes = data.dtype, "int64" if data.labelled else data.dtype
+        most, here = ([layout.box((rows, width), data.grid.shape, data.grid.coords).shape
+                       for layout, width in zip(self._layouts, widths)] for rows in (self._plan.size(0), size))
+        if not self._buffers:
+            self._buffers = [[data.library.empty(shape, dtype) for shape, dtype in zip(most, dtypes)]
+                             for _ in range(self._sets)]
+        x, y = self._buffers[self.batch % self._sets]
+        return x[: here[0][0]], y[: here[1][0]]
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out, for JSON. Fits any grid."""

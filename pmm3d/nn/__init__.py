@@ -30,7 +30,7 @@ _MODULES = {
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Module", "Recompute", "Residual", "Sequential"),
     "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
     "overlap": ("Overlap",),
-    "optim": (), "training": (), "exchange": (), "memory": (), "volume": (),
+    "optim": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Product", "Recompute",

@@ -109,6 +109,7 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
 
 def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice. `out` may be one of them.
+    In a dry run the function is not called.
 
         >>> import numpy as np
         >>> array = np.arange(4.0)
@@ -116,6 +117,8 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         >>> array
         array([0., 1., 4., 9.])
     """
+    if not library_of(out).has_data:
+        return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
     for chunk in chunks(flat_out.shape[0]):
         flat_out[chunk] = function(*(array[chunk] for array in flat))
@@ -135,7 +138,7 @@ def chunks(size: int) -> Iterator[slice]:
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
     rows = max(1, CHUNK // max(1, out.shape[1]))
-    for start in range(0, out.shape[0], rows):
+    for start in range(0, out.shape[0], rows) if library_of(out).has_data else ():
         part = slice(start, start + rows)
         out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
 

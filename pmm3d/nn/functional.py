@@ -12,7 +12,7 @@ from types import ModuleType
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, Workspace, random
+from ..arrays import Array, NumpyLibrary, random
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from .compute import Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
@@ -135,7 +135,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         return x
     x = whole(x)
     form = x.form
-    mask = form.library.from_numpy(_kept(x.box, x.shape[1], p, seed, stream, form.grid.workspace), "uint8")
+    mask = _kept(form, x.box, p, seed, stream)
 
     def masked(array: Array, mask: Array) -> Array:
         with computing(form.grid, "elementwise"):
@@ -144,14 +144,17 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
 
 
-def _kept(box: Box, columns: int, p: float, seed: int, stream: int, workspace: Workspace) -> np.ndarray:
+def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
     """1 for the elements of a shard that stay, 0 for the others; uint8."""
-    kept = workspace.array(box.shape, "uint8", NumpyLibrary())
+    library, columns = form.library, form.shape[1]
+    kept = form.grid.workspace.array(box.shape, "uint8", NumpyLibrary() if library.has_data else library)
+    if not library.has_data:
+        return kept
     limit = np.uint64(int(p * 2**64))
     cols = np.arange(box.c0, box.c1, dtype=np.uint64)
     rows = np.arange(box.r0, box.r1, dtype=np.uint64)[:, None]
     by_rows(lambda row: random.bits(row * np.uint64(columns) + cols, seed, stream) >= limit, kept, rows)
-    return kept
+    return library.from_numpy(kept, "uint8")
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

@@ -48,7 +48,7 @@ class Weights:
 
     overlap  of the network's
     budget   bytes of gathered weights that a rank keeps, where `Overlap.keep_bytes` leaves that open; None before the
-             ranks have agreed on it
+             ranks have agreed on it. In a dry run, which knows no machine, all are kept as long as it is None
     """
 
     def __init__(self, grid: Grid):
@@ -124,8 +124,10 @@ class Weights:
         overlap = self.overlap
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward
+        grid = self._grid
         if overlap.keep_bytes is None and self.budget is None:
-            grid = self._grid
+            if grid.dry_run is not None:
+                return True
             ranks_of_a_node = -(-grid.size // grid.hosts)
             self.budget = min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
         budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes

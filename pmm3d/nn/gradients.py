@@ -4,22 +4,19 @@ begun and awaited."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import chain
+from math import prod
 from typing import Protocol
 
 from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
-from ..comm.algorithms import reduce_parts, sum_arrays
-from ..comm.forms import following
-from ..comm.transport import Collective, Link
+from ..comm.coalesced import coalesced_work
 from ..layout import FIRST, Layout, itemsize, offsets
-from ..model.volumes import all_reduce_volume, reduce_volume
+from ..model.volumes import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks
 from .contract import EVERYTHING, Gradient, Part, Product, landing, natural
@@ -156,12 +153,12 @@ class Gradients:
         self._work: dict[str, list[Sequence[int]]] = {}
         self._partials = Partials(grid)
         self._open: dict[Accumulated, None] = {}
-        self.begin(True, Overlap(), Counter())
+        self.begin(True, Overlap(), Counter(), lambda: None)
 
-    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated]) -> None:
+    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated], agreed: Callable[[], None]) -> None:
         """A backward pass begins, which brings so many parts to each gradient; they are summed in it or in a later
-        one."""
-        self._sync, self._overlap = sync, overlap
+        one. agreed: to be called before the first message; raises if the ranks do not sum the same."""
+        self._sync, self._overlap, self._agreed = sync, overlap, agreed
         self._bucket: list[Accumulated] = []
         for record, times in uses.items():
             record.to_come = times
@@ -186,6 +183,7 @@ class Gradients:
             self._put(record)
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
+        self._agree()
         cols, counts = out.shape[1], record.form.counts(axis.name)
         partial = self._partials.take(record.form, (sum(counts), cols))
         _fill(part, partial, 0)
@@ -199,6 +197,7 @@ class Gradients:
 
     def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
         """By way of an array of its own: what takes more than one step, or is not added on this rank."""
+        self._agree()
         array, form = getattr(part, "array", None), record.form
         if isinstance(part, Product):
             array = form.new(part.shape)
@@ -211,6 +210,7 @@ class Gradients:
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
+        self._agree()
         used = list(self._open)
         summed, self._open = (used, {}) if self._sync else ([], self._open)
         for name in self._grid.shape.names:
@@ -229,7 +229,11 @@ class Gradients:
             if record.state is State.SUMMING:
                 record.state, record.sums = State.SUMMED, ()
         self._rehearse(used)
-        self.begin(self._sync, self._overlap, Counter())
+        self.begin(self._sync, self._overlap, Counter(), lambda: None)
+
+    def _agree(self) -> None:
+        agreed, self._agreed = self._agreed, lambda: None
+        agreed()
 
     def _rehearse(self, used: list[Accumulated]) -> None:
         if used:
@@ -263,16 +267,17 @@ class Gradients:
 
     def _sum(self, axis: Axis, members: list[Accumulated], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
+        self._agree()
         before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
-        split = members[0].split
-        self.note_work(phase, _work(axis, members, split))
+        arrays = [member.array for member in members]
+        counts = [member.data_counts for member in members] if members[0].split else None
+        sizes, dtype = [prod(member.form.local_shape) for member in members], members[0].form.dtype
+        self.note_work(phase, coalesced_work(sizes, counts, dtype, axis.size, axis.index))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
-        collective = lambda link: reduced(link, members, split)
         with self._grid.ledger.phase(phase):
-            pending = axis.begin("reduce_scatter" if split else "all_reduce", following(before, collective),
-                                 library=members[0].form.library)
+            pending = axis.sum_coalesced(arrays, counts, after=before)
         for member in members:
             member.pending = pending
         self._flights[axis.name] = [*flight, pending]
@@ -322,53 +327,3 @@ class Partials:
     def busy(self, pending: Pending) -> None:
         """The array that was taken last is needed until this collective is done."""
         self._sums[self._turn] = pending
-
-
-def reduced(link: Link, members: list[Accumulated], split: bool) -> Collective[None]:
-    """Generator: the members' gradients summed in place, in one message a peer. split: along data, of each gradient
-    only the part that this rank is to have."""
-    flats, library = [member.array.reshape(-1) for member in members], members[0].form.library
-    with ExitStack() as borrowed:
-
-        def work(size: int) -> Array:
-            return borrowed.enter_context(link.workspace.borrow((size,), members[0].form.dtype, library))
-
-        starts = [offsets(member.data_counts) for member in members] if split else []
-        pieces = [_parts(flats, starts, rank) for rank in range(link.size)] if split else [flats]
-        packed = flats[0]
-        if len(flats) > 1:
-            packed = work(sum(flat.shape[0] for flat in flats))
-            for part, flat in _beside(packed, chain(*pieces)):
-                part[...] = flat
-        own, wanted = packed, pieces[link.rank if split else 0]
-        if split:
-            counts = [sum(piece.shape[0] for piece in theirs) for theirs in pieces]
-            own = work(counts[link.rank])
-            yield from reduce_parts(link, library, packed[:, None], own[:, None], counts)
-        else:
-            yield from sum_arrays(link, library, packed, packed)
-        for part, flat in _beside(own, wanted) if own is not flats[0] else ():
-            flat[...] = part
-
-
-def _parts(flats: list[Array], starts: list[list[int]], rank: int) -> list[Array]:
-    """One rank's part of each array."""
-    return [flat[start[rank] : start[rank + 1]] for flat, start in zip(flats, starts)]
-
-
-def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:
-    """The flat arrays, each with where it is in `packed`, in which they are one after the other."""
-    start = 0
-    for array in arrays:
-        yield packed[start : start + array.shape[0]], array
-        start += array.shape[0]
-
-
-def _work(axis: Axis, members: list[Accumulated], split: bool) -> list[int]:
-    """Bytes of the work arrays of `reduced`."""
-    size, dtype = sum(member.array.reshape(-1).shape[0] for member in members), members[0].form.dtype
-    packed = [size * itemsize(dtype)] if len(members) > 1 else []
-    if not split:
-        return [*packed, all_reduce_volume(size, dtype, axis.size, axis.index).work]
-    counts = [sum(parts) for parts in zip(*(member.data_counts for member in members))]
-    return [*packed, counts[axis.index] * itemsize(dtype), reduce_volume(counts, axis.index, 1, dtype).work]

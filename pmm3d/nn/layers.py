@@ -157,7 +157,8 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound:
     """
     if grid.size != grid.shape.size:
         raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
-    made = DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library=library)
+    with grid.ledger.holding("weights"):
+        made = DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library=library)
     made.local[...] = made.local * bound + value
     return Parameter(made)
 

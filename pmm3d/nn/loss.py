@@ -115,6 +115,9 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
     wanted = Layout(logits.layout.rows, units=(logits.layout.units[0], 1))
     if labels.layout.on(grid.shape) != wanted.on(grid.shape):
         labels = labels.redistribute(wanted)
+    if not labels.library.has_data:
+        index = labels.library.empty(labels.local.shape[:1], "int64")
+        return index, index
     host = labels.library.to_numpy(labels.local).reshape(-1)
     with grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
@@ -193,10 +196,13 @@ class R2:
         self._like: Form | None = None
 
     def add(self, prediction: Tensor, target: Matrix) -> R2:
-        library = prediction.library
-        wanted = np.asarray(library.to_numpy(_aligned(prediction, target)), np.float64)
-        error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
-        self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
+        library, aligned = prediction.library, _aligned(prediction, target)
+        if library.has_data:
+            wanted = np.asarray(library.to_numpy(aligned), np.float64)
+            error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
+            self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
+        else:
+            self._sums = np.ones((3, aligned.shape[1]))
         self._rows += prediction.shape[0]
         self._like = prediction.form
         return self

@@ -110,7 +110,8 @@ class Optimizer:
         total, here = 0.0, self.grid.shape.position(self.grid.rank)
         for parameter in self._filled():
             own = self._own(parameter, self._gradient(parameter))
-            for chunk in chunks(own.shape[0]) if self._layout(parameter).is_first(here) else ():
+            counts = parameter.library.has_data and self._layout(parameter).is_first(here)
+            for chunk in chunks(own.shape[0]) if counts else ():
                 part = parameter.library.astype(own[chunk], "float64")
                 total += float((part * part).sum())
         with self.grid.ledger.phase("optimizer"):
@@ -151,7 +152,7 @@ class Optimizer:
         xp, self.changes = array_namespace(parameter.shard), self.steps - self.missed[parameter]
         arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
-        for chunk in chunks(arrays[0].shape[0]):
+        for chunk in chunks(arrays[0].shape[0]) if parameter.library.has_data else ():
             self.update(xp, *(array[chunk] for array in arrays))
 
     def _own(self, parameter: Parameter, array: Array) -> Array:

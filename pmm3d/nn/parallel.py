@@ -13,6 +13,9 @@ from .gathered import Weights
 from .gradients import Gradients, Leaf
 from .overlap import Overlap
 
+NAMED = 4
+"""Parameters that are named where ranks differ."""
+
 
 class Parallel:
     """The collectives of one grid's networks. `Parallel.of(grid)`.
@@ -45,29 +48,34 @@ class Parallel:
         """A backward pass that brings so many parts to each leaf; at its end all gradients are there. Raises
         DisagreementError, on every rank, if the ranks' networks differ."""
         grid, memory = self.grid, self.grid.ledger.memory
-        _agree_on(grid, uses)
+        agreed = _agreement(grid, uses)
         records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
-            self.gradients.begin(sync and self.deferred is None, self.overlap, records)
+            self.gradients.begin(sync and self.deferred is None, self.overlap, records, agreed)
             yield
             self.gradients.finish()
         self.weights.pause()
         memory["arrays, most at once"] = grid.workspace.most_lent
 
 
-NAMED = 4
-"""Parameters that are named where ranks differ."""
-
-
-def _agree_on(grid: Grid, uses: Counter[Leaf]) -> None:
-    """Raises, on every rank, if not all ranks use the same parameters as often: their sums would not match."""
+def _agreement(grid: Grid, uses: Counter[Leaf]) -> Callable[[], None]:
+    """Begins to compare the ranks' parameters. The function that is returned waits, and raises, on every rank, if not
+    all use the same as often: their sums would not match."""
     mine = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times) for leaf, times in uses.items()]
-    try:
-        with grid.together("backward", *mine):
-            return
-    except DisagreementError:
-        others = grid.comm.bcast(mine)
+    compared = grid.compared("backward", ", ".join(f"{name} {times}" for name, times in mine))
+
+    def conclude() -> None:
+        try:
+            compared()
+        except DisagreementError:
+            _explain(grid, mine)
+
+    return conclude
+
+
+def _explain(grid: Grid, mine: list[tuple[str, int]]) -> None:
+    others = grid.comm.bcast(mine)
     with grid.together("backward", always=True):
         if mine != others:
             difference = _difference(Counter(dict(mine)), Counter(dict(others)))

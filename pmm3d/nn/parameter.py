@@ -94,6 +94,7 @@ class Parameter(Tensor):
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
-        self._take(self._value.redistribute(layout))
+        with self.grid.ledger.holding("weights"):
+            self._take(self._value.redistribute(layout))
         self.node, self.accumulated = Node(self.form, leaf=self), Accumulated(self.form, owners=self.accumulated.owners)
         self.version += 1

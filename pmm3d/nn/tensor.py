@@ -128,8 +128,8 @@ class Tensor:
 
         The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
         on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
-        LayoutError for another shape, Pmm3dError if nothing needs a gradient or a part of the tape was used already,
-        DisagreementError if the ranks used different parameters.
+        LayoutError for another shape, Pmm3dError if nothing needs a gradient or a part of the tape was used already;
+        and before anything is summed, DisagreementError if the ranks used different parameters.
         """
         node = self.node
         if node is None or node.used:

@@ -211,3 +211,28 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
     total = sum(array.astype("float64") for array in arrays)
     for rank, found in enumerate(run(size, reduce)[0]):
         assert np.array_equal(found, own(total, counts, rank, 1))
+
+
+@pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_several_arrays_are_summed_in_one_message(comm, library):
+    """Whole, or of each array the part of this rank only; the rest stays as it was."""
+    with Grid(comm, "ddp") as grid:
+        axis, shapes = grid.data, [(4, 3), (1, 5), (0, 2), (7, 1)]
+        wholes_of = lambda rank: [integers(shape, "float32", seed=rank + 10 * index)
+                                  for index, shape in enumerate(shapes)]
+        total = [sum(each) for each in zip(*map(wholes_of, range(axis.size)))]
+        for number in (1, 4):
+            counts = [part_sizes(rows * cols, axis.size) for rows, cols in shapes[:number]]
+            for parts in (None, counts):
+                grid.ledger.reset()
+                arrays = [to_library(array, library, "float32") for array in wholes_of(axis.index)[:number]]
+                before = axis.sum_into(arrays[0], arrays[0] + 0)
+                axis.sum_coalesced(arrays, parts, after=[before]).wait()
+                for index, array in enumerate(arrays):
+                    expected = wholes_of(axis.index)[index].reshape(-1)
+                    start, stop = (0, None) if parts is None else offsets(counts[index])[axis.index :][:2]
+                    expected[start:stop] = total[index].reshape(-1)[start:stop]
+                    same(array.reshape(-1), expected, library)
+                name = "all_reduce" if parts is None else "reduce_scatter"
+                assert grid.ledger.total(operation=name).calls == (2 if parts is None else 1)

@@ -32,9 +32,9 @@ def test_a_missing_package_is_named_with_its_extra(package, use, what, extra):
 
 
 def test_the_core_loads_nothing_of_training_runs():
-    loads = "import sys; from pmm3d.nn import Tape, MLP, mse, optim, exchange, memory, volume; print(*sys.modules)"
+    loads = "import sys; from pmm3d.nn import Tape, MLP, mse, optim, exchange, dry; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", loads], text=True).split()
-    assert "pmm3d.nn.volume" in loaded
+    assert "pmm3d.nn.dry" in loaded
     assert not [name for name in loaded if name.startswith(("pmm3d.nn.training", "pydantic", "rich", "matplotlib"))]
 
 

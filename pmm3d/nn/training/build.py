@@ -14,13 +14,16 @@ from ...comm import Grid
 from ...comm.words import in_bytes
 from ...errors import Pmm3dError
 from ...io import Checkpoints, DataSet, Loader
+from ...layout import batch_layout
 from ...model.machine import available_memory
 from .. import functional, optim
+from ..dry import Facts, dry_grid, memory
 from ..layers import MLP
-from ..memory import MLPMemory
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
+from .passes import Event
+from .rehearsal import Rehearsal
 from .run_log import RunLog, logger
 from .signals import Signals
 from .trainer import Trainer
@@ -43,10 +46,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             loss = _loss(config, data)
             classes = data.classes if loss == "cross_entropy" else None
             sizes = [data.features, *config.network.hidden, data.outputs if classes is None else classes]
-            _predict_memory(config, grid, sizes)
-            section = config.network.model_dump(exclude={"hidden", "activation"})
-            activation = getattr(functional, config.network.activation)
-            network = MLP(grid, sizes, activation, seed=config.training.seed, **section)
+            _predict_memory(config, grid, sizes, loss)
+            network = _network(config, grid, sizes)
             split = network.output_layout.cols[0] if classes is None else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "split_inputs": "y", "split_targets": split}
@@ -90,20 +91,46 @@ def _loss(config: Config, data: DataSet) -> str:
     return loss
 
 
-def _predict_memory(config: Config, grid: Grid, sizes: list[int]) -> None:
+def _network(config: Config, grid: Grid, sizes: list[int]) -> MLP:
+    section = config.network.model_dump(exclude={"hidden", "activation"})
+    activation = getattr(functional, config.network.activation)
+    return MLP(grid, sizes, activation, seed=config.training.seed, **section)
+
+
+def _optimizer(config: Config, network: MLP) -> optim.Optimizer:
+    unused = {"kind", "clip"} if config.optimizer.kind == "sgd" else {"kind", "clip", "momentum"}
+    return OPTIMIZERS[config.optimizer.kind](network.parameters(), **config.optimizer.model_dump(exclude=unused))
+
+
+def predicted_memory(config: Config, grid: Grid, sizes: list[int], loss: str) -> int:
+    """Bytes that training is to take on the first rank, which has the most, with the loader's: by two steps of the same
+    network without data. Gathered weights are left out that are kept only while there is room."""
+    with dry_grid(grid, rank=0) as dry:
+        Tape.of(dry).parallel.overlap, Tape.of(dry).parallel.weights.budget = Overlap(**config.overlap.model_dump()), 0
+        network = _network(config, dry, sizes)
+        section, kind = config.data, dry.library(config.network.library).kind
+        x = Facts((section.batch_size, sizes[0]), batch_layout("y"), config.network.dtype, kind)
+        y = Facts((section.batch_size, sizes[-1]), network.output_layout, config.network.dtype, kind)
+        if loss == "cross_entropy":
+            y = Facts((section.batch_size, 1), batch_layout(None), "int64", kind)
+        rehearsal = Rehearsal(network, _optimizer(config, network), loss, bool(config.optimizer.clip))
+        for _ in range(2):
+            rehearsal.run(Event("step", ((x, y),) * min(2, config.training.accumulate)))
+        batch = x.on(dry).local.nbytes + y.on(dry).local.nbytes
+        return sum(memory(dry).values()) + (section.prefetch + 2) * batch
+
+
+def _predict_memory(config: Config, grid: Grid, sizes: list[int], loss: str) -> None:
     """Keep what training is to take on a rank, for when it cannot be had, and say so before if it looks like that."""
-    states = len(OPTIMIZERS[config.optimizer.kind].state_names) or bool(config.optimizer.momentum)
-    memory = MLPMemory(tuple(sizes), config.data.batch_size, grid.shape, config.network.activation,
-                       config.network.dtype, states, config.optimizer.shard_over_data, input_sets=4,
-                       bucket_bytes=config.overlap.bucket_bytes)
+    total = predicted_memory(config, grid, sizes, loss)
     layers = "-".join(map(str, sizes))
-    grid.ledger.predict(f"training of {layers} with batches of {config.data.batch_size}", memory.total)
+    grid.ledger.predict(f"training of {layers} with batches of {config.data.batch_size}", total)
     if not library_named(config.network.library).on_host:
         return
     free = available_memory() * grid.hosts // grid.size
-    share, host = min(grid.comm.allgather((free or memory.total, platform.node())))
-    if share < memory.total and grid.rank == 0:
-        logger.warning(f"training is predicted to take {in_bytes(memory.total)} on a rank; host {host} has "
+    share, host = min(grid.comm.allgather((free or total, platform.node())))
+    if share < total and grid.rank == 0:
+        logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has "
                        f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
                        "or network.recompute")
 
@@ -111,9 +138,7 @@ def _predict_memory(config: Config, grid: Grid, sizes: list[int]) -> None:
 def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | None, loss: str,
              signals: Signals) -> Trainer:
     section, grid = config.training, network.grid
-    unused = {"kind", "clip"} if config.optimizer.kind == "sgd" else {"kind", "clip", "momentum"}
-    options = config.optimizer.model_dump(exclude=unused)
-    optimizer = OPTIMIZERS[config.optimizer.kind](network.parameters(), **options)
+    optimizer = _optimizer(config, network)
     steps = section.epochs * -(-len(loader) // section.accumulate)
     return Trainer(
         network, optimizer, loader, loss, section.epochs, schedule=_schedule(config, optimizer, steps),

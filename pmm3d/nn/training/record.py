@@ -1,4 +1,4 @@
-"""run.json: what a training run did, rank by rank, beside what the formulas say it should. For `pmm3d report`."""
+"""run.json: what a training run did, rank by rank, beside what a dry run of it says it should. For `pmm3d report`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from ...layout import itemsize
 from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
-from ..layers import MLP, Dropout, LayerNorm, Module, Recompute, Sequential
-from ..memory import KEPT, MLPMemory
+from ..layers import MLP, Module
 from ..tensor import Tensor
-from ..volume import MLPVolume
+from .rehearsal import Model, settle
 from .run import Run
 from .run_log import logger
 
@@ -55,6 +54,7 @@ class RunRecord:
         self._before: dict[Key, Entry] = {}
         self._document: Document = {}
         self._warned = False
+        self._model = Model(run.network, run.optimizer, run.loss, bool(run.clip))
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
@@ -124,17 +124,11 @@ class RunRecord:
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
             if (key.axis or figures[-1]) and any(figures):
                 entries[tuple(key)] = figures
-        model = self._model()
-        moved = {} if model is None else model.training(self._run.passes)
+        moved = self._model.volume(self._run.passes)
         return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
                 "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run), "entries": entries,
+                "problem": self._model.problem,
                 "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()}}
-
-    def _model(self) -> MLPVolume | None:
-        run = self._run
-        if not isinstance(run.loss, str):
-            return None
-        return MLPVolume.of(run.network, run.optimizer, run.loss, clip=bool(run.clip), accumulate=run.accumulate)
 
     def _merge(self, ranks: list[Document]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
@@ -142,17 +136,17 @@ class RunRecord:
         columns = {name: [_rounded(rank[name]) for rank in ranks] for name in ("seconds", "saving", "peak_memory")}
         operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
         keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
-        passes = asdict(run.passes) | {"trained": dict(run.passes.trained), "evaluated": dict(run.passes.evaluated)}
+        problem = next((rank["problem"] for rank in ranks if rank["problem"]), "")
         document.update({
             "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.epochs,
-            "figures": run.figures, "passes": passes, "modelled": self._model() is not None,
+            "figures": run.figures, "passes": run.passes.summary(), "modelled": not problem, "not_modelled": problem,
             "ranks": {**columns,
                       "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
                                    for name in operations},
                       "waited": [_rounded(sum(entry[3] for entry in rank["entries"].values())) for rank in ranks]},
             "moved": [_moved(key, ranks) for key in keys],
             "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]},
-                       "predicted": _predicted_memory(run)},
+                       "predicted": self._predicted_memory()},
         })
         document["starts"][-1].update({
             "written": document["written"], "to_step": run.step, "steps": run.passes.steps,
@@ -162,6 +156,11 @@ class RunRecord:
             **{name: sum(entry[index] for rank in ranks for entry in rank["entries"].values())
                for index, name in ((1, "sent"), (2, "received"))},
         })
+
+    def _predicted_memory(self) -> Document:
+        """Part -> bytes of this rank; empty where there is no telling, and before the first step."""
+        parts = self._model.memory()
+        return {"parts": parts} if parts else {}
 
     def _store(self, state: str) -> None:
         """A record that cannot be written is no reason to end a training."""
@@ -178,6 +177,8 @@ class RunRecord:
 
 def drain(grid: Grid) -> None:
     """Wait for what is under way, but not for ever. To be called by all ranks."""
+    if grid.dry_run is not None:
+        settle(grid)
     deadline = time.monotonic() + PATIENCE
     while not grid.engine.idle() and time.monotonic() < deadline:
         grid.engine.poll()
@@ -233,27 +234,6 @@ def _arrays(run: Run) -> dict[str, int]:
 
 def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:
     return sum(matrix.box.size * itemsize(matrix.dtype) for matrix in matrices)
-
-
-def _predicted_memory(run: Run) -> Document:
-    """Part -> bytes of the largest rank by `MLPMemory`, and what that leaves out. Empty for other networks."""
-    network, rows = run.network, max(run.passes.trained, default=0)
-    model = MLPVolume.of(network, run.optimizer, "mse")
-    if not isinstance(network, MLP) or model is None or not rows or (activation := _activation(network)) not in KEPT:
-        return {}
-    memory = MLPMemory(model.sizes, rows, model.grid, activation, model.dtype, len(run.optimizer.state_names),
-                       model.split_over_data, not all(model.kept()), 0, model.overlap.bucket_bytes)
-    names = {LayerNorm: "LayerNorm", Dropout: "dropout", Recompute: "recomputing"}
-    kinds = {type(module) for _, module in network.named_modules()}
-    return {"parts": memory.parts(), "leaves_out": sorted(name for kind, name in names.items() if kind in kinds)}
-
-
-def _activation(network: MLP) -> str:
-    """The name of the function between the layers; "relu" where there is none."""
-    first = network.layers[0]
-    block = first.module if isinstance(first, Recompute) else network
-    layers = block.layers if isinstance(block, Sequential) else []
-    return next((layer.__name__ for layer in layers if hasattr(layer, "__name__")), "relu")
 
 
 def _rounded(value: Any) -> Any:

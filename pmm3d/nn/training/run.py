@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...product import DistMatrix
 from ..layers import Module
 from ..optim import Optimizer, Schedule
-from ..tensor import Tensor
-from ..volume import Passes
+from .passes import Loss, Passes
 from .run_log import METRICS, RunLog, curve, read_metrics
 from .signals import Signals
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
-
-Loss = Callable[[Tensor, DistMatrix], Tensor]
 
 
 @dataclass

@@ -15,18 +15,14 @@ import numpy as np
 from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
-from .. import loss as losses
 from ..layers import Module
 from ..tape import Tape
 from ..tensor import Tensor
-from ..volume import Passes
 from .pace import Pace
+from .passes import Batch, Evaluation, Loss, Passes, facts_of, loss_named, train_step
 from .record import RunRecord
-from .run import Loss, Run
+from .run import Run
 from .signals import END
-
-Batch = tuple[DistMatrix, DistMatrix]
-LOSSES: dict[Any, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
 class NonFiniteLossError(Pmm3dError):
@@ -67,10 +63,7 @@ class Trainer(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        function = LOSSES.get(self.loss, self.loss)
-        if isinstance(function, str) or not callable(function):
-            raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {self.loss!r}")
-        self._loss = function
+        self._loss = loss_named(self.loss)
         self._lock: RunLock | None = None
         self._record = RunRecord(self, self.log.folder) if self.log is not None else None
         self._logged = time.perf_counter(), 0.0
@@ -163,26 +156,19 @@ class Trainer(Run):
 
     def _step(self, size: int, batches: Iterator[Batch]) -> tuple[float, float | None]:
         """The loss, and the norm of the gradient if it is clipped."""
-        value = 0.0
-        for index, (x, y) in enumerate(batches):
-            loss = self._loss(self.network(x), y)
-            loss = loss if size == 1 else loss / size
-            with Tape.of(self.grid).set(syncing=index == size - 1):
-                loss.backward()
-            value += loss.item()
-            self._rows += x.shape[0]
-            self.passes.trained[x.shape[0]] += 1
-            if not isfinite(value):
-                self._explain(x, f"the loss is {value}")
-        norm = self.optimizer.clip(self.clip) if self.clip else None
-        if norm is not None and not isfinite(norm):
-            self._explain(x, f"the gradient's norm is {norm}")
-        self.optimizer.step()
+        taken = []
+
+        def noted() -> Iterator[Batch]:
+            for x, y in batches:
+                taken.append(facts_of(x, y))
+                yield x, y
+
+        value, norm = train_step(self.network, self.optimizer, self._loss, size, noted(), self.clip, self._check)
+        self._rows += sum(x.shape[0] for x, _ in taken)
+        self.passes.note("step", *taken)
         if self.schedule is not None:
             self.schedule.step()
         self.step += 1
-        self.passes.steps += 1
-        self.passes.evaluated_last = False
         return value, norm
 
     def _log_step(self, value: float, norm: float | None) -> None:
@@ -203,14 +189,13 @@ class Trainer(Run):
         def batches() -> Iterator[Batch]:
             for x, y in validation:
                 yield x, y
-                self.passes.evaluated[x.shape[0]] += 1
+                self.passes.note("batch", facts_of(x, y))
                 if self._lock is not None:
                     self._lock.beat()
                 requests.append(self._requested())
 
         self.figures = evaluate(self.network, batches(), self._loss)
-        self.passes.evaluations += 1
-        self.passes.evaluated_last = True
+        self.passes.note("evaluated")
         if self.log is not None:
             self.log.validation(self.step, self.loader.epoch, self.figures)
         return max(requests)
@@ -218,7 +203,7 @@ class Trainer(Run):
     def _requested(self) -> int:
         """The most urgent signal that any rank has had since the last time; a checkpoint for it is on the disk.
         Collective."""
-        self.passes.asked += 1
+        self.passes.note("asked")
         request, look = self.signals.agreed(self.grid, self._pace.due())
         if look:
             self._pace.look()
@@ -279,8 +264,11 @@ class Trainer(Run):
                 "schedule": self.schedule.state() if self.schedule is not None else None,
                 "random": self.network.random_state(), "grid": self.grid.shape._asdict(), "settings": self.settings}
 
-    def _explain(self, x: DistMatrix, what: str) -> None:
-        """Raise NonFiniteLossError that names what in the network went wrong first."""
+    def _check(self, x: DistMatrix, what: str, value: float) -> None:
+        """Raise NonFiniteLossError that names what in the network went wrong first, if the value says so."""
+        if isfinite(value):
+            return
+        what = f"{what} {value}"
         where = first_non_finite(self.network, x)
         with self.grid.together("training"):
             kept = f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else ""
@@ -324,15 +312,8 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss) -> dict[str, 
         ...     evaluate(net, [(x, net(x).value)], nn.mse)
         {'loss': 0.0, 'r2': 1.0}
     """
-    total, right, rows, score = 0.0, 0.0, 0, losses.R2()
-    classes = loss is losses.cross_entropy
+    evaluation = Evaluation(network, loss)
     with network.evaluating():
         for x, y in loader:
-            out = network(x)
-            if classes:
-                right += losses.accuracy(out, y) * x.shape[0]
-            else:
-                score.add(out, y)
-            total += loss(out, y).item() * x.shape[0]
-            rows += x.shape[0]
-    return {"loss": total / max(1, rows)} | ({"accuracy": right / max(1, rows)} if classes else {"r2": score.value()})
+            evaluation.add(x, y)
+    return evaluation.figures()

@@ -123,8 +123,7 @@ def volume_section(record: Json) -> Section:
     lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / steps)} a step (of {number(steps)} "
             "steps, evaluations included).")
     if not record["modelled"]:
-        lead += (" There is no model of this network or loss: formulas are known for nn.MLP with the losses "
-                 "cross_entropy, mse and mae.")
+        lead += f" There is no model of this run: {record.get('not_modelled') or 'its network cannot be run dry'}"
     elif not rows:
         lead = "Nothing was moved" + (": there is one rank." if len(record["ranks"]["seconds"]) == 1 else " yet.")
     head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">a step", ">all ranks", ">model",
@@ -171,25 +170,22 @@ def wait_section(record: Json) -> Section:
 
 
 def memory_section(record: Json) -> Section:
-    """What the arrays take, beside the formula."""
+    """What the arrays take, beside what a dry run takes."""
     held, predicted = record["memory"]["held"], record["memory"]["predicted"]
     parts = dict(predicted.get("parts", {}))
-    formula = sum(parts.values()) if predicted else None
+    model = sum(parts.values()) if predicted else None
     rows = [_memory(name, held[name], parts.pop(name, None)) for name in ("weights", "gradients", "state")]
-    detail = ", ".join(f"{name} {in_bytes(value)}" for name, value in parts.items() if value)
-    rows += [_memory("work: activations, messages, ...", held["work"], sum(parts.values()) if parts else None, detail),
-             _memory("all arrays", [sum(column) for column in zip(*held.values())], formula)]
+    rows += [_memory("work: activations, messages, ...", held["work"], sum(parts.values()) if parts else None),
+             _memory("all arrays", [sum(column) for column in zip(*held.values())], model)]
     peak = record["ranks"]["peak_memory"]
     lead = (f"Resident at most: {in_bytes(min(peak))} to {in_bytes(max(peak))} a rank (most on rank "
             f"{peak.index(max(peak))}), which has Python, libraries and the buffers of the loader in it, and not what "
             "a device holds.")
-    if predicted.get("leaves_out"):
-        lead += f" The formula leaves out {' and '.join(predicted['leaves_out'])}."
-    elif not predicted:
-        lead += " The formula is for nn.MLP only, and after a step."
-    return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD, ">formula", ">ratio"), rows)])
+    if not predicted:
+        lead += " There is a model after the first step only, of networks that can be run dry."
+    return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD, ">model", ">ratio"), rows)])
 
 
-def _memory(name: str, values: Sequence[int], formula: int | None, detail: str = "") -> Row:
-    ratio = f"{max(values) / formula:.2f}" if formula else "–"
-    return name, *_spread(values, in_bytes), Cell("–" if formula is None else in_bytes(formula), title=detail), ratio
+def _memory(name: str, values: Sequence[int], model: int | None) -> Row:
+    ratio = f"{max(values) / model:.2f}" if model else "–"
+    return name, *_spread(values, in_bytes), "–" if model is None else in_bytes(model), ratio

@@ -1,0 +1,76 @@
+"""What training a network sends, holds and does on one rank of any grid, in milliseconds and without MPI.
+
+    python apps/dry_run.py --grid 32x32x32 --data 1 --rank 20000 --hosts 4096 --width 8192 --layers 8 --batch 65536
+
+Prints the bytes of a step by axis and phase, the memory by kind, and how long the dry step took; --actions lists what
+the rank does, in order. A network of your own: put it in the place of nn.MLP.
+"""
+
+import argparse
+import time
+from statistics import median
+
+from pmm3d import Grid, nn
+from pmm3d.comm.words import in_bytes
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.dry import Facts, memory
+from pmm3d.nn.training.passes import train_step
+
+REPEATS = 5
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="2x2x2", help="GxxGyxGz (2x2x2)")
+    for name, default, what in (("data", 1, "ranks along the data axis"), ("rank", 0, "the rank to stand for"),
+                                ("hosts", 1, "number of nodes"), ("layers", 8, "linear layers"),
+                                ("width", 4096, "columns of each"), ("batch", 4096, "rows over all ranks"),
+                                ("accumulate", 1, "batches of a step")):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
+    parser.add_argument("--activation", default="gelu", help="(gelu)")
+    parser.add_argument("--activations", choices=["replicated", "sharded"], default="replicated")
+    parser.add_argument("--dtype", default="float32", help="(float32)")
+    for name in ("norm", "recompute", "shard-over-data", "keep-weights", "actions"):
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    sizes = [options.width] * (options.layers + 1)
+    with Grid.dry(options.grid, options.data, options.rank, hosts=options.hosts) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=not options.keep_weights)
+        net = nn.MLP(grid, sizes, getattr(nn, options.activation), norm=options.norm, recompute=options.recompute,
+                     activations=options.activations, dtype=options.dtype)
+        optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
+        shape = options.batch, options.width
+        x, y = (Facts(shape, layout, options.dtype, "numpy").on(grid)
+                for layout in (batch_layout("y"), net.output_layout))
+        seconds = []
+        for _ in range(1 + REPEATS):  # in the first one nothing is known of which weight comes next
+            grid.ledger.reset()
+            grid.dry_run.actions.clear()
+            begun = time.perf_counter()
+            train_step(net, optimizer, nn.mse, options.accumulate, [(x, y)] * options.accumulate, None, lambda *_: None)
+            seconds.append(time.perf_counter() - begun)
+        report(grid, options, 1e3 * median(seconds[1:]))
+
+
+def report(grid: Grid, options: argparse.Namespace, milliseconds: float) -> None:
+    print(f"{grid}, on {grid.hosts} hosts: a step of {options.layers} layers of {options.width}\n")
+    print(f"| {'axis':4} | {'phase':14} | {'operation':14} | calls | {'sent':>14} | {'received':>14} |")
+    for key, entry in grid.ledger.entries.items():
+        if entry.sent or entry.received:
+            print(f"| {key.axis:4} | {key.phase:14} | {key.operation:14} | {entry.calls:5} | {entry.sent:14,} | "
+                  f"{entry.received:14,} |")
+    print("\nheld when most was: " + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in grid.dry_run.peak.items()))
+    print("with the buffers that the workspace keeps: " + ", ".join(
+        f"{kind} {in_bytes(size)}" for kind, size in memory(grid).items()))
+    if options.actions:
+        print("\n".join(map(str, ["", *grid.dry_run.actions])))
+    print(f"\n{len(grid.dry_run.actions)} actions; the dry step took {milliseconds:.1f} ms (median of {REPEATS})")
+
+
+if __name__ == "__main__":
+    main()

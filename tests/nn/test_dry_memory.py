@@ -1,0 +1,56 @@
+"""What a dry run says that training holds, beside what a rank really holds."""
+
+import pytest
+from networks import on_each_grid
+
+from pmm3d import DistMatrix, nn
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.dry import dry_grid, memory
+from pmm3d.nn.training.passes import train_step
+
+pytestmark = [pytest.mark.parallel([1, 2, 4]), pytest.mark.deadline(90)]
+
+SIZES = (256, 320, 256, 200, 256)
+GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("1x2x1", 1)], 4: [("1x1x2", 2), ("2x2x1", 1), ("1x2x2", 1)]}
+RESHARD = nn.Overlap(reshard_after_forward=True)
+CASES = {
+    "plain": {"network": {}},
+    "norm and dropout": {"network": {"norm": True, "dropout": 0.2}, "overlap": nn.Overlap(reshard_after_forward=False)},
+    "recomputed, ZeRO-1": {"network": {"recompute": True, "norm": True}, "shard_over_data": True},
+    "sharded": {"network": {"activations": "sharded"}, "overlap": nn.Overlap(keep_bytes=0, regather_inputs=True)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_what_a_dry_run_says(comm, name):
+    """Weights, gradients and states to the byte, activations too; work memory as nearly as messages end alike."""
+
+    def check(grid):
+        held, lent = trained(grid, **CASES[name])
+        with dry_grid(grid) as dry:
+            said, most = trained(dry, **CASES[name])
+            assert said == memory(dry)
+        assert {kind: held[kind] for kind in held if kind != "work"} == {
+            kind: said[kind] for kind in said if kind != "work"}
+        assert most == lent
+        assert abs(sum(said.values()) - sum(held.values())) <= 0.02 * sum(held.values()), (said, held)
+
+    on_each_grid(comm, check, GRIDS[comm.size])
+
+
+def trained(grid, network, overlap=RESHARD, shard_over_data=False):
+    """(bytes by kind, the most that `array` lent at once) after some steps."""
+    nn.Tape.of(grid).parallel.overlap = overlap
+    net = nn.MLP(grid, SIZES, nn.gelu, **network)
+    optimizer = optim.AdamW(net.parameters(), shard_over_data=shard_over_data)
+    x = DistMatrix.random(grid, (640, SIZES[0]), dtype="float32", layout=batch_layout("y"))
+    y = DistMatrix.random(grid, (640, SIZES[-1]), dtype="float32", layout=net.output_layout)
+    for _ in range(4):
+        train_step(net, optimizer, nn.mse, 1, [(x, y)], 1.0, lambda *_: None)
+    parameters = net.parameters()
+    kinds = {"weights": [parameter.stored.local for parameter in parameters],
+             "gradients": [parameter.accumulated.array for parameter in parameters],
+             "state": [matrix.local for matrix in optimizer.matrices().values()]}
+    held = {kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()}
+    return {**held, "work": grid.workspace.allocated}, grid.workspace.most_lent

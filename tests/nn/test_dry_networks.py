@@ -1,0 +1,171 @@
+"""Networks on a grid without data: what a step does, in order, and copies of networks."""
+
+import h5py
+import numpy as np
+import pytest
+
+from pmm3d import DistMatrix, Grid, Pmm3dError, nn
+from pmm3d.io import DataSet
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.dry import Facts, dry_grid, twin
+from pmm3d.nn.training import Trainer
+from pmm3d.nn.training.passes import Passes, facts_of, train_step
+from pmm3d.nn.training.rehearsal import Model
+
+
+def step_of(grid, sizes, rows, **options):
+    """A step of an MLP, and its network."""
+    net = nn.MLP(grid, sizes, nn.relu, **options)
+    optimizer = optim.SGD(net.parameters(), lr=0.1)
+    x, y = (Facts((rows, columns), layout, "float32", "numpy").on(grid)
+            for columns, layout in ((sizes[0], batch_layout("y")), (sizes[-1], net.output_layout)))
+
+    def step():
+        grid.dry_run.actions.clear()
+        grid.ledger.reset()
+        train_step(net, optimizer, nn.mse, 1, [(x, y)], None, lambda *_: None)
+        return grid.dry_run.actions
+
+    return step, net
+
+
+def said(actions) -> list[str]:
+    """A word for each: "gemm m n k", "begin phase bytes", "wait phase"."""
+    phases = {action.number: action.phase for action in actions if action.what == "begin"}
+    return [f"gemm {action.m} {action.n} {action.k}" if action.what == "gemm" else
+            f"begin {action.phase} {action.received}" if action.what == "begin" else
+            f"wait {phases.get(action.number, 'for one of the step before')}" for action in actions]
+
+
+def test_a_step_on_four_axes_in_order():
+    """OAG: the second weight is gathered under the first GEMM. OAR: the sum of dI is begun before the GEMM of dW and
+    awaited after it. ORS: no sum of dW is awaited but by what follows it."""
+    with Grid.dry((2, 2, 2), 2) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
+        step, _ = step_of(grid, (8, 16, 4), 32, bias=False)
+        step()
+        assert said(step()) == [
+            "begin gather W 64", "wait gather W", "begin gather W 32", "gemm 8 8 4", "begin reduce O 256",
+            "wait reduce O", "wait gather W", "gemm 8 2 8", "begin reduce O 64", "wait reduce O",
+            "begin loss 4", "begin loss 4", "begin loss 4",
+            "begin gather W 32", "wait gather W", "gemm 8 8 2", "begin reduce dI 256", "gemm 8 2 8",
+            "begin reduce dW 32", "wait reduce dI", "gemm 4 8 8", "begin reduce dW 64", "begin reduce data 96",
+            "wait reduce data", "wait loss"]
+
+
+def test_without_overlap_each_collective_is_awaited_at_once():
+    with Grid.dry((2, 2, 2), 2, rank=5) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap.none(reshard_after_forward=True)
+        step, _ = step_of(grid, (8, 16, 4), 32)
+        actions = [action for action in step() if action.phase != "loss"]
+        begun = {action.number: index for index, action in enumerate(actions) if action.what == "begin"}
+        awaited = {action.number: index for index, action in enumerate(actions) if action.what == "wait"}
+        assert begun and all(awaited[number] == index + 1 for number, index in begun.items())
+
+
+@pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
+def test_a_step_on_32768_ranks(activations):
+    """Eight layers with the strips of many hosts; bytes as the formulas of the layer say."""
+    with Grid.dry((32, 32, 32), rank=20000, hosts=4096) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
+        step, net = step_of(grid, (8192,) * 9, 2**18, activations=activations, bias=False)
+        step()
+        actions = step()
+        product = 2**13 * 2**8  # of one rank: rows / z x columns / x
+        computed = sum(action.m * action.n * action.k for action in actions if action.what == "gemm")
+        assert computed == (3 * 8 - 1) * product * 2**8
+        gathered = grid.ledger.total(phase="gather W")
+        assert gathered.received == 15 * 4 * 2**8 * (2**8 - 2**3)  # kept from the last layer's forward pass: one less
+        moved = sum(grid.ledger.total(phase=phase).received for phase in ("reduce O", "gather I"))
+        assert grid.dry_run.held["weights"] == net.size * 4 // grid.size
+        if activations == "replicated":
+            assert moved == 8 * 2 * 4 * product * 31 // 32
+
+
+class Own(nn.Module):
+    """A linear layer, and whatever else a user has."""
+
+    def __init__(self, grid, function=nn.relu, **attributes):
+        self.grid, self.layer, self.function = grid, nn.Linear(grid, 6, 4, seed=1), function
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def decides(x):
+    return nn.relu(x) if float(abs(x.local).max()) > 0.5 and x.local.any() else x
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_network_that_cannot_be_run_dry_is_told_of(comm):
+    """Not modelled: it holds a matrix, asks values of an array, or calls a function that holds another grid's weights.
+    The run itself goes on, and nothing is sent for it."""
+    with Grid(comm, "ddp") as grid:
+        other = nn.Linear(grid, 4, 4, seed=2)
+        networks = [Own(grid, table=DistMatrix.random(grid, (4, 4))), Own(grid, decides), Own(grid, lambda x: other(x))]
+        for network, text in zip(networks, ("cannot be copied", "no values", "")):
+            model, passes = model_of(grid, network)
+            calls = grid.ledger.total().calls
+            assert model.volume(passes) == {} and text in model.problem, model.problem
+            assert grid.ledger.total().calls == calls
+            assert comm.size == 1 or (model.problem and model.memory() == {})
+
+
+def model_of(grid, network):
+    """A model of a step that was done."""
+    optimizer, passes = optim.AdamW(network.parameters()), Passes()
+    model = Model(network, optimizer, "mse", False)
+    x = DistMatrix.random(grid, (8, 6), dtype="float32", layout=batch_layout("y"))
+    y = DistMatrix.random(grid, (8, 4), dtype="float32", layout=batch_layout("x"))
+    train_step(network, optimizer, nn.mse, 1, [(x, y)], None, lambda *_: None)
+    passes.note("step", facts_of(x, y))
+    return model, passes
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_twin_has_the_same_parameters_and_none_of_the_values(comm):
+    with Grid(comm, "fsdp") as grid:
+        net = nn.MLP(grid, [6, 8, 4], norm=True, recompute=True)
+        optimizer = optim.AdamW(net.parameters())
+        model, passes = model_of(grid, net)
+        with dry_grid(grid) as dry:
+            copy, its = twin((net, optimizer), dry)
+            for one, other in zip(net.parameters(), copy.parameters()):
+                assert (one.name, one.form.shape, one.layout) == (other.name, other.form.shape, other.layout)
+                assert one.dtype == other.dtype
+                assert other.grid is dry and not other.library.has_data
+            assert its.parameters == copy.parameters() and its.lr == optimizer.lr and copy.grid is dry
+            assert dry.dry_run.held["weights"] == sum(parameter.stored.local.nbytes for parameter in net.parameters())
+        assert model.volume(passes) and model.problem == ""
+
+
+def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
+    """Ragged last batches and labels; the file is asked for its classes, not for its rows."""
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"], file["y"] = np.full((100, 12), np.nan), np.arange(100) % 3
+    with Grid.dry((2, 1, 3), 2, rank=9) as grid, DataSet(grid, tmp_path / "data.h5") as data:
+        net = nn.MLP(grid, [12, 8, data.classes])
+        loader, validation = (data.loader(32, rows=rows, split_targets=None) for rows in ((0, 80), (80, 100)))
+        assert [(x.shape, y.shape, y.dtype, x.local.shape) for x, y in validation] == [
+            ((20, 12), (20, 1), "int64", (3, 12))]
+        run = Trainer(net, optim.AdamW(net.parameters()), loader, "cross_entropy", 2, validation=validation, clip=1.0)
+        assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}
+        assert run.passes.summary() == {"trained": {32: 4, 16: 2}, "evaluated": {20: 2}, "steps": 6, "evaluations": 2,
+                                        "asked": 9}
+
+
+def test_weights_are_kept_on_a_dry_grid_unless_a_budget_says_else():
+    for budget, gathers in ((None, 2), (0, 3)):
+        with Grid.dry((1, 1, 2)) as grid:
+            nn.Tape.of(grid).parallel.weights.budget = budget
+            step, _ = step_of(grid, (8, 16, 4), 32)
+            step()
+            step()
+            assert grid.ledger.total(phase="gather W").calls == gathers
+
+
+def test_fields_of_a_refused_twin():
+    with Grid.dry((1, 1, 2)) as grid, pytest.raises(Pmm3dError, match="cannot be copied to a grid without data"):
+        twin(Own(grid, table=DistMatrix.random(grid, (4, 4))), grid)
