@@ -68,7 +68,7 @@ def test_shapes_that_do_not_fit(grid, fails):
     layer = nn.Linear(grid, 7, 3, dtype="float64")
     fails(LayoutError, "linear: the input has 5 columns, the weight 7 rows", lambda: layer(x))
     fails(LayoutError, "add: 6 x 5 and 6 x 7 do not go together", lambda: x + wide)
-    fails(LayoutError, "add: 6 x 5 and 6 x 7 do not go together", lambda: x - wide)
+    fails(LayoutError, "subtract: 6 x 5 and 6 x 7 do not go together", lambda: x - wide)
     for loss in (nn.mse, nn.mae, nn.r2):
         fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, wide.value))
         fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, np.ones((6, 5))))
