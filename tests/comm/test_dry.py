@@ -188,19 +188,19 @@ def test_bytes_are_held_by_kind_for_as_long_as_somebody_refers_to_them():
         library, run = grid.library("numpy"), grid.dry_run
         with grid.ledger.holding("weights"):
             weight = library.empty((10, 10), "float32")
-            activation = grid.workspace.array((20, 10), "float64", library)
+            activation = grid.workspace.array((200, 10), "float64", library)
         view = weight[2:].T
         del weight
         with grid.workspace.borrow((5, 5), "float64", library), grid.workspace.slab(1000, library) as slab:
             slab.array((3,), "float32")
-            assert run.held == {"weights": 400, "activations": 1600, "workspace": 1200}
-        assert run.peak == {"weights": 400, "activations": 1600, "workspace": 1200}
+            assert run.held == {"weights": 400, "activations": 16000, "workspace": 1200}
+        assert run.peak == {"weights": 400, "activations": 16000, "workspace": 1200}
         del view
-        assert run.held == {"weights": 0, "activations": 1600, "workspace": 0}
-        assert grid.workspace.in_use() == grid.workspace.most_lent == 1600
+        assert run.held == {"weights": 0, "activations": 16000, "workspace": 0}
+        assert grid.workspace.in_use() == grid.workspace.most_lent == 16000
         grid.workspace.rehearse([500, 900], library)
-        assert run.most == {"weights": 400, "activations": 1600, "workspace": 1400}
-        assert activation.nbytes == 1600 and run.kind == "other"
+        assert run.most == {"weights": 400, "activations": 16000, "workspace": 1400}
+        assert activation.nbytes == 16000 and run.kind == "other"
 
 
 def test_the_ranks_of_a_large_grid_take_no_memory():
