@@ -1,8 +1,8 @@
 """numpy, torch and cupy arrays behind one face; the BLAS; work arrays; random numbers."""
 
-from .dry import DryLibrary
-from .dry_array import DryArray
-from .dry_run import DryRun
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .libraries import (
     check_matrix_dtype,
     dtype_named,
@@ -16,7 +16,20 @@ from .numpy_library import Array, NumpyLibrary
 from .sums import sum_in_order
 from .workspace import Slab, Workspace
 
+if TYPE_CHECKING:  # loaded by dry runs only
+    from .dry import DryLibrary
+    from .dry_array import DryArray
+    from .dry_run import DryRun
+
+_DRY = {"DryLibrary": "dry", "DryArray": "dry_array", "DryRun": "dry_run"}
+
 __all__ = [
     "Array", "DryArray", "DryLibrary", "DryRun", "NumpyLibrary", "Slab", "Workspace", "check_matrix_dtype",
     "dtype_named", "library_here", "library_kind", "library_named", "library_of", "sum_in_order", "take_device",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DRY:
+        raise AttributeError(f"module 'pmm3d.arrays' has no attribute {name!r}")
+    return getattr(import_module(f".{_DRY[name]}", __name__), name)

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..errors import DTypeError, Pmm3dError
 from ..layout import MATRIX_DTYPES
-from .dry_array import DryArray
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
 
@@ -28,7 +27,7 @@ def library_of(array: Array) -> NumpyLibrary:
     if isinstance(array, (np.ndarray, np.generic)):
         _check_plain(array)
         return NumpyLibrary()
-    if isinstance(array, DryArray):
+    if (dry := sys.modules.get(f"{__package__}.dry_array")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         from .torch_library import TorchLibrary

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
-from . import coalesced, collectives, forms
+from . import collectives, forms
 from .collectives import Counts
 from .communicator import OwnedComm
 from .engine import Engine, Pending
@@ -111,11 +111,11 @@ class Axis:
         counts   for each array, the elements of every rank's part: of each only this rank's part is summed
                  (reduce-scatter), the rest of it is left as it is
 
-        The arrays have no gaps. The rest as in `gather_into`; work memory: `coalesced.coalesced_work`.
+        The arrays have no gaps. The rest as in `gather_into`; work memory: `forms.coalesced_work`.
         """
         library = library_of(arrays[0])
         return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library,
-                                 lambda link: coalesced.summed_in_place(link, library, arrays, counts))
+                                 lambda link: forms.coalesced(link, library, arrays, counts))
 
     def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
                       work: Slab | None = None) -> Pending:

@@ -8,25 +8,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from math import prod
+from importlib import import_module
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import (
-    DryLibrary,
-    DryRun,
-    NumpyLibrary,
-    Workspace,
-    library_here,
-    library_kind,
-    library_named,
-)
-from ..arrays.dry_workspace import DryWorkspace
+from ..arrays import NumpyLibrary, Workspace, library_here
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, GridShape, parse_shape, whole_number
+from ..layout import AXES
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
@@ -35,13 +26,15 @@ from .agreement import Terms, agree
 from .axis import Axis
 from .canonical import canonical, in_words
 from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
-from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .engine import Engine, Pending
 from .ledger import Ledger
 from .shapes import checked_axes, chosen_shape
 from .transport import Transport
 from .uncaught import told_once
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from ..arrays import DryRun
 
 
 class Grid:
@@ -176,7 +169,7 @@ class Grid:
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
-            hosts: int = 1) -> DryGrid:
+            hosts: int = 1) -> Grid:
         """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
 
         shape, data, axes   as of a Grid, in numbers or written "GxxGyxGz"
@@ -193,7 +186,9 @@ class Grid:
             ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
             (7568250000, 'gemm')
         """
-        return DryGrid(shape, data, rank, axes, hosts)
+        dry_grid: Any = import_module(f"{__package__}.dry_grid")  # built on this file, and loaded by who runs dry only
+        made: Grid = dry_grid.DryGrid(shape, data, rank, axes, hosts)
+        return made
 
     @property
     def comm(self) -> WatchedComm:
@@ -369,77 +364,3 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
-
-
-class DryGrid(Grid):
-    """A grid without data, on which one process stands for any rank; made by `Grid.dry`."""
-
-    dry_run: DryRun
-
-    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int):
-        self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
-        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
-        self.size = self.shape.size
-        try:
-            known = 0 <= whole_number(rank) < self.size and 1 <= whole_number(hosts) <= self.size
-        except TypeError:
-            known = False
-        if not known:
-            raise GridError(f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}, on at most as many "
-                            f"hosts; got rank {rank!r}, hosts {hosts!r}")
-        self.coords = self.shape.coords(rank)
-        self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
-        self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
-        self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
-        self._axes = {"everyone": self.everyone}
-        for name in self.shape.names:
-            members = self._members(name)
-            self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
-            setattr(self, name, self._axes[name])
-
-    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
-        """The grid of these sizes, of as many ranks as it takes."""
-        others = checked_axes(axes, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
-        sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
-        try:
-            ranks = prod(map(whole_number, (*sizes, data, *others.values())))
-        except TypeError:
-            ranks = 0
-        return chosen_shape(sizes, data, others, ranks, None, "float64", None)
-
-    def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
-        kind = library_kind(name)
-        if kind.partition(":")[0] not in ("numpy", "torch", "cupy"):
-            library_named(name)
-        return DryLibrary(self.dry_run, kind)
-
-    @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
-        """The body runs; there is nobody to compare with."""
-        with self.engine.guard:
-            yield
-
-    def compared(self, what: str, *arguments: Any) -> Callable[[], None]:
-        return lambda: None
-
-    def same_processes(self, other: Grid) -> bool:
-        return other is self
-
-    @property
-    def local_rank(self) -> int:
-        return self.rank % -(-self.size // self.hosts)
-
-    def host_of(self, rank: int) -> str:
-        return f"host {rank // -(-self.size // self.hosts)}"
-
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Refused."""
-        raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
-
-    def close(self) -> None:
-        """What is under way is completed."""
-        if not self.engine.guard.closed:
-            self.engine.close()
-
-    def _leave(self, error: BaseException) -> None:
-        self.engine.guard.closed = True

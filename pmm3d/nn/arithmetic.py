@@ -8,7 +8,7 @@ alike, moves nothing; the gradient of what was repeated is a sum over the rows o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -22,17 +22,22 @@ from .tensor import Tensor, as_tensor, relayout, whole
 
 Operand = Any
 """A Tensor, a DistMatrix or a number."""
+Shape = tuple[int, int]
 __all__ = ["add", "divide", "multiply", "scale", "subtract"]
 
 
 class Slope(NamedTuple):
-    """The derivative by one operand: of(gradient, *operands), of those operands that it needs, by their numbers."""
+    """The derivative by one operand: of(gradient, *operands), of those operands that it needs, by their numbers; None:
+    the gradient as it is."""
 
-    needs: tuple[int, ...]
-    of: Callable[..., Array]
+    needs: tuple[int, ...] = ()
+    of: Callable[..., Array] | None = None
+
+    def along(self, form: Form, gradient: Array, kept: dict[int, Array]) -> Array:
+        return gradient if self.of is None else _by_elements(form, self.of, gradient, *map(kept.get, self.needs))
 
 
-AS_IT_IS, NEGATIVE = Slope((), lambda g: g), Slope((), lambda g: -g)
+AS_IT_IS, NEGATIVE = Slope(), Slope((), lambda g: -g)
 
 
 def add(a: Operand, b: Operand) -> Tensor:
@@ -108,8 +113,9 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
 def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array], slopes: Sequence[Slope]) -> Tensor:
     linear = not any(slope.needs for slope in slopes)
     pair = [each if linear else whole(each) for each in _tensors(a, b)]
-    shape, layout = _together(name, *pair)
-    pair = [relayout(each, _within(each.shape, shape, layout)) for each in pair]
+    _check(name, *pair)
+    shape, layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
+    pair = [relayout(each, place) for each, place in zip(pair, places)]
     form, shards = pair[0].form.like(shape, layout), [each.shard for each in pair]
     out, wanted = _by_elements(form, function, *shards), [each.requires_grad for each in pair]
     needed = sorted({index for slope, wants in zip(slopes, wanted) if wants for index in slope.needs})
@@ -117,11 +123,8 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
 
     def rule(gradient: Array, *kept: Array) -> list[Gradient | None]:
         operands = dict(zip(needed, kept))
-        parts = list[Gradient | None]()
-        for size, (needs, slope), wants in zip(shapes, slopes, wanted):
-            part = _by_elements(form, slope, gradient, *(operands[index] for index in needs)) if wants else None
-            parts.append(None if part is None else summed_to(size, form, part))
-        return parts
+        return [summed_to(size, form, slope.along(form, gradient, operands)) if wants else None
+                for size, slope, wants in zip(shapes, slopes, wanted)]
 
     return pair[0].made(out, pair, rule, keep=[shards[index] for index in needed], shape=shape, layout=layout)
 
@@ -140,8 +143,7 @@ def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     return one, other
 
 
-def _together(name: str, a: Tensor, b: Tensor) -> tuple[tuple[int, int], Layout]:
-    """Shape and layout of the result."""
+def _check(name: str, a: Tensor, b: Tensor) -> None:
     if a.grid is not b.grid:
         raise GridError(f"{name}: the operands are on two Grids ({a.grid.shape} and {b.grid.shape})")
     if (a.dtype, a.library) != (b.dtype, b.library):
@@ -151,24 +153,27 @@ def _together(name: str, a: Tensor, b: Tensor) -> tuple[tuple[int, int], Layout]
     if any(p != q and 1 not in (p, q) for p, q in zip(a.shape, b.shape)):
         raise LayoutError(f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not go together: "
                           "rows and columns must be as many, or one")
-    sizes, axes, units = list[int](), list[tuple[str, ...]](), list[int]()
-    for dim, (p, q) in enumerate(zip(a.shape, b.shape)):
-        taken = b if p == 1 != q else a
-        sizes.append(taken.shape[dim])
-        cut = (taken.layout.rows, taken.layout.cols)[dim]
-        axes.append(tuple(axis for axis in cut if not dim or axis not in axes[0]))
-        units.append(taken.layout.units[dim])
-    sums = a.layout.sums if a.shape == tuple(sizes) else ()
-    return (sizes[0], sizes[1]), Layout(axes[0], axes[1], sums, units)
 
 
-def _within(shape: tuple[int, int], whole: tuple[int, int], layout: Layout) -> Layout:
+@lru_cache(maxsize=1024)
+def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Shape, Layout, list[Layout]]:
+    """Shape and layout of the result, and where the operands must be for it."""
+    from_a = [not p == 1 != q for p, q in zip(a, b)]
+    rows, cols = of_a.rows if from_a[0] else of_b.rows, of_a.cols if from_a[1] else of_b.cols
+    units = [(of_a if taken else of_b).units[dim] for dim, taken in enumerate(from_a)]
+    shape = a[0] if from_a[0] else b[0], a[1] if from_a[1] else b[1]
+    layout = Layout(rows, [axis for axis in cols if axis not in rows], of_a.sums if a == shape else (), units)
+    return shape, layout, [_within(size, shape, layout) for size in (a, b)]
+
+
+def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:
     """Where an operand of that shape must be for a result in a layout: whole in the dims in which it is repeated."""
     rows, cols = (() if size != full else axes for size, full, axes in zip(shape, whole, (layout.rows, layout.cols)))
-    return Layout(rows, cols, layout.sums, [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))])
+    units = [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))]
+    return layout if shape == whole else Layout(rows, cols, layout.sums, units)
 
 
-def summed_to(shape: tuple[int, int], form: Form, gradient: Array) -> Gradient:
+def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
     """The gradient of a matrix of that shape, of one row or column where the result has many, from the gradient of the
     result, which has that form: this rank's sum, over those that it went to here."""
     (rows, cols), sums, units = (form.layout.rows, form.layout.cols), tuple[str, ...](), list(form.layout.units)

@@ -18,7 +18,12 @@ EVERYTHING = slice(None)
 @dataclass(frozen=True)
 class Gradient:
     """A local array, and the layout that it is in: Layout("y", "x", sums=("data", "z")) where this rank has summed over
-    its own rows of a batch, which data and z split."""
+    its own rows of a batch, which data and z split.
+
+        >>> import numpy as np
+        >>> Gradient(np.ones((1, 3)), Layout((), "x", sums=("data", "z"))).layout.summed
+        Layout(rows=(), cols=('x',))
+    """
 
     array: Array
     layout: Layout
@@ -31,6 +36,12 @@ class Product:
     layout   that it naturally has;   shape   of this rank's array
     fill     fill(out, beta, rows): out = beta out + those rows of it
     phase    of the ledger, for the messages that bring it into another layout
+
+        >>> import numpy as np
+        >>> rows, gradient, out = np.ones((4, 3)), np.ones((4, 2)), np.zeros((3, 2))
+        >>> fill = lambda out, beta, part: np.matmul(rows.T[part], gradient, out=out)
+        >>> Product(Layout("y", "x", sums="z"), (3, 2), fill, "reduce dW").fill(out, 0, EVERYTHING).tolist()
+        [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
     """
 
     layout: Layout

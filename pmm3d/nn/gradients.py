@@ -14,7 +14,7 @@ from typing import Protocol
 from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
-from ..comm.coalesced import coalesced_work
+from ..comm.forms import coalesced_work
 from ..layout import FIRST, Layout, itemsize, offsets
 from ..model.volumes import reduce_volume
 from ..product.relayout import relayout

@@ -306,7 +306,7 @@ def test_a_write_to_a_shard_is_seen(comm):
                 assert np.array_equal(x.grad.gather(), U @ expected.T)
                 optimizer.step()
 
-    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+    on_each_grid(comm, check, ALL_GRIDS[comm.size][::2])
 
 
 # Optimizers beside each other
@@ -334,7 +334,7 @@ def test_a_gradient_is_a_true_matrix_whatever_optimizers_there_are(comm):
                     assert_replicas_agree(grid, found)
             del optimizer
 
-    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+    on_each_grid(comm, check, ALL_GRIDS[comm.size][::2])
 
 
 @on_all
@@ -357,4 +357,4 @@ def test_two_optimizers_of_the_same_parameters(comm, sharded_first):
             assert bits(weights_of(layer)) == bits(expected), (grid, turn)
             assert_replicas_agree(grid, {name: getattr(layer, name).value for name in expected})
 
-    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+    on_each_grid(comm, check, ALL_GRIDS[comm.size][::2])

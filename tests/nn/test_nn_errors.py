@@ -67,14 +67,14 @@ def test_shapes_that_do_not_fit(grid, fails):
     x, wide = tensor(grid), tensor(grid, 6, 7)
     layer = nn.Linear(grid, 7, 3, dtype="float64")
     fails(LayoutError, "linear: the input has 5 columns, the weight 7 rows", lambda: layer(x))
-    fails(LayoutError, "add: 6 x 5 and 6 x 7 differ", lambda: x + wide)
-    fails(LayoutError, "add: 6 x 5 and 6 x 7 differ", lambda: x - wide)
+    fails(LayoutError, "add: 6 x 5 and 6 x 7 do not go together", lambda: x + wide)
+    fails(LayoutError, "subtract: 6 x 5 and 6 x 7 do not go together", lambda: x - wide)
     for loss in (nn.mse, nn.mae, nn.r2):
         fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, wide.value))
         fails(LayoutError, "the prediction is 6 x 5; the target is", lambda: loss(x, np.ones((6, 5))))
     norm = nn.LayerNorm(grid, 7, dtype="float64")
     fails(LayoutError, "layer_norm: the input has 5 columns, the layer 7", lambda: norm(x))
-    fails(LayoutError, "differ", lambda: nn.Residual(nn.Linear(grid, 5, 4, dtype="float64"))(x))
+    fails(LayoutError, "do not go together", lambda: nn.Residual(nn.Linear(grid, 5, 4, dtype="float64"))(x))
     fails(Pmm3dError, "made of a DistMatrix; got ndarray", lambda: layer(np.ones((6, 7))))
 
 

@@ -35,8 +35,8 @@ def rows():
         if action.what == "gemm":
             yield f"| GEMM | {action.m} x {action.n} x {action.k} | | nn/dense.py |"
         elif action.what == "begin":
-            yield (f"| begin {numbers[action.number]}: {action.phase} | {action.operation}, {action.received:,} bytes | "
-                   f"{action.axis} | {FILES[action.phase]} |")
+            what = f"begin {numbers[action.number]}: {action.phase} | {action.operation}, {action.received:,} bytes"
+            yield f"| {what} | {action.axis} | {FILES[action.phase]} |"
         elif action.number in numbers:
             yield f"| wait for {numbers[action.number]} | | | |"
 

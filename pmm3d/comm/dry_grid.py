@@ -1,0 +1,93 @@
+"""Grids without data: the face of a Grid for one rank of any grid, in one process without MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+from ..arrays import NumpyLibrary, library_kind, library_named
+from ..arrays.dry import DryLibrary
+from ..arrays.dry_run import DryRun
+from ..arrays.dry_workspace import DryWorkspace
+from ..errors import GridError
+from ..layout import GridShape, parse_shape, whole_number
+from .dry import DryAxis, DryComm, DryEngine, DryLedger
+from .grid import Grid
+from .shapes import checked_axes, chosen_shape
+
+
+class DryGrid(Grid):
+    """A grid without data, on which one process stands for any rank; made by `Grid.dry`."""
+
+    dry_run: DryRun
+
+    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int):
+        self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
+        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
+        self.size = self.shape.size
+        try:
+            known = 0 <= whole_number(rank) < self.size and 1 <= whole_number(hosts) <= self.size
+        except TypeError:
+            known = False
+        if not known:
+            raise GridError(f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}, on at most as many "
+                            f"hosts; got rank {rank!r}, hosts {hosts!r}")
+        self.coords = self.shape.coords(rank)
+        self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
+        self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
+        self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
+        self._axes = {"everyone": self.everyone}
+        for name in self.shape.names:
+            members = self._members(name)
+            self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
+            setattr(self, name, self._axes[name])
+
+    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
+        """The grid of these sizes, of as many ranks as it takes."""
+        others = checked_axes(axes, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
+        sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
+        try:
+            ranks = prod(map(whole_number, (*sizes, data, *others.values())))
+        except TypeError:
+            ranks = 0
+        return chosen_shape(sizes, data, others, ranks, None, "float64", None)
+
+    def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
+        kind = library_kind(name)
+        if kind.partition(":")[0] not in ("numpy", "torch", "cupy"):
+            library_named(name)
+        return DryLibrary(self.dry_run, kind)
+
+    @contextmanager
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+        """The body runs; there is nobody to compare with."""
+        with self.engine.guard:
+            yield
+
+    def compared(self, what: str, *arguments: Any) -> Callable[[], None]:
+        return lambda: None
+
+    def same_processes(self, other: Grid) -> bool:
+        return other is self
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % -(-self.size // self.hosts)
+
+    def host_of(self, rank: int) -> str:
+        return f"host {rank // -(-self.size // self.hosts)}"
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Refused."""
+        raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
+
+    def close(self) -> None:
+        """What is under way is completed."""
+        if not self.engine.guard.closed:
+            self.engine.close()
+
+    def _leave(self, error: BaseException) -> None:
+        self.engine.guard.closed = True
