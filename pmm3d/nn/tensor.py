@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arrays import Array
 from ..comm import Pending
-from ..errors import LayoutError, Pmm3dError
+from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from ..product import DistMatrix
 from ..product.relayout import relayout as relayout_array
@@ -110,10 +110,15 @@ class Tensor:
                  this rank's sum over its rows of a batch; or a `Product`, which is computed where it is wanted. The
                  tape brings each into the parent's layout. A rule refers to no tensor and to no other array
         pending  what must end before the values are there
+
+        Raises GridError for a parent on another grid.
         """
         value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
         tape, node = self.tape, None
         nodes = [parent.node if isinstance(parent, Tensor) else parent for parent in parents]
+        if any(node is not None and node.form.grid is not self.grid for node in nodes):
+            raise GridError(f"an operation on tensors of two Grids: the result is on {self.grid.shape}, and a tensor "
+                            "that went in is on another one")
         if tape.recording and any(nodes):
             if tape.keeping:
                 node = Node(Form.of(value), nodes, rule, [tape.pack(array) for array in keep])

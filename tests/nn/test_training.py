@@ -399,3 +399,23 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     assert re.search(warning, done.stderr), done.stderr
     assert re.search(r"OutOfMemoryError: .*rank 1 \(host \S+\) is out of memory: Unable to allocate .*Predicted for a "
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr
+
+
+SETTLED = """
+from pmm3d.nn.training import build
+made = build._network
+def settled(config, grid, sizes):
+    network = made(config, grid, sizes)
+    if grid.dry_run is None:
+        network.settle(sizes[0])
+    return network
+build._network = settled
+"""
+
+
+def test_the_record_is_as_modelled_where_weights_were_gathered_before(runs):
+    done = runs.train(runs.config(grid='shape = "fsdp"', training="epochs = 1"), before=SETTLED)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((runs.folder / "run" / "run.json").read_text())
+    assert record["modelled"] and any(entry["phase"] == "gather W" for entry in record["moved"])
+    assert all(entry["received"] == entry["model_received"] for entry in record["moved"])

@@ -71,6 +71,7 @@ class RunRecord:
 
     def _begin(self) -> None:
         run, grid = self._run, self._grid
+        run.network.loaded()  # what is gathered of the weights before would not be moved again, unlike in the model
         blas = machine.loaded_blas()
         nodes = hosts(grid.comm, blas.threads)
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
