@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
@@ -200,25 +200,39 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
         def work(size: int) -> Array:
             return borrowed.enter_context(link.workspace.borrow((size,), dtype, library))
 
-        pieces = [flats]
-        if counts is not None:
-            starts = [offsets(each) for each in counts]
-            pieces = [[flat[start[rank] : start[rank + 1]] for flat, start in zip(flats, starts)]
-                      for rank in range(link.size)]
-        packed = flats[0]
-        if len(flats) > 1:
-            packed = work(sum(flat.shape[0] for flat in flats))
-            for part, flat in _beside(packed, chain(*pieces)):
-                part[...] = flat
         if counts is None:
+            packed = flats[0]
+            if len(flats) > 1:
+                packed = work(sum(flat.shape[0] for flat in flats))
+                for part, flat in _beside(packed, flats):
+                    part[...] = flat
             own, wanted = packed, flats
             yield from sum_arrays(link, library, packed, packed)
         else:
-            sizes = [sum(each) for each in zip(*counts)]
-            own, wanted = work(sizes[link.rank]), pieces[link.rank]
+            sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
+            wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
+            packed = flats[0]
+            if len(flats) > 1:
+                packed = work(sum(sizes))
+                _pack_by_rank(packed, flats, counts)
+            own = work(sizes[link.rank])
             yield from reduce_parts(link, library, packed[:, None], own[:, None], sizes)
         for part, flat in _beside(own, wanted) if own is not flats[0] else ():
             flat[...] = part
+
+
+def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:
+    """All parts of rank 0, then those of rank 1, and so on. Ranks whose parts are alike are copied at once: parts of a
+    dim have two sizes, so that there are not more groups of them than arrays and one."""
+    alike = [len(list(ranks)) for _, ranks in groupby(zip(*counts))]
+    first, position, read = 0, 0, [0] * len(flats)
+    for ranks in alike:
+        parts = [each[first] for each in counts]
+        block = packed[position : position + ranks * sum(parts)].reshape(ranks, sum(parts))
+        for index, (flat, part, column) in enumerate(zip(flats, parts, offsets(parts))):
+            block[:, column : column + part] = flat[read[index] : read[index] + ranks * part].reshape(ranks, part)
+            read[index] += ranks * part
+        first, position = first + ranks, position + ranks * sum(parts)
 
 
 def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int

@@ -14,13 +14,13 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .operations import columns, log_softmax, mean, softmax, sum
     from .overlap import Overlap
     from .parameter import Parameter
-    from .tape import Tape, defer_weights, no_grad, no_sync
+    from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
     from .tensor import Tensor, relayout
 
 _MODULES = {
     "compute": ("in_chunks",),
     "contract": ("Gradient", "Product"),
-    "tape": ("Tape", "defer_weights", "no_grad", "no_sync"),
+    "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
     "tensor": ("Tensor", "relayout"),
     "arithmetic": ("add", "divide", "multiply", "scale", "subtract"),
     "operations": ("columns", "log_softmax", "mean", "softmax", "sum"),
@@ -37,7 +37,7 @@ __all__ = [
     "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "columns", "cross_entropy", "defer_weights",
     "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae", "mean", "mse",
     "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "softmax", "subtract",
-    "sum", "tanh",
+    "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

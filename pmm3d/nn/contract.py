@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..errors import LayoutError
+from ..errors import DTypeError, LayoutError
 from ..layout import GridShape, Layout, transitions
 from .compute import Form
 
@@ -60,6 +60,9 @@ def natural(form: Form, part: Part) -> Gradient | Product:
     if isinstance(part, Product):
         return part
     gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
+    dtype = form.library.dtype(gradient.array)
+    if dtype != form.dtype:
+        raise DTypeError(f"a rule returned {dtype} as the gradient of a tensor of {form.dtype}")
     box = gradient.layout.box(form.shape, form.grid.shape, form.grid.coords)
     if tuple(gradient.array.shape) != box.shape:
         raise LayoutError(f"a rule returned an array of shape {tuple(gradient.array.shape)} as the gradient of a "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..arrays import Array
-from ..errors import LayoutError, Pmm3dError
+from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import SINGLE
 from ..product.relayout import relayout as relayout_array
@@ -56,6 +56,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     """
     if x.shape[1] != weight.shape[0]:
         raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
+    others = [weight] if bias is None else [weight, bias]
+    if any(each.grid is not x.grid or each.dtype != x.dtype or each.library != x.library for each in others):
+        raise DTypeError(f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and "
+                         "library, on one Grid")
+    if bias is not None and bias.shape != (1, weight.shape[1]):
+        raise LayoutError(f"linear: the bias is {bias.shape[0]} x {bias.shape[1]}, the weight has {weight.shape[1]} "
+                          "columns")
     if activations not in ACTIVATIONS:
         raise Pmm3dError(f'activations are "replicated" or "sharded"; got {activations!r}')
     k, n = _axes(x, weight)
@@ -69,11 +76,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         bias = relayout(bias, Layout((), n, units=(1, outer)))
     output = Layout((*rows, k) if activations == "sharded" else rows, n, units=(row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         sharded)
-    inputs = schedule.block(x.form, x.shard, schedule.input, "gather I")
+                         sharded, x.tape.parallel.overlap.regather_inputs)
+    inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep = [x.shard if x.tape.parallel.overlap.regather_inputs else inputs]
+    keep = [x.shard if schedule.regathers else inputs]
     keep += [full] if schedule.weight is None and schedule.wanted else []
     return x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
                   shape=schedule.out.shape, layout=output)
@@ -86,6 +93,7 @@ class _Schedule:
     came, out   forms of I as it comes, and of O;   k, n   the axes that split their columns
     rows        the axes that split the rows of what the GEMMs see
     wanted      whether the gradient of I is;   weight   None if it is no parameter whose shards are gathered
+    regathers   whether I is kept as it comes
     """
 
     came: Form
@@ -95,6 +103,7 @@ class _Schedule:
     rows: tuple[str, ...]
     wanted: bool
     weight: Parameter | None
+    regathers: bool
 
     @property
     def input(self) -> Layout:
@@ -110,9 +119,8 @@ class _Schedule:
         """The block of the weight: kept, or gathered."""
         return kept[0] if self.weight is None else Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
 
-    def block(self, form: Form, array: Array, layout: Layout, phase: str) -> Array:
-        """The array with its rows brought together, if they are split more than in that layout."""
-        held = form.layout if tuple(array.shape) == form.local_shape else layout
+    def block(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Array:
+        """The array, which is in the layout `held`, in another one: with its rows brought together."""
         if held == layout:
             return array
         with form.grid.ledger.phase(phase):
@@ -133,8 +141,9 @@ class _Schedule:
 
     def gradients(self, gradient: Array, inputs: Array, *full: Array) -> tuple[Product | None, Product, Product]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
-        gradient = self.block(self.out, gradient, self.result, "gather dO")
-        inputs = self.block(self.came, inputs, self.input, "gather I")
+        kept = self.came.layout if self.regathers else self.input
+        gradient = self.block(self.out, gradient, self.out.layout, self.result, "gather dO")
+        inputs = self.block(self.came, inputs, kept, self.input, "gather I")
         (m, k), n, form = inputs.shape, gradient.shape[1], self.came
         units, outer = form.layout.units, self.out.layout.units[1]
         of_input = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -17,12 +19,10 @@ IDLE_PAUSES = 8
 """A weight that so many passes did not use is taken for one of a network that is gone."""
 
 class Weight(Protocol):
-    """A parameter whose rows are sharded over z. version: counts the changes of its values; handed_out: whether others
-    may write to the shard."""
+    """A parameter whose rows are sharded over z. version: counts the changes of its values that are known."""
 
     form: Form
     version: int
-    handed_out: bool
 
     @property
     def shard(self) -> Array: ...
@@ -32,13 +32,14 @@ class Weight(Protocol):
 class Gathered:
     """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
     is kept. number: in the order of first use; following: the weight that was needed next the last time, by the phase
-    of the pass."""
+    of the pass; promise: the `unchanged` in which it was gathered."""
 
     number: int
     version: int = -1
     nbytes: int = 0
     pending: Pending | None = None
     block: Array = None
+    promise: object = None
     following: dict[str, ref[Weight]] = field(default_factory=dict)
 
 
@@ -60,6 +61,7 @@ class Weights:
         self._numbers, self._pauses = count(), 0
         self._last: tuple[ref[Gathered], str] | None = None
         self.budget: int | None = None
+        self._promise: object = None
 
     def take(self, weight: Weight, phase: str) -> Array:
         """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
@@ -72,7 +74,10 @@ class Weights:
         if self._last is not None and (before := self._last[0]()) is not None:
             before.following[self._last[1]] = ref(weight)
         self._last, block = (ref(gathered), phase), gathered.block
+        if phase == "forward" and (self._promise is None or gathered.promise is not self._promise):
+            block = gathered.block = None
         if block is None:
+            gathered.promise = self._promise
             pending, gathered.pending = gathered.pending or self._start(weight), None
             block = pending.wait()
         self._kept.pop(gathered.number, None)
@@ -84,17 +89,28 @@ class Weights:
         return block
 
     def pause(self) -> None:
-        """What comes next is not known: the values may change before it. Weights out of use are let go, and what is
-        kept of those whose shard somebody may write to."""
+        """What comes next is not known: the values may change before it, unless `unchanged` says that they do not.
+        Weights out of use are let go."""
         self._last = None
-        for weight in self._gathered:
-            weight.version += weight.handed_out
+        if self._promise is None:
+            for gathered in self._gathered.values():
+                gathered.pending = None
         self._pauses += 1
         oldest = self._pauses - IDLE_PAUSES
         self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
         for gathered in self._gathered.values():
             if gathered.number not in self._kept:
                 gathered.block = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """In this context no values change: what is gathered, and kept, serves all forward passes in it."""
+        outer = self._promise
+        self._promise = outer or object()
+        try:
+            yield
+        finally:
+            self._promise = outer
 
     def _of(self, weight: Weight) -> Gathered:
         """What there is of its present values; what is out of date is dropped."""
@@ -110,6 +126,9 @@ class Weights:
         following = gathered.following[phase]() if phase in gathered.following else None
         if following is not None and following is not weight:
             ahead = self._of(following)
+            next_pass = phase == "forward" and ahead.number <= gathered.number
+            if next_pass and self._promise is None:
+                return
             if ahead.block is None and ahead.pending is None:
                 ahead.pending = self._start(following)
 

@@ -15,6 +15,7 @@ from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..comm.forms import coalesced_work
+from ..errors import Pmm3dError
 from ..layout import FIRST, Layout, itemsize, offsets
 from ..model.volumes import reduce_volume
 from ..product.relayout import relayout
@@ -34,12 +35,14 @@ class State(Enum):
     OPEN      this rank's part: the sums over other ranks are still to be begun
     SUMMING   they are under way
     SUMMED    it is whole: the same on all ranks that hold the same part
+    BROKEN    a backward pass ended with an error: it is to be forgotten
     """
 
     EMPTY = "empty"
     OPEN = "open"
     SUMMING = "summing"
     SUMMED = "summed"
+    BROKEN = "broken"
 
 
 @dataclass(eq=False)
@@ -135,6 +138,7 @@ class Leaf(Protocol):
     """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None."""
 
     name: str
+    version: int
     shape: tuple[int, int]
 
     @property
@@ -165,6 +169,9 @@ class Gradients:
 
     def add(self, record: Accumulated, part: Part) -> None:
         """Add a part to a parameter's gradient."""
+        if record.state is State.BROKEN:
+            raise Pmm3dError("backward: an earlier backward pass ended with an error and left gradients that are not "
+                             "whole: forget them first (optimizer.zero_grad())")
         found = natural(record.form, part)
         landed, kind, axis = landing(found.layout, record.form.layout, self._grid.shape)
         if record in self._bucket:
@@ -183,7 +190,7 @@ class Gradients:
             self._put(record)
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
-        self._agree()
+        self.agree()
         cols, counts = out.shape[1], record.form.counts(axis.name)
         partial = self._partials.take(record.form, (sum(counts), cols))
         _fill(part, partial, 0)
@@ -197,7 +204,7 @@ class Gradients:
 
     def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
         """By way of an array of its own: what takes more than one step, or is not added on this rank."""
-        self._agree()
+        self.agree()
         array, form = getattr(part, "array", None), record.form
         if isinstance(part, Product):
             array = form.new(part.shape)
@@ -210,7 +217,7 @@ class Gradients:
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
-        self._agree()
+        self.agree()
         used = list(self._open)
         summed, self._open = (used, {}) if self._sync else ([], self._open)
         for name in self._grid.shape.names:
@@ -231,7 +238,20 @@ class Gradients:
         self._rehearse(used)
         self.begin(self._sync, self._overlap, Counter(), lambda: None)
 
-    def _agree(self) -> None:
+    def forget(self, record: Accumulated) -> None:
+        """There is no gradient any more."""
+        record.state = State.EMPTY
+        self._open.pop(record, None)
+
+    def abandon(self) -> None:
+        """The backward pass ended with an error: what it has begun is of no use."""
+        for record in self._open:
+            record.state, record.pending = State.BROKEN, None
+        self._open, self._work = {}, {}
+        self.begin(self._sync, self._overlap, Counter(), lambda: None)
+
+    def agree(self) -> None:
+        """Before the first message of a backward pass: all ranks do the same in it. Raises if not."""
         agreed, self._agreed = self._agreed, lambda: None
         agreed()
 
@@ -267,7 +287,7 @@ class Gradients:
 
     def _sum(self, axis: Axis, members: list[Accumulated], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
-        self._agree()
+        self.agree()
         before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
         arrays = [member.array for member in members]
         counts = [member.data_counts for member in members] if members[0].split else None

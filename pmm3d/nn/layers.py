@@ -27,6 +27,8 @@ from .tape import Tape, no_grad, outside, propagate
 from .tensor import Tensor, as_tensor
 
 Layer = Callable[[Tensor], Tensor]
+State = tuple[dict[str, int], "dict[Module, bool]"]
+"""Of a network: `Module.random_state`, and which modules train."""
 
 
 class Module:
@@ -362,26 +364,37 @@ class Recompute(Module):
         tape = x.tape
         if not tape.recording:
             return self.module(x)
-        random_state, first = self.module.random_state(), next(tape.numbers)
+        state, first = self._state(), next(tape.numbers)
         with tape.set(keeping=False):
             out = self.module(x)
         form, node, outer = x.form, x.node, outside(out.node, first)
 
         def rule(gradient: Array, value: Array) -> list[Array]:
-            again = self._again(Tensor(form.matrix(value), node=node), random_state, gradient)
+            again = self._again(Tensor(form.matrix(value), node=node), state, gradient)
             return [again.get(parent.number) for parent in outer]
 
         return x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
 
-    def _again(self, x: Tensor, random_state: dict[str, int], gradient: Array) -> dict[int, Array]:
-        """Forward once more, with the same random numbers, then backward through what was made here: number -> gradient
-        of what was made before and went in. Parameters take theirs at once."""
+    def _state(self) -> State:
+        """What a forward pass depends on besides its input and the parameters."""
+        return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
+
+    def _set_state(self, state: State) -> None:
+        self.module.set_random_state(state[0])
+        for module, training in state[1].items():
+            module.training = training
+
+    def _again(self, x: Tensor, state: State, gradient: Array) -> dict[int, Array]:
+        """Forward once more, as it was, then backward through what was made here: number -> gradient of what was made
+        before and went in. Parameters take theirs at once."""
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
-        held, now, first = workspace.in_use(), self.module.random_state(), next(tape.numbers)
-        self.module.set_random_state(random_state)
-        with tape.set(recording=True, phase="recompute"):
-            out = self.module(x)
-        self.module.set_random_state(now)
+        held, now, first = workspace.in_use(), self._state(), next(tape.numbers)
+        self._set_state(state)
+        try:
+            with tape.set(recording=True, phase="recompute"):
+                out = self.module(x)
+        finally:
+            self._set_state(now)
         node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del out, x

@@ -54,18 +54,19 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
     prediction = whole(prediction)
-    form, local, target_local = prediction.form, prediction.shard, _aligned(prediction, target)
-    xp = array_namespace(local)
+    form, local, aligned = prediction.form, prediction.shard, _aligned(prediction, target)
+    xp, of_target = array_namespace(local), aligned.requires_grad
     with computing(form.grid, "loss"):
-        difference = elementwise(form, lambda p, t: p - t, local, target_local)
+        difference = elementwise(form, lambda p, t: p - t, local, aligned.shard)
         total = xp.sum(elementwise(form, lambda d: value(d, xp), difference))
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
-    def rule(gradient: Array, difference: Array) -> tuple[Array]:
+    def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
         factor = float(gradient[0, 0]) * weight
-        return (elementwise(form, lambda d: factor * derivative(d, xp), difference),)
+        slope = elementwise(form, lambda d: factor * derivative(d, xp), difference)
+        return slope, elementwise(form, lambda part: -part, slope) if of_target else None
 
-    return _mean(prediction, total, weight, rule, (difference,), prediction.layout.cols)
+    return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
 
 
 def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
@@ -101,7 +102,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
             dx[rows, columns] -= factor
         return (dx,)
 
-    return _mean(logits, total, weight, rule, (local, normalizer, rows, columns))
+    return _mean((logits,), total, weight, rule, (local, normalizer, rows, columns))
 
 
 def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
@@ -141,23 +142,24 @@ def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Ar
         return log_sum_exp(form, local, 1, chosen)
 
 
-def _mean(like: Tensor, total: Array, weight: float, rule: Rule, keep: Sequence[Array], axes: Iterable[str] = ()
-          ) -> Tensor:
+def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, keep: Sequence[Array],
+          axes: Iterable[str] = ()) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
+    like = parents[0]
     value = like.form.filled(0).local
     value[...] = total * weight
     with like.grid.ledger.phase("loss"):
         pending = added(like.grid, value, (*like.layout.rows, *axes))
-    return like.made(value, (like,), rule, keep=keep, shape=(1, 1), layout=SCALAR,
+    return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=SCALAR,
                      pending=pending[-1] if pending else None)
 
 
-def _aligned(prediction: Tensor, target: Matrix) -> Array:
-    """The shard of the target that goes with this rank's shard of the prediction."""
+def _aligned(prediction: Tensor, target: Matrix) -> Tensor:
+    """The target in the layout of the prediction."""
     shape = getattr(target, "shape", type(target).__name__)
     if not isinstance(target, (Tensor, DistMatrix)) or shape != prediction.shape:
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
-    return relayout(as_tensor(target), prediction.layout).shard
+    return relayout(as_tensor(target), prediction.layout)
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
@@ -196,7 +198,7 @@ class R2:
         self._like: Form | None = None
 
     def add(self, prediction: Tensor, target: Matrix) -> R2:
-        library, aligned = prediction.library, _aligned(prediction, target)
+        library, aligned = prediction.library, _aligned(prediction, target).shard
         if library.has_data:
             wanted = np.asarray(library.to_numpy(aligned), np.float64)
             error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)

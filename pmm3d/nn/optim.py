@@ -57,7 +57,7 @@ class Optimizer:
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
         for parameter in self.parameters:
-            parameter.accumulated.owners.add(self.shard_over_data)
+            parameter.accumulated.owners.add(self._splits(parameter))
 
     def step(self) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective. Raises Pmm3dError, on every
@@ -70,7 +70,7 @@ class Optimizer:
                 with computing(self.grid, "update"):
                     self._change(parameter)
                 parameter.version += 1
-                if self.shard_over_data:
+                if self._splits(parameter):
                     own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
                     gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts))
             for gather in gathers:
@@ -124,24 +124,25 @@ class Optimizer:
         before = self.gradient_norm()
         if before > norm:
             for parameter in self._filled():
-                self._own(parameter, self._gradient(parameter))[...] *= norm / before
+                array, record = self._gradient(parameter), parameter.accumulated
+                (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= norm / before
         return before
 
     def _filled(self) -> list[Parameter]:
         """The parameters that have a gradient, summed over all ranks."""
         states = {parameter: parameter.accumulated.state for parameter in self.parameters}
-        if State.OPEN in states.values():
-            name = next(parameter.name for parameter, state in states.items() if state is State.OPEN)
-            raise Pmm3dError(f"{type(self).__name__}: the gradient of {name or 'a parameter'} is not summed over the "
-                             "ranks yet: the last backward pass before a step must be outside of no_sync, and a queue "
-                             "of defer_weights drained")
+        unfit = next((each for each, state in states.items() if state not in (State.EMPTY, State.SUMMED)), None)
+        if unfit is not None:
+            raise Pmm3dError(f"{type(self).__name__}: the gradient of {unfit.name or 'a parameter'} is not summed over "
+                             "the ranks: the last backward pass before a step must be outside of no_sync, and a queue "
+                             "of defer_weights drained; after one that ended with an error, zero_grad() forgets it")
         return [parameter for parameter, state in states.items() if state is State.SUMMED]
 
     def _gradient(self, parameter: Parameter) -> Array:
         """The summed gradient, in an array like the parameter's shard; brought together along data if others left it
         split, and this optimizer needs all of it."""
         record = parameter.accumulated
-        if record.split and not self.shard_over_data:
+        if record.split and not self._splits(parameter):
             flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts
             start, stop = offsets(counts)[self.grid.data.index :][:2]
             self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
@@ -158,7 +159,7 @@ class Optimizer:
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
         flat, index = array.reshape(-1), self.grid.data.index
-        if not self.shard_over_data:
+        if not self._splits(parameter):
             return flat
         return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
 
@@ -173,7 +174,11 @@ class Optimizer:
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.accumulated.split_layout if self.shard_over_data else parameter.layout
+        return parameter.accumulated.split_layout if self._splits(parameter) else parameter.layout
+
+    def _splits(self, parameter: Parameter) -> bool:
+        """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""
+        return self.shard_over_data and "data" not in parameter.layout.splitting
 
 
 class SGD(Optimizer):

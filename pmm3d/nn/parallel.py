@@ -53,8 +53,12 @@ class Parallel:
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
             self.gradients.begin(sync and self.deferred is None, self.overlap, records, agreed)
-            yield
-            self.gradients.finish()
+            try:
+                yield
+                self.gradients.finish()
+            except BaseException:
+                self.gradients.abandon()
+                raise
         self.weights.pause()
         memory["arrays, most at once"] = grid.workspace.most_lent
 

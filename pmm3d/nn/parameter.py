@@ -21,8 +21,8 @@ class Parameter(Tensor):
     accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
     has_state    whether an optimizer has a state for it, in its present layout
 
-    What is written to `local` or `value.local`, or to an array that was taken from them, counts from the next pass on:
-    once they were handed out, the shards are gathered anew in each.
+    What is written to `local` or `value.local`, or to an array that was taken from them, counts in the next forward
+    pass, which gathers the shards anew (unless in `nn.unchanged`).
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="fsdp") as grid:
@@ -31,17 +31,15 @@ class Parameter(Tensor):
     """
 
     version = 0
-    has_state = handed_out = False
+    has_state = False
     accumulated: Accumulated
 
     def __init__(self, value: DistMatrix):
+        if value.layout.on(value.grid.shape).sums:
+            raise LayoutError(f"a Parameter in {value.layout}: no rank has its values; "
+                              "Parameter(value.redistribute(value.layout.summed))")
         self.accumulated = Accumulated(Form.of(value))
         super().__init__(value, requires_grad=True)
-
-    @property
-    def value(self) -> DistMatrix:
-        self.handed_out = True
-        return self._value
 
     @property
     def stored(self) -> DistMatrix:
@@ -67,7 +65,7 @@ class Parameter(Tensor):
     def grad(self, value: DistMatrix | None) -> None:
         if value is not None:
             raise LayoutError("a parameter's grad can be set to None only, which forgets it")
-        self.accumulated.state = State.EMPTY
+        self.tape.parallel.gradients.forget(self.accumulated)
 
     def receive(self, part: Part) -> None:
         """Take a part of the gradient; the queue of `defer_weights` may have it first."""

@@ -72,23 +72,38 @@ class Tape:
             vars(self).update(before)
 
 
+def _leaf_of(node: Node | None) -> Leaf | None:
+    """The tensor that a gradient ends in there, if it does and somebody still has it."""
+    return None if node is None or node.leaf is None else node.leaf()
+
+
 class Node:
     """An operation on the tape, or a tensor that a gradient ends in.
 
     form      of the result;   number: nodes are numbered as they are made
     parents   the nodes of what went in, None where no gradient is needed
     rule      None for a leaf, and once a backward pass has used it
+    versions  of the values of the parents that are leaves
     kept      what the rule needs, as `Tape.pack` left it
     leaf      a weak reference to the tensor that a gradient ends in
     """
 
-    __slots__ = ("__weakref__", "form", "kept", "leaf", "number", "parents", "rule")
+    __slots__ = ("__weakref__", "form", "kept", "leaf", "number", "parents", "rule", "versions")
 
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
                  kept: Sequence[Any] = (), leaf: Leaf | None = None):
         self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
         self.leaf = None if leaf is None else ref(leaf)
         self.number = next(Tape.of(form.grid).numbers)
+        self.versions = [(ref(leaf), leaf.version) for leaf in map(_leaf_of, parents) if leaf is not None]
+
+    def check(self) -> None:
+        """Raises Pmm3dError if a backward pass cannot come here."""
+        if self.used:
+            raise Pmm3dError(USED)
+        leaves = [(leaf(), version) for leaf, version in self.versions]
+        if any(leaf is not None and leaf.version != version for leaf, version in leaves):
+            raise Pmm3dError(CHANGED)
 
     @property
     def used(self) -> bool:
@@ -107,6 +122,10 @@ class Node:
 USED = ("backward: a part of what made this tensor was used already, by another backward pass, or is inside a "
         "Recompute, which keeps nothing of it. Add the losses and call backward once, or compute the shared part anew "
         "for each")
+
+
+CHANGED = ("backward: a parameter was changed, or moved to another layout, since the forward pass. Call backward "
+           "before the optimizer's step, and net.settle(features) before a layer's weight is used elsewhere")
 
 
 def reachable(last: Node) -> Iterator[Node]:
@@ -144,10 +163,9 @@ def uses(last: Node) -> Counter[Leaf]:
     tape was used already."""
     found: Counter[Leaf] = Counter()
     for node in reachable(last):
-        if node.used:
-            raise Pmm3dError(USED)
+        node.check()
         for end in [node] if node is last and node.leaf else node.parents:
-            leaf = end.leaf() if end is not None and end.leaf is not None else None
+            leaf = _leaf_of(end)
             if leaf is not None:
                 found[leaf] += 1
     return found
@@ -232,11 +250,36 @@ class WeightProducts:
     def drain(self) -> None:
         """Do them all; then the gradients are as after a backward pass. Collective."""
         tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
-        with tape.parallel.backward(tape.syncing, Counter(parameter for parameter, _ in waiting)):
+        uses = Counter(parameter for parameter, _ in waiting)
+        with not_deferred(tape.parallel), tape.parallel.backward(tape.syncing, uses):
             while waiting:
                 parameter, part = waiting.pop(0)
                 parameter.receive(part)
                 del part
+
+
+@contextmanager
+def not_deferred(parallel: Parallel) -> Iterator[None]:
+    before, parallel.deferred = parallel.deferred, None
+    try:
+        yield
+    finally:
+        parallel.deferred = before
+
+
+@contextmanager
+def unchanged(grid: Grid) -> Iterator[None]:
+    """In this context no weight changes: where gathered weights are kept (`Overlap.reshard_after_forward`), they serve
+    all forward passes in it, not only the backward pass after each. For the batches of one step, or of an evaluation.
+
+        >>> from pmm3d import DistMatrix, nn
+        >>> with Grid(shape="fsdp") as grid, unchanged(grid), no_grad(grid):
+        ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     (net(x) - net(x)).gather().any()
+        np.False_
+    """
+    with Tape.of(grid).parallel.weights.unchanged():
+        yield
 
 
 @contextmanager

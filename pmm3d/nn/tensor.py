@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arrays import Array
 from ..comm import Pending
-from ..errors import GridError, LayoutError, Pmm3dError
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Box, Layout
 from ..product import DistMatrix
 from ..product.relayout import relayout as relayout_array
@@ -52,6 +52,7 @@ class Tensor:
 
     grad: DistMatrix | None
     name = ""
+    version = 0
     accumulated: Accumulated | None = None
 
     def __init__(self, value: DistMatrix, *, requires_grad: bool = False, node: Node | None = None,
@@ -153,6 +154,9 @@ class Tensor:
                 raise LayoutError(f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
                                   f"{self.shape[0]} x {self.shape[1]}")
             given = gradient.value if isinstance(gradient, Tensor) else gradient
+            if given.dtype != self.dtype or given.grid is not self.grid:
+                raise DTypeError(f"backward: the gradient is {given!r}, the tensor {self._value!r}: they must be of "
+                                 "one type, on one Grid")
             return given.redistribute(self.layout.summed).local
         if self.shape != (1, 1):
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
@@ -169,7 +173,9 @@ class Tensor:
     def receive(self, part: Part) -> None:
         """Take a part of the gradient that a backward pass brings here."""
         gradient = brought(self.form, part).wait()
-        if self.grad is not None:
+        if self.grad is None:
+            gradient = self.library.copy(gradient)
+        else:
             gradient = elementwise(self.form, plus, self.grad.local, gradient)
         self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
 

@@ -13,7 +13,7 @@ from .. import loss as losses
 from ..dry import Facts
 from ..layers import Module
 from ..optim import Optimizer
-from ..tape import Tape
+from ..tape import Tape, unchanged
 from ..tensor import Tensor
 
 Batch = tuple[DistMatrix, DistMatrix]
@@ -34,13 +34,14 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, size: int, bat
     """The loss of a step of so many batches, and the norm of the gradient if it is clipped. check(input, what, value)
     may raise before anything is changed."""
     value = 0.0
-    for index, (x, y) in enumerate(batches):
-        result = loss(network(x), y)
-        result = result if size == 1 else result / size
-        with Tape.of(network.grid).set(syncing=index == size - 1):
-            result.backward()
-        value += result.item()
-        check(x, "the loss is", value)
+    with unchanged(network.grid):
+        for index, (x, y) in enumerate(batches):
+            result = loss(network(x), y)
+            result = result if size == 1 else result / size
+            with Tape.of(network.grid).set(syncing=index == size - 1):
+                result.backward()
+            value += result.item()
+            check(x, "the loss is", value)
     norm = optimizer.clip(clip) if clip else None
     if norm is not None:
         check(x, "the gradient's norm is", norm)

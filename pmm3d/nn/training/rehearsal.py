@@ -12,6 +12,7 @@ from ...errors import Pmm3dError
 from ..dry import dry_grid, memory, twin, untouched
 from ..layers import Module
 from ..optim import Optimizer
+from ..tape import unchanged
 from .passes import Evaluation, Event, Loss, Passes, loss_named, train_step
 
 Volume = dict[Key, Entry]
@@ -41,6 +42,7 @@ class Rehearsal:
         elif event.what == "batch":
             if self._last.what != "batch" or self._evaluation is None:
                 self._evaluating.enter_context(self.network.evaluating())
+                self._evaluating.enter_context(unchanged(self.grid))
                 self._evaluation = Evaluation(self.network, self._loss)
             self._evaluation.add(*batches[0])
         elif event.what == "evaluated" and self._evaluation is not None:

@@ -16,7 +16,7 @@ from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
 from ..layers import Module
-from ..tape import Tape
+from ..tape import Tape, unchanged
 from ..tensor import Tensor
 from .pace import Pace
 from .passes import Batch, Evaluation, Loss, Passes, facts_of, loss_named, train_step
@@ -313,7 +313,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss) -> dict[str, 
         {'loss': 0.0, 'r2': 1.0}
     """
     evaluation = Evaluation(network, loss)
-    with network.evaluating():
+    with network.evaluating(), unchanged(network.grid):
         for x, y in loader:
             evaluation.add(x, y)
     return evaluation.figures()
