@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..arrays import Array
-from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import SINGLE
 from ..product.relayout import relayout as relayout_array
@@ -57,9 +57,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     if x.shape[1] != weight.shape[0]:
         raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
     others = [weight] if bias is None else [weight, bias]
-    if any(each.grid is not x.grid or each.dtype != x.dtype or each.library != x.library for each in others):
+    if any(each.grid is not x.grid for each in others):
+        raise GridError(f"linear: tensors of two Grids: the input is {x!r}, weight and bias {others!r}")
+    if any(each.dtype != x.dtype or each.library != x.library for each in others):
         raise DTypeError(f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and "
-                         "library, on one Grid")
+                         "library")
     if bias is not None and bias.shape != (1, weight.shape[1]):
         raise LayoutError(f"linear: the bias is {bias.shape[0]} x {bias.shape[1]}, the weight has {weight.shape[1]} "
                           "columns")

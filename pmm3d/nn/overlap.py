@@ -28,8 +28,8 @@ class Overlap:
                             that is cut differently
     bucket_bytes            gradients are summed over data once this much has come together
     reshard_after_forward   True: gathered weights are dropped after the forward pass and gathered again for the
-                            backward pass; False: kept until they change; None: kept while they take no more than
-                            `keep_bytes`
+                            backward pass; False: kept for it, and from pass to pass in `nn.unchanged`; None: kept while
+                            they take no more than `keep_bytes`
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
     regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
                             the shard, and gather it again for the backward pass; False: keep what was gathered

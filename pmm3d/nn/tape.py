@@ -83,26 +83,26 @@ class Node:
     form      of the result;   number: nodes are numbered as they are made
     parents   the nodes of what went in, None where no gradient is needed
     rule      None for a leaf, and once a backward pass has used it
-    versions  of the values of the parents that are leaves
+    leaves    those of the parents, with the versions of their values: kept, so that what is summed does not depend on
+              when a rank's garbage is collected
     kept      what the rule needs, as `Tape.pack` left it
     leaf      a weak reference to the tensor that a gradient ends in
     """
 
-    __slots__ = ("__weakref__", "form", "kept", "leaf", "number", "parents", "rule", "versions")
+    __slots__ = ("__weakref__", "form", "kept", "leaf", "leaves", "number", "parents", "rule")
 
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
                  kept: Sequence[Any] = (), leaf: Leaf | None = None):
         self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
         self.leaf = None if leaf is None else ref(leaf)
         self.number = next(Tape.of(form.grid).numbers)
-        self.versions = [(ref(leaf), leaf.version) for leaf in map(_leaf_of, parents) if leaf is not None]
+        self.leaves = [(leaf, leaf.version) for leaf in map(_leaf_of, parents) if leaf is not None]
 
     def check(self) -> None:
         """Raises Pmm3dError if a backward pass cannot come here."""
         if self.used:
             raise Pmm3dError(USED)
-        leaves = [(leaf(), version) for leaf, version in self.versions]
-        if any(leaf is not None and leaf.version != version for leaf, version in leaves):
+        if any(leaf.version != version for leaf, version in self.leaves):
             raise Pmm3dError(CHANGED)
 
     @property

@@ -94,7 +94,7 @@ def trained(grid, sizes, rows, loss, split_over_data, clip, accumulate, overlap,
         train_step(net, optimizer, function, len(given), given, 1.0 if clip else None, lambda *_: None)
         passes.note("step", *(facts_of(x, y) for x, y in given))
         if evaluates and step in (0, 2):
-            with net.evaluating():
+            with net.evaluating(), nn.unchanged(grid):
                 evaluation = Evaluation(net, function)
                 for x, y in batches(9, (rows * 2)[:evaluates]):
                     evaluation.add(x, y)
