@@ -34,7 +34,7 @@ def devices(comm, monkeypatch):
     here = OnDevice(comm.rank)
     for place in ("stored", "matrix", "checks"):
         monkeypatch.setattr(f"pmm3d.product.{place}.library_of", lambda array: here, raising=False)
-    monkeypatch.setattr("pmm3d.product.matrix.library_here", lambda name: here, raising=False)
+    monkeypatch.setattr("pmm3d.comm.grid.library_here", lambda name: here, raising=False)
     OnDevice.allocated.clear()
     return OnDevice.allocated
 
@@ -66,7 +66,7 @@ def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
 
 
 def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):
-    monkeypatch.setattr("pmm3d.product.matrix.library_here", lambda name: NumpyLibrary())
+    monkeypatch.setattr("pmm3d.comm.grid.library_here", lambda name: NumpyLibrary())
     DistMatrix.empty(grid, (2, 2), library=f"torch:cuda:{grid.rank}")
 
 
