@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from inspect import cleandoc
@@ -56,6 +55,7 @@ def train_command(
     """
     with all_ranks() as comm:
         from ..nn.training import config as configuration
+        from ..nn.training.described import as_toml
         from ..nn.training.job import train_job
 
         def first() -> configuration.Config:
@@ -65,7 +65,7 @@ def train_command(
         loaded = on_first(comm, first)
         if show:
             if comm.rank == 0:
-                say(json.dumps(loaded.model_dump(mode="json"), indent=2))
+                say(as_toml(loaded))
             return
         finished = train_job(loaded, comm, resume, trace)
     if not finished:

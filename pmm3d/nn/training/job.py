@@ -39,6 +39,7 @@ def _train_on(run: Trainer, resume: str, trace: Path | None) -> bool:
         run.resume(Path(resume))
     elif not run.resume():
         _refuse_if_requeued(run)
+    _warm_start(run)
     if run.grid.rank == 0:
         print(printable(run.describe()), file=sys.stderr, flush=True)
     finished = run.run()
@@ -48,6 +49,18 @@ def _train_on(run: Trainer, resume: str, trace: Path | None) -> bool:
     if trace:
         run.grid.write_trace(trace)
     return finished
+
+
+def _warm_start(run: Trainer) -> None:
+    """Begin with the weights of training.weights, unless the run goes on from a checkpoint of its own."""
+    weights = run.settings["training"]["weights"]
+    if weights and not run.step:
+        from ..exchange import load_weights  # type: ignore[attr-defined]
+
+        load_weights(run.network, weights)
+    if weights and run.grid.rank == 0:
+        said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
+        print(printable(f"training.weights = {weights}: {said}"), file=sys.stderr, flush=True)
 
 
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
