@@ -22,9 +22,9 @@ MOST_SHOWN = 60
 """Characters of a value that does not fit."""
 WIDTH = 118
 """Of a comment's line."""
-HEAD = ("The configuration of pmm3d train with every key: its meaning, what it may be, and its value. What is left out, "
-        "or has no effect beside other keys, is a comment. Relative paths begin where the command runs; ~ and $NAME are "
-        "expanded.")
+HEAD = ("The configuration of pmm3d train with every key: its meaning, what it may be, and its value. What is left "
+        "out, or has no effect beside other keys, is a comment. Relative paths begin where the command runs; ~ and "
+        "$NAME are expanded.")
 
 
 def as_toml(config: Section) -> str:
