@@ -189,8 +189,9 @@ def test_mistakes_in_the_configuration(runs, changes, text):
 def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(runs):
     assert runs.train(runs.config(training="epochs = 1")).returncode == 0
     before = runs.checkpoints()
-    done = runs.train(runs.config(training="epochs = 2", network="bias = false"), "--resume", "auto")
-    fails(done, "0.bias")
+    config = runs.config(training="epochs = 2", network="bias = false")
+    fails(runs.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
+    fails(runs.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert runs.checkpoints() == before
 
 

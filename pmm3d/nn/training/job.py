@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
+from .best_effort import attempt
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -41,14 +41,16 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
         run.resume(Path(resume), accept)
     elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
-    if run.grid.rank == 0:
-        print(printable(run.describe()), file=sys.stderr, flush=True)
+    if run.log is not None:
+        run.log.say(printable(run.describe()))
     finished = run.run()
     _refuse_to_stand_still(run, finished)
     if run.grid.rank == 0:
-        print(printable(run.summary()))
+        attempt("the summary could not be printed", lambda: print(printable(run.summary()), flush=True))
     if trace:
-        run.grid.write_trace(trace)
+        attempt(f"the trace {trace} could not be written", lambda: run.grid.write_trace(trace))
+    if finished and run.log is not None:
+        run.log.draw_at_exit()
     return finished
 
 

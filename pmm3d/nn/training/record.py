@@ -24,6 +24,7 @@ from ...model.environment import job_id
 from ...product import DistMatrix
 from ..layers import MLP, Module
 from ..tensor import Tensor
+from .best_effort import attempt
 from .rehearsal import Model, settle
 from .run import Run
 from .run_log import logger
@@ -44,7 +45,8 @@ class RunRecord:
     It covers the run from its latest start on; of earlier starts in the folder the totals are kept (`starts`). Times
     are seconds, sizes bytes; lists have one number a rank.
 
-    resumed_from   the checkpoint from which the run goes on, or None;   retired   those of an abandoned branch
+    resumed_from   the checkpoint from which the run goes on, or None
+    retired        those of the branch that was left for it
     """
 
     def __init__(self, run: Run, folder: Path):
@@ -72,7 +74,7 @@ class RunRecord:
 
     def _begin(self) -> None:
         run, grid = self._run, self._grid
-        run.state.network.loaded()  # what is gathered of the weights before would not be moved again, unlike in the model
+        run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.loaded_blas()
         nodes = hosts(grid.comm, blas.threads)
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
@@ -106,9 +108,12 @@ class RunRecord:
         if state != "running":
             self._event(state, f"after {self._run.passes.steps} steps")
         drain(self._grid)
-        ranks = self._grid.comm.gather(self._own_figures())
+        own: list[Document] = []
+        attempt(f"{self._path} lacks this rank's figures", lambda: own.append(self._own_figures()))
+        ranks = self._grid.comm.gather(own)
         if ranks is not None:
-            self._merge(ranks)
+            attempt(f"{self._path} could not be brought up to date",
+                    lambda: self._merge([rank for (rank,) in ranks]))
             self._store(state)
 
     def _event(self, what: str, text: str, **figures: float) -> None:
@@ -142,7 +147,8 @@ class RunRecord:
         keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
         problem = next((rank["problem"] for rank in ranks if rank["problem"]), "")
         document.update({
-            "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.recipe.epochs, "steps": run.recipe.steps,
+            "written": _now(), "step": run.step, "epoch": run.loader.epoch,
+            "epochs": run.recipe.epochs, "steps": run.recipe.steps,
             "figures": run.figures, "passes": run.passes.summary(), "modelled": not problem, "not_modelled": problem,
             "ranks": {**columns,
                       "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
@@ -173,9 +179,9 @@ class RunRecord:
         try:
             temporary.write_text(json.dumps(self._document) + "\n")
             os.replace(temporary, self._path)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             if not self._warned:
-                logger.warning(f"{self._path} could not be written: {error.strerror}")
+                logger.warning(f"{self._path} could not be written: {error}")
             self._warned = True
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Pmm3dError
 from ...product import DistMatrix
 from ..tensor import Tensor
+from .metrics import METRICS
 from .passes import Loss, Passes
 from .run_log import RunLog
 from .signals import Signals
@@ -112,4 +113,7 @@ class Run:
         lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
         if self.saved is not None and self.checkpoints is not None:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
+        if self.log is not None:
+            folder = self.log.folder
+            lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
         return "\n".join(lines)

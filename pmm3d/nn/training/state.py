@@ -1,5 +1,4 @@
-"""All that a training has learned and how far it is, as checkpoints hold it: for the Trainer and for loops of one's own.
-"""
+"""What a training has learned and how far it is, as checkpoints hold it: for the Trainer and for loops of one's own."""
 
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ class TrainState:
                                  "weights alone (training.weights, nn.exchange.load_weights)")
             refuse(self._batches(facts), accept)
 
-    def load(self, facts: Facts, accept: Collection[str] = ()) -> None:
-        """Take the facts, once the matrices are filled with those of the checkpoint."""
+    def load(self, facts: Facts) -> None:
+        """Take the facts, once `check` has let them pass and the matrices are filled with those of the checkpoint."""
         with self.network.grid.together("resume"):
             self.network.loaded()
             self.network.set_random_state(facts["random"])
@@ -99,8 +98,8 @@ class TrainState:
                 configured = {key: mine[key] for key in CONFIGURED if key in mine}
                 self.schedule.load_state({**mine, "count": self.step, **(facts.get("schedule") or {}), **configured})
             if self.loader is not None and facts.get("loader"):
-                anew = "data" in accept and self._batches(facts)
-                self.loader.load_state({**self.loader.state(), **(_begun(facts["loader"]) if anew else facts["loader"])})
+                where = facts["loader"] if not self._batches(facts) else _begun(facts["loader"])
+                self.loader.load_state({**self.loader.state(), **where})
 
     def resume(self, checkpoints: Checkpoints, path: str | os.PathLike[str] | None = None, *,
                accept: Collection[str] = (), settings: Facts | None = None) -> Facts | None:
@@ -128,7 +127,7 @@ class TrainState:
         if loaded is None:
             return None
         folder, facts = loaded
-        self.load(facts, accept)
+        self.load(facts)
         retired = checkpoints.retire(self.step)
         self._tell([*map(str, found), *map(str, self._batches(facts)), *self._rate(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}

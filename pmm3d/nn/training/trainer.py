@@ -200,10 +200,11 @@ class Trainer(Run):
 
 
 def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
-    """Means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics, functions
-    (output, y) -> float of a batch. Collective.
+    """Means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+    Collective.
 
-    loader   batches (x, y): it must start a pass of its own and not shuffle
+    loader    batches (x, y): it must start a pass of its own and not shuffle
+    metrics   name -> function (output, y) -> float of a batch
 
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
