@@ -1,8 +1,8 @@
 """What a checkpoint says of itself, taken at its word by nobody: JSON that is checked before anything goes by it.
 
 The manifest: {"step": n, "files": {name: checksums}, "matrices": {name: {"shape": [m, n], "dtype": name, "vector":
-whether it is a bias or the like, one row for all rows of a batch, "shards": [[file, r0, r1, c0, c1], ...]}}}. Checksums:
-{"bytes": n, "crc32": [of each CHUNK bytes]}.
+whether it is a bias or the like, one row for all rows of a batch, "shards": [[file, r0, r1, c0, c1], ...]}}}.
+Checksums: {"bytes": n, "crc32": [of each CHUNK bytes]}.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def _own(file: h5py.File, name: str) -> h5py.Dataset:
         linked = place.get(part, getlink=True) if isinstance(place, h5py.Group) else None
         place = place[part] if isinstance(linked, h5py.HardLink) else None
     if not isinstance(place, h5py.Dataset) or place.external or place.is_virtual:
-        raise CheckpointError(f"{file.filename} is damaged, or not written by pmm3d: {name!r} does not lie in it, or is "
-                              "a link, external or virtual, which is not followed. Take another checkpoint")
+        raise CheckpointError(f"{file.filename} is damaged, or not written by pmm3d: {name!r} does not lie in it, or "
+                              "is a link, external or virtual, which is not followed. Take another checkpoint")
     return place
 
 
