@@ -17,27 +17,29 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None) -> bool:
+def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
+              accept: frozenset[str] = frozenset()) -> bool:
     """Train as a Config says, on the ranks of comm; False if a signal ended it before its end.
 
-    resume   "auto", "never" or the path of a checkpoint;   trace   where to write a Chrome trace, or None
+    resume   "auto", "never" or the path of a checkpoint;   accept   "network", "data": what may be another one than
+             the checkpoint's;   trace   where to write a Chrome trace, or None
     """
     with Signals() as signals:
         from .build import trainer  # signals count from before the long imports on
 
         with trainer(config, comm, signals, trace=bool(trace)) as run, run.owning():
-            finished = _train_on(run, resume, trace)
+            finished = _train_on(run, resume, trace, accept)
         if finished:
             signals.retire()
         return finished
 
 
-def _train_on(run: Trainer, resume: str, trace: Path | None) -> bool:
+def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[str]) -> bool:
     if resume == "never":
         run.refuse_to_overwrite()
     elif resume != "auto":
-        run.resume(Path(resume))
-    elif not run.resume():
+        run.resume(Path(resume), accept)
+    elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
     if run.grid.rank == 0:
         print(printable(run.describe()), file=sys.stderr, flush=True)
