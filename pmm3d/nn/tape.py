@@ -249,7 +249,7 @@ class WeightProducts:
     the input and the gradient that it is made of."""
 
     def __init__(self, grid: Grid):
-        self._grid = grid
+        self._grid, self._mark = grid, object()
         self._waiting: list[tuple[Leaf, Part]] = []
 
     def __len__(self) -> int:
@@ -257,25 +257,21 @@ class WeightProducts:
 
     def put(self, parameter: Leaf, part: Part) -> None:
         self._waiting.append((parameter, part))
+        if parameter.accumulated is not None:
+            parameter.accumulated.waiting.add(self._mark)
 
     def drain(self) -> None:
         """Do them all; then the gradients are as after a backward pass. Collective."""
         tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
         uses = Counter(parameter for parameter, _ in waiting)
-        with not_deferred(tape.parallel), tape.parallel.backward(tape.syncing, uses):
+        with tape.parallel.deferring(None), tape.parallel.backward(tape.syncing, uses):
             while waiting:
                 parameter, part = waiting.pop(0)
                 parameter.receive(part)
                 del part
-
-
-@contextmanager
-def not_deferred(parallel: Parallel) -> Iterator[None]:
-    before, parallel.deferred = parallel.deferred, None
-    try:
-        yield
-    finally:
-        parallel.deferred = before
+        for parameter in uses:
+            if parameter.accumulated is not None:
+                parameter.accumulated.waiting.discard(self._mark)
 
 
 @contextmanager
