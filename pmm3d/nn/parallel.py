@@ -59,7 +59,8 @@ class Parallel:
             except BaseException:
                 self.gradients.abandon()
                 raise
-        self.weights.pause()
+            finally:
+                self.weights.pause()
         memory["arrays, most at once"] = grid.workspace.most_lent
 
 

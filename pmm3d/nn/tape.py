@@ -292,7 +292,7 @@ def unchanged(grid: Grid) -> Iterator[None]:
 @contextmanager
 def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
     """As a context, a queue: backward passes in it compute gradients of activations only, and leave those of weights
-    to `drain`. For schedules of pipelines without bubbles (Qi et al. 2023).
+    to `drain`; until then an optimizer's step is refused. For schedules of pipelines without bubbles (Qi et al. 2023).
 
         >>> from pmm3d import DistMatrix, nn
         >>> with Grid(shape="ddp") as grid:
