@@ -56,6 +56,7 @@ class Accumulated:
     owners    for each optimizer of the parameter, whether it needs that part only
     pending   the last collective that writes to the array
     to_come   how often the backward pass under way will still add to it
+    waiting   queues of `defer_weights` that hold parts of it
     """
 
     form: Form
@@ -66,6 +67,7 @@ class Accumulated:
     pending: Pending | None = None
     to_come: int = 0
     owners: set[bool] = field(default_factory=set)
+    waiting: set[object] = field(default_factory=set)
 
     @property
     def layout(self) -> Layout:

@@ -304,10 +304,7 @@ def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
         ...     before, net.weight.grad.shape
         (None, (3, 2))
     """
-    parallel, queue = Tape.of(grid).parallel, WeightProducts(grid)
-    before, parallel.deferred = parallel.deferred, queue.put
-    try:
+    queue = WeightProducts(grid)
+    with Tape.of(grid).parallel.deferring(queue.put):
         yield queue
-    finally:
-        parallel.deferred = before
 
