@@ -162,3 +162,25 @@ def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm, kind)
         for layer in net.layers:
             wanted = wanted @ layer.weight.gather()
         np.testing.assert_allclose(net(spread(grid, X)).gather(), wanted)
+
+
+# What a pass begins with
+
+
+@four
+@pytest.mark.parametrize("gradient", [G, 1.0, [[1.0]]], ids=["array", "float", "list"])
+def test_a_gradient_to_begin_with_that_is_no_matrix_is_refused_with_a_remedy(comm, fails, gradient):
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        net = layers(grid, 6, 4)
+        out = net(spread(grid, X))
+        fails(Pmm3dError, "DistMatrix.from_global", lambda: out.backward(gradient))
+        out.backward(spread(grid, G, Layout()))
+        np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)
+
+
+@four
+def test_one_rank_that_begins_with_another_thing_is_told_of_by_all(comm):
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        out = layers(grid, 6, 4)(spread(grid, X))
+        with pytest.raises(Pmm3dError):
+            out.backward(G if comm.rank == 1 else spread(grid, G, Layout()))
