@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,15 @@ class Checkpoints:
         entries = self._read(Path(path))[0]["matrices"].items()
         return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries}
 
-    def load(self, path: str | os.PathLike[str], matrices: Matrices) -> Any:
+    def retire(self, step: int) -> list[Path]:
+        """Set aside the checkpoints of later steps; where they are now."""
+        with self.grid.together("retire", str(self.folder), step, always=True), file_errors(self.folder, "tidied"):
+            later = [path for other, _, path in self._listed() if other > step] if self.grid.rank == 0 else []
+            retired = [path.rename(path.with_name(f"retired-{path.name}")) for path in later]
+        return self.grid.comm.bcast(retired)
+
+    def load(self, path: str | os.PathLike[str], matrices: Matrices, *,
+             check: Callable[[Any], object] | None = None) -> Any:
         """Fill the matrices, on this or any other number of ranks, grid and layout, from a checkpoint; its meta.
 
         All checksums are verified first, each byte being read by one rank; then each rank reads its own shards. If
@@ -162,12 +171,15 @@ class Checkpoints:
         """
         path = Path(path)
         manifest, meta = self._read(path)
-        self._check_fit(path, manifest, matrices)
         self._verify(path, manifest)
+        if check is not None:
+            check(meta)
+        self._check_fit(path, manifest, matrices)
         self._fill(path, manifest, matrices)
         return meta
 
-    def load_latest(self, matrices: Matrices) -> tuple[Path, Any] | None:
+    def load_latest(self, matrices: Matrices, *,
+                    check: Callable[[Any], object] | None = None) -> tuple[Path, Any] | None:
         """(folder, meta) of the newest checkpoint that is undamaged, which now fills the matrices; None if there are no
         checkpoints. Damaged ones are named in warnings, and, if none is left, in a CheckpointError."""
         failed = []
@@ -180,6 +192,8 @@ class Checkpoints:
                 if self.grid.rank == 0:
                     logger.warning(f"{path} is passed over: {error}")
                 continue
+            if check is not None:
+                check(meta)
             self._check_fit(path, manifest, matrices)
             self._fill(path, manifest, matrices)
             return path, meta

@@ -9,7 +9,7 @@ from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, dry_grid, twin
-from pmm3d.nn.training import Trainer
+from pmm3d.nn.training import Recipe, Trainer, TrainState
 from pmm3d.nn.training.passes import Passes, facts_of, train_step
 from pmm3d.nn.training.rehearsal import Model
 
@@ -150,7 +150,8 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
         loader, validation = (data.loader(32, rows=rows, split_targets=None) for rows in ((0, 80), (80, 100)))
         assert [(x.shape, y.shape, y.dtype, x.local.shape) for x, y in validation] == [
             ((20, 12), (20, 1), "int64", (3, 12))]
-        run = Trainer(net, optim.AdamW(net.parameters()), loader, "cross_entropy", 2, validation=validation, clip=1.0)
+        state = TrainState(net, optim.AdamW(net.parameters()), loader=loader)
+        run = Trainer(state, Recipe("cross_entropy", epochs=2, clip=1.0), validation)
         assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}
         assert run.passes.summary() == {"trained": {32: 4, 16: 2}, "evaluated": {20: 2}, "steps": 6, "evaluations": 2,
                                         "asked": 9}

@@ -24,8 +24,10 @@ from ..tape import Tape
 from .config import Config
 from .passes import Event
 from .rehearsal import Rehearsal
+from .run import Recipe
 from .run_log import RunLog, logger
 from .signals import Signals
+from .state import TrainState
 from .trainer import Trainer
 
 OPTIMIZERS: dict[str, type[optim.Optimizer]] = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
@@ -140,12 +142,13 @@ def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | 
     section, grid = config.training, network.grid
     optimizer = _optimizer(config, network)
     steps = section.epochs * -(-len(loader) // section.accumulate)
+    recipe = Recipe(loss, section.epochs, accumulate=section.accumulate, clip=config.optimizer.clip,
+                    evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every,
+                    log_every=section.log_every)
     return Trainer(
-        network, optimizer, loader, loss, section.epochs, schedule=_schedule(config, optimizer, steps),
-        validation=validation, evaluate_every=section.evaluate_every,
-        checkpoints=Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
-        checkpoint_every=section.checkpoint_every, accumulate=section.accumulate, clip=config.optimizer.clip,
-        log=RunLog(section.folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
+        TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
+        Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
+        RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings=config.model_dump(mode="json"), signals=signals)
 
 
