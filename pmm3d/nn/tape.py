@@ -35,6 +35,7 @@ class Tape:
     recording     whether operations are noted for a backward pass (see `no_grad`)
     keeping       whether they keep what their rules need: not where they are done again (see `Recompute`)
     syncing       whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
+    summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
     phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
     inspect       None, or a function(layer, output) called after each layer: finds where numbers go wrong
     pack, unpack  what is kept of an array that an operation keeps, and how it comes back: to move it elsewhere, or to
@@ -47,7 +48,7 @@ class Tape:
 
     def __init__(self, grid: Grid):
         self.parallel = Parallel.of(grid)
-        self.recording = self.keeping = self.syncing = True
+        self.recording = self.keeping = self.syncing = self.summing = True
         self.phase = "forward"
         self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Packing = _as_it_is
