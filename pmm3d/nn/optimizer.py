@@ -219,7 +219,8 @@ class Optimizer:
     def _filled(self) -> list[Parameter]:
         """The parameters that have a gradient, summed over all ranks."""
         states = {parameter: parameter.accumulated.state for parameter in self.parameters}
-        unfit = next((each for each, state in states.items() if state not in (State.EMPTY, State.SUMMED)), None)
+        unfit = next((each for each, state in states.items()
+                      if state not in (State.EMPTY, State.SUMMED) or each.accumulated.waiting), None)
         if unfit is not None:
             raise Pmm3dError(f"{type(self).__name__}: the gradient of {unfit.name or 'a parameter'} is not summed over "
                              "the ranks: the last backward pass before a step must be outside of no_sync, and a queue "

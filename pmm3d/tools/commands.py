@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from enum import Enum
@@ -66,6 +65,7 @@ def train_command(
     """
     with all_ranks() as comm:
         from ..nn.training import config as configuration
+        from ..nn.training.described import as_toml
         from ..nn.training.job import train_job
 
         def first() -> configuration.Config:
@@ -75,7 +75,7 @@ def train_command(
         loaded = on_first(comm, first)
         if show:
             if comm.rank == 0:
-                say(json.dumps(loaded.model_dump(mode="json"), indent=2))
+                say(as_toml(loaded))
             return
         finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()))
     if not finished:

@@ -54,6 +54,23 @@ def test_a_step_on_four_axes_in_order():
             "wait reduce data", "wait loss"]
 
 
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_the_next_weight_is_gathered_under_a_gemm_in_every_batch_of_a_step(reshard):
+    """Written as a loop of one's own, without `unchanged`: what the batch before kept does not count any more."""
+    with Grid.dry((1, 1, 4)) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=reshard)
+        net = nn.MLP(grid, [8, 16, 16, 4], nn.relu, bias=False)
+        x, y = (Facts((32, columns), batch_layout("y"), "float32", "numpy").on(grid) for columns in (8, 4))
+        nn.mse(net(x), y).backward()
+        for _ in range(2):
+            grid.dry_run.actions.clear()
+            loss = nn.mse(net(x), y)
+            assert [word for word in said(grid.dry_run.actions) if "loss" not in word] == [
+                "begin gather W 384", "wait gather W", "begin gather W 768", "gemm 8 16 8", "wait gather W",
+                "begin gather W 192", "gemm 8 16 16", "wait gather W", "gemm 8 4 16"]
+            loss.backward()
+
+
 def test_without_overlap_each_collective_is_awaited_at_once():
     with Grid.dry((2, 2, 2), 2, rank=5) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap.none(reshard_after_forward=True)

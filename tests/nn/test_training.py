@@ -8,6 +8,11 @@ import sys
 import threading
 import time
 
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
 import h5py
 import numpy as np
 import pytest
@@ -214,7 +219,7 @@ def test_nothing_to_resume_begins_anew(runs):
 
 def test_show_prints_every_default(runs):
     done = runs.train(runs.config(), "--show", ranks=1)
-    assert json.loads(done.stdout)["optimizer"]["kind"] == "adamw"
+    assert tomllib.loads(done.stdout)["optimizer"]["kind"] == "adamw"
 
 
 def test_kill_9_at_random_moments(runs):
@@ -405,11 +410,11 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 SETTLED = """
 from pmm3d.nn.training import build
 made = build._network
-def settled(config, grid, sizes):
-    network = made(config, grid, sizes)
+def settled(config, grid, sizes, own):
+    network, output = made(config, grid, sizes, own)
     if grid.dry_run is None:
         network.settle(sizes[0])
-    return network
+    return network, output
 build._network = settled
 """
 

@@ -42,13 +42,21 @@ class RunFolder:
             try:
                 body()
             except OSError as error:
-                problem = Pmm3dError(f"the folder {self._path} cannot be written: {error.strerror}")
+                problem = Pmm3dError(f"{error.filename or self._path} cannot be written: {error.strerror}")
             except Pmm3dError as error:
                 problem = error
+            except Exception as error:
+                problem = Pmm3dError(f"{self._path} cannot be used: {type(error).__name__}: {error}")
         problem = self._grid.comm.bcast(problem)
         with self._grid.together("training", str(self._path)):
             if problem is not None:
                 raise problem
+
+    def still_own(self) -> None:
+        """Before something is written that others would lose: raises FolderInUseError, on every rank, if the lock was
+        removed, or the folder renamed, and another job has it now. Collective."""
+        if self._lock is not None:
+            self.on_first(self._lock.renew)
 
     def beat(self) -> None:
         """A sign of life; rank 0's has an effect."""

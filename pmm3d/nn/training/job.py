@@ -41,6 +41,7 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
         run.resume(Path(resume), accept)
     elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
+    _warm_start(run)
     if run.log is not None:
         run.log.say(printable(run.describe()))
     finished = run.run()
@@ -52,6 +53,18 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
     if finished and run.log is not None:
         run.log.draw_at_exit()
     return finished
+
+
+def _warm_start(run: Trainer) -> None:
+    """Begin with the weights of training.weights, unless the run goes on from a checkpoint of its own."""
+    weights = run.settings["training"]["weights"]
+    if weights and not run.step:
+        from ..exchange import load_weights  # type: ignore[attr-defined]
+
+        load_weights(run.state.network, weights)
+    if weights and run.log is not None:
+        said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
+        run.log.say(printable(f"training.weights = {weights}: {said}"))
 
 
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:

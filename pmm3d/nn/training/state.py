@@ -119,6 +119,8 @@ class TrainState:
                 refuse(found, accept)
             self.check(facts, accept)
 
+        if path is None and checkpoints.latest() is None:
+            return None
         matrices = self.matrices()
         if path is None:
             loaded = checkpoints.load_latest(matrices, check=check)

@@ -203,6 +203,7 @@ class Trainer(Run):
         """Write a checkpoint of everything, once a step."""
         if self.checkpoints is None or self.saved == self.step:
             return
+        self._folder.still_own()
         begun = time.perf_counter()
         path = self.state.save(self.checkpoints, settings=self.settings)
         self.saved = self.step
