@@ -57,7 +57,8 @@ class RunRecord:
         self._document: Document = {}
         self._warned = False
         self.retired: list[str] = []
-        self._model = Model(run.state.network, run.state.optimizer, run.recipe.loss, bool(run.recipe.clip))
+        self._model = Model(run.state.network, run.state.optimizer, run.recipe.loss, bool(run.recipe.clip),
+                            run.recipe.metrics)
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
