@@ -18,11 +18,12 @@ from ...layout import batch_layout
 from ...model.machine import available_memory
 from .. import functional, optim
 from ..dry import Facts, dry_grid, memory
-from ..layers import MLP
+from ..layers import MLP, Module
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
 from .passes import Event
+from .recalled import SAMPLES, Samples, samples_of
 from .rehearsal import Rehearsal
 from .run_log import RunLog, logger
 from .signals import Signals
@@ -55,7 +56,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
-            yield _trainer(config, network, loader, validation, loss, signals or Signals())
+            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss))
 
 
 @contextmanager
@@ -97,6 +98,11 @@ def _network(config: Config, grid: Grid, sizes: list[int]) -> MLP:
     return MLP(grid, sizes, activation, seed=config.training.seed, **section)
 
 
+def network(config: Config, grid: Grid, samples: Samples) -> Module:
+    """The network that a configuration says, for such samples. Collective."""
+    return _network(config, grid, [samples.features, *config.network.hidden, samples.outputs])
+
+
 def _optimizer(config: Config, network: MLP) -> optim.Optimizer:
     unused = {"kind", "clip"} if config.optimizer.kind == "sgd" else {"kind", "clip", "momentum"}
     return OPTIMIZERS[config.optimizer.kind](network.parameters(), **config.optimizer.model_dump(exclude=unused))
@@ -136,7 +142,7 @@ def _predict_memory(config: Config, grid: Grid, sizes: list[int], loss: str) -> 
 
 
 def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | None, loss: str,
-             signals: Signals) -> Trainer:
+             signals: Signals, samples: Samples) -> Trainer:
     section, grid = config.training, network.grid
     optimizer = _optimizer(config, network)
     steps = section.epochs * -(-len(loader) // section.accumulate)
@@ -146,7 +152,7 @@ def _trainer(config: Config, network: MLP, loader: Loader, validation: Loader | 
         checkpoints=Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         checkpoint_every=section.checkpoint_every, accumulate=section.accumulate, clip=config.optimizer.clip,
         log=RunLog(section.folder, grid.rank, prometheus=section.prometheus), log_every=section.log_every,
-        settings=config.model_dump(mode="json"), signals=signals)
+        settings={**config.model_dump(mode="json"), SAMPLES: samples.model_dump()}, signals=signals)
 
 
 def _schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
