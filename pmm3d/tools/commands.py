@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+from enum import Enum
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +28,13 @@ NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
 
 
+class Accepted(Enum):
+    """What --accept takes."""
+
+    NETWORK = "network"
+    DATA = "data"
+
+
 @app.callback()
 def _pmm3d() -> None:
     """Commands take the same options on all ranks."""
@@ -38,6 +45,8 @@ def train_command(
     resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, if there is "
                                              "one; never: from the start, if there is none; or the path of a "
                                              "checkpoint.")] = "never",
+    accept: Annotated[list[Accepted] | None, typer.Option(help="Go on although this is another one than that of the "
+                                                               "checkpoint; may be given twice.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration with defaults; do nothing.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
 ) -> None:
@@ -45,8 +54,8 @@ def train_command(
 
     Writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder, which belongs to this job until it
     ends: another one refuses. `pmm3d report` makes a page of them. Batches, weights and checkpoints do not depend on
-    the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has
-    one written and ends the run with exit code 75: not finished, start again with --resume auto.
+    the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM and Ctrl-C have
+    one written and end the run with exit code 75: not finished, start again with --resume auto.
 
     [bold]Examples[/]
 
@@ -58,6 +67,7 @@ def train_command(
     """
     with all_ranks() as comm:
         from ..nn.training import config as configuration
+        from ..nn.training.described import as_toml
         from ..nn.training.job import train_job
 
         def first() -> configuration.Config:
@@ -67,9 +77,9 @@ def train_command(
         loaded = on_first(comm, first)
         if show:
             if comm.rank == 0:
-                say(json.dumps(loaded.model_dump(mode="json"), indent=2))
+                say(as_toml(loaded))
             return
-        finished = train_job(loaded, comm, resume, trace)
+        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()))
     if not finished:
         raise typer.Exit(NOT_FINISHED)
 

@@ -5,8 +5,8 @@ import pytest
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import CheckpointError
-from pmm3d.layout import batch_layout
 from pmm3d.io import Checkpoints
+from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.exchange import export_torch, import_torch, load_weights
 

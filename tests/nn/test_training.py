@@ -8,6 +8,11 @@ import sys
 import threading
 import time
 
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
 import h5py
 import numpy as np
 import pytest
@@ -53,13 +58,13 @@ def told(*args):
 os.kill = told
 """
 WAITING = """
-from pmm3d.nn.training.trainer import Trainer
-log_step = Trainer._log_step
+from pmm3d.nn.training.observer import Observer
+stepped = Observer.stepped
 def waiting(self, *args):
-    log_step(self, *args)
-    while self.step == 3 and not os.path.exists({go!r}):
+    stepped(self, *args)
+    while self._run.step == 3 and not os.path.exists({go!r}):
         time.sleep(0.01)
-Trainer._log_step = waiting
+Observer.stepped = waiting
 """
 
 
@@ -189,8 +194,9 @@ def test_mistakes_in_the_configuration(runs, changes, text):
 def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(runs):
     assert runs.train(runs.config(training="epochs = 1")).returncode == 0
     before = runs.checkpoints()
-    done = runs.train(runs.config(training="epochs = 2", network="bias = false"), "--resume", "auto")
-    fails(done, "0.bias")
+    config = runs.config(training="epochs = 2", network="bias = false")
+    fails(runs.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
+    fails(runs.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert runs.checkpoints() == before
 
 
@@ -213,7 +219,7 @@ def test_nothing_to_resume_begins_anew(runs):
 
 def test_show_prints_every_default(runs):
     done = runs.train(runs.config(), "--show", ranks=1)
-    assert json.loads(done.stdout)["optimizer"]["kind"] == "adamw"
+    assert tomllib.loads(done.stdout)["optimizer"]["kind"] == "adamw"
 
 
 def test_kill_9_at_random_moments(runs):
@@ -293,7 +299,7 @@ def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
 @pytest.mark.parametrize("call, steps", [
     ({"module": "io.dataset", "owner": "DataSet", "name": "__init__", "number": 1}, [0]),
     ({"module": "nn", "owner": "loss", "name": "accuracy", "number": 1}, [6]),
-    ({"module": "nn.training.trainer", "owner": "Trainer", "name": "_matrices", "number": 1}, [6, 7]),
+    ({"module": "nn.training.state", "owner": "TrainState", "name": "matrices", "number": 1}, [6, 7]),
     ({"module": "nn.training.trainer", "owner": "Trainer", "name": "resume", "number": 1}, [0]),
 ], ids=["opening the data", "evaluation", "saving", "resuming"])
 def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(runs, call, steps):
@@ -304,7 +310,7 @@ def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(runs, call, steps):
     assert runs.checkpoints("ended") == [f"step-{step:08d}" for step in steps]
     validated = [line["step"] for line in runs.metrics("ended") if "validation" in line]
     assert validated == [step for step in steps if step == 6]
-    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by SIGTERM"
+    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
     resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
     whole = runs.train(runs.config("whole", **options))
     assert resumed.returncode == whole.returncode == 0, resumed.stderr
@@ -404,11 +410,11 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 SETTLED = """
 from pmm3d.nn.training import build
 made = build._network
-def settled(config, grid, sizes):
-    network = made(config, grid, sizes)
+def settled(config, grid, sizes, own):
+    network, output = made(config, grid, sizes, own)
     if grid.dry_run is None:
         network.settle(sizes[0])
-    return network
+    return network, output
 build._network = settled
 """
 

@@ -155,7 +155,7 @@ def test_predictions_do_not_depend_on_ranks_grids_and_batches(pmm3d, trained, tm
         done = pmm3d("predict", "run", "x.h5", "--out", f"{ranks}-{size}.h5", "--batch-size", size, ranks=ranks)
         assert done.returncode == 0, done.stderr
         grid = "2x1x1" if ranks == 2 else "1x1x1"
-        assert f"outputs 13 x 3, probabilities 13 x 3, classes 13; by run/checkpoints/step-0000001" in done.stdout
+        assert "outputs 13 x 3, probabilities 13 x 3, classes 13; by run/checkpoints/step-0000001" in done.stdout
         assert f"on grid {grid}" in done.stdout
         found = predicted(tmp_path / f"{ranks}-{size}.h5")
         whole = whole or found

@@ -4,104 +4,172 @@ from __future__ import annotations
 
 import os
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
+from .described import explained
+from .keys import Count, Name, NoEffect, Only, Place, Positive, Section, Seed, Share, Steps, only, without
 
 with needs("train", "a configuration"):
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError
+    from pydantic import Field, ValidationError, field_validator, model_validator
 
-RENAMED = {"training.micro_batches": "accumulate"}
-"""Keys of earlier versions, and what they are called now."""
-Count = Annotated[int, Field(ge=1)]
-Steps = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+EPOCHS = 10
+"""Where neither `epochs` nor `steps` are given."""
+SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron"'
+FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
+LAYERED = Only("hidden", bool, "hidden has a layer")
+OF_MLP = without("build")
 
 
 class GridSection(Section):
-    """shape: GxxGyxGz, ddp, fsdp, hsdp or megatron."""
+    """Over which ranks what is spread."""
 
-    shape: str = "ddp"
+    shape: Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron)$",
+                                json_schema_extra={"values": SHAPES})] = "ddp"
+    """ranks along x, y and z, or a family of parallel training, for the ranks that there are"""
     data: Count = 1
+    """ranks along data, which hold copies of the weights; of ddp they are all ranks"""
 
 
 class DataSection(Section):
-    """file: HDF5, with the data sets `inputs` and `targets`; validation: the share of its rows, the last ones, that is
-    held out, or `validation_file`. batch_size: rows of a batch, over the whole grid."""
+    """What to train on: HDF5, as `pmm3d convert` writes it."""
 
-    file: Path
-    inputs: str = "x"
-    targets: str = "y"
-    validation: Share = 0.1
-    validation_file: Path | None = None
+    file: Place
+    """HDF5 file with a data set of samples and one of targets, of as many rows"""
+    inputs: Name = "x"
+    """name of the data set of samples"""
+    targets: Name = "y"
+    """name of the data set of targets: integers for classes, floating point numbers for vectors"""
+    validation: Annotated[Share, without("validation_file")] = 0.1
+    """share of the rows, the last ones, that is held out to validate on; 0.0 for no validation"""
+    validation_file: Place | None = None
+    """HDF5 file to validate on, in place of held-out rows"""
     batch_size: Count = 256
+    """rows of a batch, over the whole grid"""
     shuffle: bool = True
-    classes: Annotated[int | None, Field(ge=1)] = None
-    prefetch: Count = 2
+    """whether the rows have another order in each epoch, by `training.seed`"""
+    classes: Annotated[int, Field(ge=2)] | None = None
+    """number of classes; left out: as the file names or holds them"""
+    prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
+    """batches that a thread reads ahead"""
+    links: bool = False
+    """whether the file may lead to other files, by external links or external storage"""
 
 
 class NetworkSection(Section):
-    hidden: list[int] = [512, 512]
-    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] = "gelu"
-    norm: bool = False
-    dropout: Share = 0.0
-    bias: bool = True
-    recompute: bool = False
-    activations: Literal["replicated", "sharded"] = "replicated"
+    """Fully connected layers; or, by `build`, a network of one's own: `network = "model.py:build"`, at the top of the
+    file, is short for that."""
+
+    build: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$", json_schema_extra={"values": FUNCTION})] | None = None
+    """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module"""
+    hidden: Annotated[list[Count], OF_MLP] = [512, 512]
+    """width of each hidden layer; [] for none"""
+    activation: Annotated[Literal["relu", "gelu", "tanh", "silu", "sigmoid"], OF_MLP, LAYERED] = "gelu"
+    """function after each hidden layer"""
+    norm: Annotated[bool, OF_MLP, LAYERED] = False
+    """whether a LayerNorm goes before each activation"""
+    dropout: Annotated[Share, OF_MLP, LAYERED] = 0.0
+    """share of each hidden layer's outputs that is dropped while training"""
+    bias: Annotated[bool, OF_MLP] = True
+    """whether layers have biases"""
+    recompute: Annotated[bool, OF_MLP, LAYERED] = False
+    """whether hidden layers keep their input only, and are computed again in the backward pass"""
+    activations: Annotated[Literal["replicated", "sharded"], OF_MLP] = "replicated"
+    """sharded: rows of activations also over the axis that a layer sums over (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"
-    library: str = "numpy"
+    """type of weights and batches"""
+    library: Name = "numpy"
+    """library of weights and batches: numpy, torch, torch:DEVICE or cupy"""
 
 
 class OptimizerSection(Section):
+    """What changes the weights by their gradients."""
+
     kind: Literal["sgd", "adam", "adamw"] = "adamw"
+    """which optimizer"""
     lr: Positive = 1e-3
+    """learning rate, which the schedule scales"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    momentum: Share = 0.9
-    clip: Annotated[float | None, Field(gt=0)] = None
+    """how fast weights shrink: times the weight, it is added to the gradient (sgd, adam) or lr times taken off the
+    weight (adamw)"""
+    decay_vectors: Annotated[bool, Only("weight_decay", bool, "weight_decay is above 0")] = False
+    """whether biases and gains shrink too"""
+    momentum: Annotated[Share, only("kind", "sgd")] = 0.9
+    """share of the last step that is taken again"""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2), only("kind", "adam", "adamw")] = [0.9, 0.999]
+    """what the means of gradients and of their squares keep in a step"""
+    eps: Annotated[Positive, only("kind", "adam", "adamw")] = 1e-8
+    """added to the root of the mean square, against a division by 0"""
+    clip: Positive | None = None
+    """largest 2-norm of the gradient of all weights: longer ones are scaled down to it; left out: none is"""
     shard_over_data: bool = False
+    """whether each rank along data keeps only its part of the optimizer's state (ZeRO-1)"""
 
 
 class ScheduleSection(Section):
+    """How the learning rate goes from step to step."""
+
     kind: Literal["constant", "cosine", "step"] = "cosine"
+    """cosine: half a cosine, to the last step; step: times `factor` every `every` steps"""
     warm_up: Steps = 0
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    every: Count = 1000
-    factor: Positive = 0.1
+    """steps in which the rate rises from 0 before that"""
+    floor: Annotated[float, Field(ge=0, le=1), only("kind", "cosine")] = 0.0
+    """share of the rate that is left at the end"""
+    every: Annotated[Count, only("kind", "step")] = 1000
+    """steps after which the rate changes"""
+    factor: Annotated[Positive, only("kind", "step")] = 0.1
+    """what it is multiplied with then"""
 
 
 class TrainingSection(Section):
-    """folder: of this run (metrics.jsonl, run.json, curves.png, checkpoints/); epochs: passes over the data;
-    accumulate: batches that make a step; evaluate_every and checkpoint_every: in steps, 0 for once an epoch; keep: how
-    many checkpoints; prometheus: a .prom file for the latest figures, where a node exporter looks for such."""
+    """How long, and what is written where."""
 
-    folder: Path = Path("runs/train")
+    folder: Place = Path("runs/train")
+    """folder of this run, for metrics.jsonl, run.json, curves.png and checkpoints"""
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
-    epochs: Count = 10
+    """what is made small; auto: cross_entropy for classes, mse for vectors"""
+    steps: Count | None = None
+    """the run ends after so many steps, or after `epochs`, whichever comes first"""
+    epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
+    """passes over the data; left out together with `steps`: 10"""
     accumulate: Count = 1
+    """batches that make a step"""
+    weights: Place | None = None
+    """weights to begin with: a checkpoint, the folder of a run or a .safetensors file. A run that is resumed has its
+    own"""
     evaluate_every: Steps = 0
+    """steps between validations; 0: at the end of each epoch"""
     checkpoint_every: Steps = 0
+    """steps between checkpoints; 0: at the end of each epoch"""
     keep: Count = 3
+    """how many checkpoints are kept, the newest ones"""
     log_every: Count = 10
-    seed: int = 0
-    prometheus: Path | None = None
+    """steps between lines of metrics.jsonl"""
+    seed: Seed = 0
+    """of the first weights, of dropout and of the order of the rows; a network of `build` has its own"""
+    prometheus: Place | None = None
+    """a .prom file for the latest figures, where a node exporter looks for such"""
 
 
 class OverlapSection(Section):
+    """What is sent while something is computed. None of it changes a weight by a bit."""
+
     oar: bool = True
+    """sums of a layer's output and of its input's gradient"""
     ors: bool = True
+    """sums of weight gradients over z"""
     oag: bool = True
+    """the gather over z of the weight that is needed next"""
     buckets: bool = True
-    bucket_bytes: Count = 2**24
+    """sums of gradients over data"""
+    bucket_bytes: Annotated[Count, only("buckets", True)] = 2**24
+    """bytes of gradients that are summed over data at a time"""
     reshard_after_forward: bool | None = None
+    """whether gathered weights are dropped after the forward pass; left out: where memory is short"""
     regather_inputs: bool = False
+    """whether layers keep only their shard of sharded activations, and gather it again"""
 
 
 class Config(Section):
@@ -119,6 +187,24 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     overlap: OverlapSection = OverlapSection()
 
+    @field_validator("network", mode="before")
+    @classmethod
+    def _short(cls, network: Any) -> Any:
+        return {"build": network} if isinstance(network, str) else network
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        problems = []
+        if self.training.evaluate_every and not (self.data.validation or self.data.validation_file):
+            problems.append("training.evaluate_every has no effect here: it counts where data.validation is above "
+                            "0 or data.validation_file is given")
+        if self.overlap.regather_inputs and not self.network.build and self.network.activations != "sharded":
+            problems.append("overlap.regather_inputs has no effect here: it counts where network.activations is "
+                            "sharded")
+        if problems:
+            raise NoEffect(problems)
+        return self
+
 
 def load(path: str | os.PathLike[str]) -> Config:
     """The checked contents of a TOML file. Paths in it are relative to where the command runs.
@@ -129,37 +215,17 @@ def load(path: str | os.PathLike[str]) -> Config:
     try:
         check_regular(path)
         with open(path, "rb") as file:
-            return checked(tomllib.load(file), str(path))
+            values = tomllib.load(file)
     except OSError as error:
         raise Pmm3dError(f"cannot read the configuration {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, and of numbers too long to read
         raise Pmm3dError(f"{path} is not TOML: {error}") from None
+    return checked(values, str(path))
 
 
 def checked(values: dict[str, Any], source: str = "the configuration") -> Config:
     """A Config from nested dictionaries; errors as in `load`."""
     try:
-        return Config(**values)
+        return Config.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_explained(problem) for problem in error.errors())
-        raise Pmm3dError(f"{source}: {problems}") from None
-
-
-def _explained(problem: Any) -> str:
-    path = [str(part) for part in problem["loc"]]
-    key = ".".join(path)
-    if problem["type"] == "extra_forbidden":
-        known = _keys(path[:-1])
-        near = [RENAMED[key]] if key in RENAMED else get_close_matches(path[-1], known, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known there: {', '.join(known)}"
-        return f"unknown key {key} ({hint})"
-    if problem["type"] == "missing":
-        return f"{key} is missing"
-    return f"{key} = {problem['input']!r}: {problem['msg'].lower()}"
-
-
-def _keys(path: list[str]) -> list[str]:
-    model: Any = Config
-    for part in path:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+        raise Pmm3dError(f"{source}: {explained(error, Config)}") from None

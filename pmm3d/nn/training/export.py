@@ -15,7 +15,7 @@ from ...io.checkpoint import Checkpoint
 from ...layout import Layout
 from ...product import DistMatrix
 from ..exchange import ENDING, export_torch, find_checkpoint, is_state, torch_name
-from .build import network
+from .build import network_of
 from .recalled import SAMPLES, Recalled, recalled
 
 
@@ -41,13 +41,15 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> tu
             known = recalled(found)
         except CheckpointError:
             return found.path, _export_matrices(grid, keeper, found, target)
+        if known.config.network.build:  # whose file need not be there any more
+            return found.path, _export_matrices(grid, keeper, found, target)
         return found.path, _export_network(grid, keeper, found, known, target)
 
 
 def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path) -> list[str]:
     """The network says which of its parameters are vectors."""
     section = known.config.network.model_copy(update={"library": "numpy"})
-    made = network(known.config.model_copy(update={"network": section}), grid, known.samples)
+    made = network_of(known.config.model_copy(update={"network": section}), grid, known.samples)
     keeper.fill(found, made.matrices(), partial=True)
     made.loaded()
     said = {"network": section.model_dump(mode="json"), SAMPLES: known.samples.model_dump()}

@@ -19,14 +19,14 @@ from ...comm import Grid
 from ...comm.shapes import chosen_shape
 from ...errors import DataError, GridError
 from ...io.disk import file_errors, sync
-from ...io.loader import SourceFile
 from ...io.new_hdf5 import NewHdf5
+from ...io.source import SourceFile
 from ...layout import batch_layout
 from ...product import DistMatrix
 from ..exchange import find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
-from .build import network
+from .build import network_of
 from .config import Config
 from .recalled import Recalled, recalled
 
@@ -83,7 +83,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
             known = recalled(found)
         shape = _shape(known.config, comm.size)
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
-            made = network(known.config, grid, known.samples)
+            made = network_of(known.config, grid, known.samples)
             keeper.fill(found, made.matrices(), partial=True)
             made.loaded()
             facts = {"checkpoint": str(found.path), "source": str(asked.source)}
@@ -108,7 +108,7 @@ class Inputs:
     def __init__(self, grid: Grid, asked: Asked, known: Recalled):
         data, network = known.config.data, known.config.network
         self.grid, self.dtype, self.library = grid, network.dtype, grid.library(network.library)
-        self.file = SourceFile(str(asked.source))
+        self.file = SourceFile(str(asked.source), data.links)
         self.dataset = self.file.dataset(asked.inputs or data.inputs)
         self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
         self.size = data.batch_size if asked.batch_size is None else asked.batch_size

@@ -13,11 +13,12 @@ SAVE, END = 1, 2
 """A checkpoint and on; a checkpoint and the end."""
 LOOK = 2**40
 """Added to the first count: more than there are ranks."""
-REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END}
+REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: END}
 
 
 class Signals:
-    """As a context: SIGUSR1 and SIGTERM are noted instead of ending the process. May be entered again inside.
+    """As a context: SIGUSR1, SIGTERM and SIGINT are noted instead of ending the process. May be entered again inside.
+    A second SIGINT ends it at once, whatever it does at that moment.
 
     Python takes signals in its main thread only; elsewhere nothing is noted.
     """
@@ -45,6 +46,8 @@ class Signals:
         self._before = dict.fromkeys(self._before, signal.SIG_IGN)
 
     def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
         self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
     def agreed(self, grid: Grid, look: bool = False) -> tuple[int, bool]:
@@ -53,8 +56,8 @@ class Signals:
         import numpy as np  # signals count before the long imports
 
         own, self._request = self._request, 0
-        counts = np.array([own == request for request in REQUESTS.values()], np.int64)
+        counts = np.array([own == request for request in (SAVE, END)], np.int64)
         counts[0] += look * LOOK
         total = grid.everyone.all_reduce(counts, agreed=True).wait()
-        wanted = dict(zip(REQUESTS.values(), (total % LOOK).tolist()))
+        wanted = dict(zip((SAVE, END), (total % LOOK).tolist()))
         return max((request for request, count in wanted.items() if count), default=0), bool(total[0] >= LOOK)

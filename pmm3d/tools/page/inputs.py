@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...errors import Pmm3dError
 from ...io.lock import owner_of
-from ...nn.training.run_log import read_metrics
+from ...nn.training.metrics import read_metrics
 
 OF_A_RUN = "a run's folder (with metrics.jsonl or run.json in it) or a file written by pmm3d bench --json"
 OF_A_BENCHMARK = {"m", "n", "k", "grid", "seconds", "gflops", "ratio", "bytes_sent", "phases"}
@@ -55,16 +55,11 @@ def _metrics(path: Path, notes: list[str]) -> list[Json]:
         notes.append("metrics.jsonl is missing, so there are no curves: the run ended before its first step, or the "
                      "file was removed.")
         return []
-    try:
-        found = read_metrics(path)
-    except UnicodeDecodeError:
-        notes.append("metrics.jsonl is not text, so there are no curves.")
-        return []
-    lost = len(path.read_text().splitlines()) - len(found)
+    lines = read_metrics(path)
+    lost = len(path.read_bytes().splitlines()) - len(lines)
     if lost:
-        notes.append(f"metrics.jsonl: the last {'line is' if lost == 1 else f'{lost} lines are'} cut short and left "
-                     "out, as after a crash or while the run goes on.")
-    lines = [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
+        notes.append(f"metrics.jsonl: {'a line is' if lost == 1 else f'{lost} lines are'} cut short or damaged and "
+                     "left out, as after a crash or while the run goes on.")
     if not lines:
         notes.append("metrics.jsonl holds no step yet.")
     return lines

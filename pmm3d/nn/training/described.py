@@ -1,0 +1,134 @@
+"""A configuration in words: every key with its meaning and values, a configuration as a file, mistakes in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+from ...errors import needs
+from .keys import LARGEST, NoEffect, Section
+
+with needs("train", "a configuration"):
+    import tomlkit
+    from pydantic import BaseModel, ValidationError
+
+RENAMED = {"training.micro_batches": "accumulate"}
+"""Keys of earlier versions, and what they are called now."""
+CASCADE = "default_factory_not_called"
+"""What pydantic says of a default that depends on a value which does not fit itself."""
+MOST_SHOWN = 60
+"""Characters of a value that does not fit."""
+WIDTH = 118
+"""Of a comment's line."""
+HEAD = ("The configuration of pmm3d train with every key: its meaning, what it may be, and its value. What is left "
+        "out, or has no effect beside other keys, is a comment. Relative paths begin where the command runs; ~ and "
+        "$NAME are expanded.")
+
+
+def as_toml(config: Section) -> str:
+    """A file that says the same, with the meaning and the values of every key as comments."""
+    lines, keys = _comment(HEAD), list(keys_of(type(config)))
+    for name, field in type(config).model_fields.items():
+        section: Any = getattr(config, name)
+        about = " ".join((type(section).__doc__ or "").split())
+        lines += ["", *_comment(about), f"[{name}]"]
+        for key in keys:
+            if key.section == name:
+                lines += [*_comment(f"{key.meaning} ({key.allowed})"), _line(section, key.name)]
+    return "\n".join(lines)
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in wrap(text, WIDTH)]
+
+
+def _line(section: Section, key: str) -> str:
+    """A key with its value; as a comment where it has none, or no effect."""
+    value = section.model_dump(mode="json")[key]
+    if value is None:
+        return f"# {key} ="
+    return ("# " if section.idle(key) else "") + f"{key} = {tomlkit.item(value).as_string()}"
+
+
+def explained(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with a configuration: each unknown key with the nearest known one, each value that does not fit."""
+    return "; ".join(_explained(problem, model) for problem in error.errors() if problem["type"] != CASCADE)
+
+
+def _explained(problem: Any, model: type[BaseModel]) -> str:
+    path = [str(part) for part in problem["loc"]]
+    key, kind = ".".join(path), problem["type"]
+    if kind == "extra_forbidden":
+        known = list(fields_of(model, path[:-1]))
+        near = [RENAMED[key]] if key in RENAMED else get_close_matches(path[-1], known, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known there: {', '.join(known)}"
+        return f"unknown key {key} ({hint})"
+    if kind == "missing":
+        return f"{key} is missing"
+    if isinstance(error := problem.get("ctx", {}).get("error"), NoEffect):
+        return "; ".join(f"{key}.{text}".lstrip(".") for text in error.problems)
+    shown = repr(problem["input"])
+    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+    if kind == "model_type":
+        return f"{key} = {shown}: it is a section, [{key}], with the keys {', '.join(fields_of(model, path))}"
+    if kind == "string_pattern_mismatch":
+        values = next(found.values for found in keys_of(model) if [found.section, found.name] == path)
+        return f"{key} = {shown}: needed is {values}"
+    return f"{key} = {shown}: {problem['msg'].removeprefix('Value error, ').lower()}"
+
+
+def fields_of(model: Any, path: list[str]) -> dict[str, Any]:
+    """The keys of the section that the path leads to."""
+    for part in path:
+        model = model.model_fields[part].annotation
+    return dict(model.model_fields)
+
+
+class Key(NamedTuple):
+    """A key of a configuration, for people. default: None for none;   needed: it has no default;   only: where it
+    counts, "" for everywhere."""
+
+    section: str
+    name: str
+    meaning: str
+    values: str
+    default: Any
+    needed: bool
+    only: str
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, and where it counts."""
+        return self.values + (f"; counts where {self.only}" if self.only else "")
+
+
+def keys_of(model: type[BaseModel]) -> Iterator[Key]:
+    """Every key of every section, in order."""
+    schema = model.model_json_schema()
+    for section, field in model.model_fields.items():
+        part: Any = field.annotation
+        facts = schema["$defs"][part.__name__]
+        for name, each in part.model_fields.items():
+            default = None if each.is_required() else each.get_default(call_default_factory=True, validated_data={})
+            values = _values(facts["properties"][name])
+            rules = " and ".join(rule.words for rule in part.rules(name))
+            meaning = " ".join((each.description or "").split())
+            yield Key(section, name, meaning, values, default, each.is_required(), rules)
+
+
+def _values(facts: dict[str, Any]) -> str:
+    """What a key may be, from its JSON schema."""
+    facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)
+    if "values" in facts:
+        return str(facts["values"])
+    if "enum" in facts:
+        return ", ".join(f'"{value}"' for value in facts["enum"])
+    if facts["type"] == "array":
+        return f"a list, each {_values(facts['items'])}"
+    kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    kind = "a path" if facts.get("format") == "path" else kinds[facts["type"]]
+    bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
+    found = [f"{words} {facts[name]:g}" for name, words in bounds.items() if name in facts and facts[name] < LARGEST]
+    return " ".join([kind, " and ".join(found)]).strip()

@@ -1,0 +1,124 @@
+"""A network of one's own for `pmm3d train`: the function in a Python file that makes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
+from typing import Any
+
+from ...arrays import library_named
+from ...comm import Grid
+from ...errors import Pmm3dError
+from ...layout import Layout
+from ..layers import Module
+from .config import NetworkSection
+
+MODULE = "network_build"
+"""What the file is called among the modules of the program."""
+
+
+class OwnNetwork:
+    """The function that `network.build` names. Made and called by all ranks.
+
+    The first rank reads the file and all ranks run what it read; modules beside it can be imported. Raises Pmm3dError,
+    on every rank: the file or the function is missing, or the file does not run.
+    """
+
+    def __init__(self, grid: Grid, section: NetworkSection):
+        self._section, self.name = section, str(section.build)
+        path, _, function = self.name.rpartition(":")
+        self._path, source = Path(path), _read(grid, Path(path))
+        with grid.together("network.build", self.name, always=True):
+            with self._explained("does not run"), _importing_beside(self._path):
+                module = ModuleType(MODULE)
+                module.__file__ = str(self._path)
+                sys.modules[MODULE] = module
+                exec(compile(source, str(self._path), "exec"), vars(module))
+            self._function: Callable[[Grid, int, int], Any] = getattr(module, function, None)  # type: ignore[assignment]
+            if not callable(self._function):
+                known = [name for name, value in vars(module).items()
+                         if callable(value) and getattr(value, "__module__", "") == MODULE]
+                raise Pmm3dError(f"network.build = {self.name}: {self._path} has no function {function}; it has "
+                                 f"{', '.join(known) or 'none'}")
+
+    def made(self, grid: Grid, features: int, outputs: int) -> tuple[Module, Layout]:
+        """(the network, the layout of its output), on this grid, which may be one without data. Collective.
+
+        Raises Pmm3dError, on every rank, if the function raises or what it returns is no network for these sizes.
+        """
+        network, problem, layout = None, None, Layout()
+        try:
+            with self._explained("raised an error"), _importing_beside(self._path):
+                network = self._function(grid, features, outputs)
+                self._check(network, grid)
+                output = network.settle(features, self._section.dtype, self._section.library)
+                layout = output.layout
+                if output.shape[1] != outputs:
+                    raise Pmm3dError(f"network.build = {self.name}: the network has {output.shape[1]} outputs; the "
+                                     f"data needs {outputs}: the function is called with (grid, features, outputs)")
+        except Exception as raised:
+            if getattr(raised, "everywhere", False):
+                raise
+            problem = raised
+        with grid.together("network.build", self.name, features, outputs, always=True):
+            if problem is not None:
+                raise problem
+        return network, layout  # type: ignore[return-value]
+
+    def _check(self, network: Any, grid: Grid) -> None:
+        if not isinstance(network, Module):
+            raise Pmm3dError(f"network.build = {self.name} returned {type(network).__name__}; needed is a "
+                             "pmm3d.nn.Module")
+        if network.grid is not grid:
+            raise Pmm3dError(f"network.build = {self.name}: the network is on another Grid; make its layers on the one "
+                             "that the function is given")
+        section, kind = self._section, library_named(self._section.library).kind
+        for name, parameter in network.named_parameters().items():
+            found = parameter.dtype, parameter.library.kind
+            if found != (section.dtype, kind):
+                raise Pmm3dError(f"network.build = {self.name}: {name} is of {found[0]} in {found[1]}, the batches of "
+                                 f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
+                                 "layers with those")
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """As a context: what the file raises, with its line there; errors of the library as they are."""
+        try:
+            yield
+        except Pmm3dError:
+            raise
+        except (Exception, SystemExit) as error:
+            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(self._path)]
+            where = f" ({self._path}, line {lines[-1]})" if lines else ""
+            raise Pmm3dError(f"network.build = {self.name} {what}: {type(error).__name__}: {error}{where}") from error
+
+
+def _read(grid: Grid, path: Path) -> str:
+    """The text of a file, read by the first rank. Collective."""
+    text, problem = "", ""
+    if grid.rank == 0:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+    text, problem = grid.comm.bcast((text, problem))
+    with grid.together("network.build", str(path), always=True):
+        if problem:
+            raise Pmm3dError(f"network.build: cannot read {path.absolute()}: {problem}. The file is looked for where "
+                             "the command runs")
+    return text
+
+
+@contextmanager
+def _importing_beside(path: Path) -> Iterator[None]:
+    """As a context: modules in the file's folder can be imported, as by `python FILE`."""
+    folder = str(path.absolute().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -1,0 +1,176 @@
+"""The configuration of a training: what it refuses, and says, before anything is trained."""
+
+import logging
+import re
+
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
+import h5py
+import numpy as np
+import pytest
+
+from pmm3d import Pmm3dError
+from pmm3d.nn.training import build
+from pmm3d.nn.training.config import Config, checked
+from pmm3d.nn.training.described import as_toml, keys_of
+
+FILE = {"file": "data.h5"}
+HUGE = 10**30
+
+
+@pytest.mark.parametrize("given, text", [
+    ({"network": {"hidden": [0]}}, "network.hidden.0 = 0: input should be greater than or equal to 1"),
+    ({"network": {"hidden": [HUGE]}}, "network.hidden.0"),
+    ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: input should be a finite number"),
+    ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
+    ({"optimizer": {"lr": True}}, "optimizer.lr = True: input should be a valid number"),
+    ({"optimizer": {"lr": 0}}, "optimizer.lr = 0: input should be greater than 0"),
+    ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay"),
+    ({"optimizer": {"clip": float("inf")}}, "optimizer.clip"),
+    ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
+    ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 = 1.0"),
+    ({"optimizer": {"eps": 0}}, "optimizer.eps = 0"),
+    ({"data": FILE | {"validation": float("nan")}}, "data.validation = nan"),
+    ({"data": FILE | {"classes": 1}}, "data.classes = 1"),
+    ({"data": FILE | {"inputs": ""}}, "data.inputs = ''"),
+    ({"data": FILE | {"prefetch": 10**12}}, "data.prefetch"),
+    ({"data": {"file": ""}}, "data.file = '': it names no file or folder"),
+    ({"data": {"file": "a\0b"}}, "it names no file or folder"),
+    ({"data": {"file": "$PMM3D_NO_SUCH/x"}}, "the environment has no such variable"),
+    ({"training": {"seed": -1}}, "training.seed = -1"),
+    ({"training": {"seed": HUGE}}, "training.seed"),
+    ({"training": {"epochs": "3"}}, "training.epochs = '3': input should be a valid integer"),
+    ({"training": {"epochs": HUGE}}, "training.epochs"),
+    ({"training": {"steps": 0}}, "training.steps = 0"),
+    ({"training": {"folder": ""}}, "training.folder = '': it names no file or folder"),
+    ({"schedule": {"kind": "step", "factor": float("nan")}}, "schedule.factor"),
+    ({"grid": {"shape": "auto"}}, 'grid.shape = \'auto\': needed is "GxxGyxGz" in numbers'),
+    ({"grid": 3}, "grid = 3: it is a section, [grid], with the keys shape, data"),
+    ({"network": "model"}, "network.build = 'model': needed is a Python file"),
+    ({"network": {"build": "model.py"}}, "network.build = 'model.py': needed is a Python file"),
+])
+def test_values_that_make_no_sense(given, text):
+    with pytest.raises(Pmm3dError) as caught:
+        checked({"data": FILE} | given)
+    assert text in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("given, key", [
+    ({"optimizer": {"kind": "adam", "momentum": 0.5}}, "optimizer.momentum"),
+    ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, "optimizer.betas"),
+    ({"optimizer": {"kind": "sgd", "eps": 1e-6}}, "optimizer.eps"),
+    ({"optimizer": {"decay_vectors": True}}, "optimizer.decay_vectors"),
+    ({"schedule": {"kind": "constant", "floor": 0.1}}, "schedule.floor"),
+    ({"schedule": {"every": 10}}, "schedule.every"),
+    ({"schedule": {"factor": 0.5}}, "schedule.factor"),
+    ({"data": FILE | {"validation": 0.2, "validation_file": "other.h5"}}, "data.validation"),
+    ({"network": {"hidden": [], "norm": True}}, "network.norm"),
+    ({"network": {"build": "model.py:build", "hidden": [3]}}, "network.hidden"),
+    ({"network": {"build": "model.py:build", "dropout": 0.1}}, "network.dropout"),
+    ({"overlap": {"buckets": False, "bucket_bytes": 3}}, "overlap.bucket_bytes"),
+    ({"overlap": {"regather_inputs": True}}, "overlap.regather_inputs"),
+    ({"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}}, "training.evaluate_every"),
+])
+def test_what_has_no_effect_is_refused(given, key):
+    with pytest.raises(Pmm3dError, match=f"{key} has no effect here: it counts where "):
+        checked({"data": FILE} | given)
+
+
+def test_a_budget_in_steps_needs_no_epochs(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/fast")
+    training = lambda **given: checked({"data": FILE, "training": given}).training
+    assert (training().epochs, training(steps=5).epochs, training(steps=5, epochs=2).epochs) == (10, None, 2)
+    assert str(training(folder="$SCRATCH/run").folder) == "/fast/run"
+    assert checked({"data": FILE, "network": "model.py:build"}).network.build == "model.py:build"
+
+
+def test_every_key_has_a_meaning_and_values():
+    keys = list(keys_of(Config))
+    assert len(keys) > 50 and all(key.meaning and key.values for key in keys)
+
+
+@pytest.mark.parametrize("given", [
+    {},
+    {"network": "model.py:build", "training": {"steps": 7}},
+    {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
+    {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
+    {"optimizer": {"weight_decay": 0.1, "decay_vectors": True}, "training": {"steps": 7, "epochs": 2, "seed": 2**62}},
+])
+def test_what_is_shown_can_be_read_back(given):
+    config = checked({"data": FILE} | given)
+    shown = as_toml(config)
+    assert checked(tomllib.loads(shown)) == config
+    for key in keys_of(Config):
+        assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
+
+
+@pytest.fixture
+def files(comm, shared_path):
+    """data.h5 with 330 rows, three.h5 with 3; targets y of three classes, one of one, field of four numbers."""
+    if comm.rank == 0:
+        x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
+        for name, rows in (("data.h5", 330), ("three.h5", 3)):
+            with h5py.File(shared_path / name, "w") as file:
+                file["x"], file["y"] = x[:rows], np.arange(rows) % 3
+                file["one"], file["field"] = np.zeros(rows, int), x[:rows, :4]
+    comm.barrier()
+    return shared_path
+
+
+@pytest.fixture
+def made(comm, files):
+    """made(section={...}): a trainer of that configuration was made."""
+
+    def make(**sections):
+        data = {"file": str(files / "data.h5"), "batch_size": 50} | sections.pop("data", {})
+        given = {"data": data, "training": {"folder": str(files / "run")} | sections.pop("training", {}), **sections}
+        with build.trainer(checked(given), comm) as run:
+            return run
+
+    return make
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("sections, text", [
+    ({"data": {"targets": "one"}}, "the targets 'one' of .* are of one class only"),
+    ({"data": {"validation": 0.001}}, "data.validation = 0.001 holds out no row of 330: raise it, name a"),
+    ({"data": {"validation": 0.999}}, "leaves no row of 330 to train on"),
+    ({"training": {"accumulate": 7}}, "training.accumulate = 7, but an epoch has 6 batches of 50 rows: at most 6"),
+    ({"schedule": {"warm_up": 61}}, "schedule.warm_up = 61, but the run has 60 steps"),
+    ({"schedule": {"kind": "step", "every": 60}}, "schedule.every = 60, but the run has 60 steps"),
+    ({"training": {"evaluate_every": 61}}, "training.evaluate_every = 61, but the run has 60 steps"),
+    ({"training": {"steps": 5}, "schedule": {"warm_up": 6}}, "schedule.warm_up = 6, but the run has 5 steps"),
+    ({"training": {"steps": 70, "epochs": 1}, "schedule": {"warm_up": 7}}, "warm_up = 7, but the run has 6 steps"),
+    ({"grid": {"data": 5}}, 'grid.data = 5, but "ddp" puts all .* ranks along data'),
+])
+def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):
+    fails(Pmm3dError, text, lambda: made(**sections))
+
+
+@pytest.mark.parallel([1, 2])
+def test_three_rows_are_too_few_to_hold_some_out(made, files, fails):
+    three = {"file": str(files / "three.h5")}
+    fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made(data=three))
+    assert len(made(data=three | {"validation": 0.0}).loader) == 1
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("sections, text", [
+    ({"data": {"batch_size": 10**12}}, "data.batch_size = 1000000000000: there are 297 rows to train on"),
+    ({"optimizer": {"shard_over_data": True}, "grid": {"shape": "fsdp"}}, "optimizer.shard_over_data is for several"),
+    ({"network": {"activations": "sharded"}}, "network.activations = sharded is for several ranks along x or y"),
+    ({"overlap": {"reshard_after_forward": True}}, "overlap.reshard_after_forward is for several ranks along z"),
+])
+def test_what_has_no_effect_here_is_said_once(made, comm, caplog, sections, text):
+    with caplog.at_level(logging.WARNING):
+        made(**sections)
+    told = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+    assert len(told) == (comm.rank == 0)
+
+
+@pytest.mark.parallel([2])
+def test_a_batch_of_10_to_the_12_is_the_whole_data(made):
+    assert len(made(data={"batch_size": 10**12}).loader) == 1

@@ -1,0 +1,155 @@
+"""`network = "model.py:build"`: a network from a file of the user's."""
+
+import json
+import logging
+
+import h5py
+import numpy as np
+import pytest
+
+from pmm3d import Pmm3dError
+from pmm3d.nn.training import build
+from pmm3d.nn.training.config import checked
+
+MODEL = """
+from pmm3d import nn
+from width import WIDTH
+
+class Net(nn.Module):
+    def __init__(self, grid, features, outputs, **options):
+        self.grid = grid
+        self.first = nn.Linear(grid, features, WIDTH, seed=1, **options)
+        self.last = nn.Linear(grid, WIDTH, outputs, seed=2, cols="x", **options)
+
+    def forward(self, x):
+        return self.last(nn.relu(self.first(x)))
+
+def build(grid, features, outputs):
+    return Net(grid, features, outputs)
+
+def double(grid, features, outputs):
+    return Net(grid, features, outputs, dtype="float64")
+
+def wide(grid, features, outputs):
+    return Net(grid, features, outputs + 1)
+
+def nothing(grid, features, outputs):
+    pass
+
+def raising(grid, features, outputs):
+    net = Net(grid, features, outputs)
+    raise ValueError("no " + "luck")
+
+def on_one(grid, features, outputs):
+    if grid.rank == 1 and grid.dry_run is None:
+        raise ValueError("rank 1 alone")
+    return Net(grid, features, outputs)
+
+def at_the_end(grid, features, outputs):
+    net = Net(grid, features, outputs)
+    assert grid.rank != 1 or grid.dry_run is not None, "rank 1 alone"
+    return net
+
+def with_data(grid, features, outputs):
+    net = Net(grid, features, outputs)
+    net.first.weight.local[...] = float(net.first.weight.local.sum()) * 0 + 0.5
+    assert grid.dry_run is None, "values are needed"
+    return net
+
+def few(grid, features):
+    pass
+
+elsewhere = None
+
+def other_grid(grid, features, outputs):
+    from pmm3d import Grid
+    global elsewhere
+    elsewhere = elsewhere or Grid(shape="ddp")
+    return Net(elsewhere, features, outputs)
+"""
+
+
+@pytest.fixture
+def folder(comm, shared_path):
+    if comm.rank == 0:
+        x = np.random.default_rng(0).standard_normal((60, 6)).astype("float32")
+        with h5py.File(shared_path / "data.h5", "w") as file:
+            file["x"], file["y"], file["field"] = x, np.arange(60) % 3, x[:, :5]
+        (shared_path / "model.py").write_text(MODEL)
+        (shared_path / "width.py").write_text("WIDTH = 8\n")
+        (shared_path / "broken.py").write_text("def build(grid\n")
+        (shared_path / "leaving.py").write_text("import sys\n\nsys.exit('bye')\n")
+    comm.barrier()
+    return shared_path
+
+
+@pytest.fixture
+def configured(folder):
+    """configured("model.py:build", section={...}): a configuration of that network."""
+
+    def make(name, **sections):
+        data = {"file": str(folder / "data.h5"), "batch_size": 20, "validation": 0.0} | sections.pop("data", {})
+        training = {"folder": str(folder / "run"), "epochs": 1, "log_every": 1} | sections.pop("training", {})
+        network = {"build": f"{folder}/{name}"} | sections.pop("network", {})
+        return checked({"data": data, "training": training, "network": network, **sections})
+
+    return make
+
+
+def make(config, comm):
+    with build.trainer(config, comm):
+        pass
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("targets", ["y", "field"])
+@pytest.mark.parametrize("shape", ["ddp", "megatron", "fsdp"])
+def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets, shape):
+    config = configured("model.py:build", data={"targets": targets}, grid={"shape": shape})
+    with build.trainer(config, comm) as run:
+        assert run.run()
+        meta = run.checkpoints.meta(run.checkpoints.latest())
+    assert meta["settings"]["network"]["build"] == str(folder / "model.py:build")
+    comm.barrier()
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name, text", [
+    ("none.py:build", r"network.build: cannot read .*none.py: No such file or directory. The file is looked for where"),
+    ("model.py:bild", r"has no function bild; it has Net, build, double, wide"),
+    ("model.py:elsewhere", r"has no function elsewhere"),
+    ("broken.py:build", r"broken.py:build does not run: SyntaxError: .*broken.py, line 1"),
+    ("leaving.py:build", r"leaving.py:build does not run: SystemExit: bye \(.*leaving.py, line 3\)"),
+    ("model.py:raising", r"model.py:raising raised an error: ValueError: no luck \(.*model.py, line 28\)"),
+    ("model.py:few", r"model.py:few raised an error: TypeError: few\(\) takes 2 positional arguments but 3 were given"),
+    ("model.py:nothing", r"model.py:nothing returned NoneType; needed is a pmm3d.nn.Module"),
+    ("model.py:wide", r"the network has 4 outputs; the data needs 3: the function is called with"),
+    ("model.py:double", r"first.weight is of float64 in numpy, the batches of float32 in numpy: set network.dtype"),
+    ("model.py:other_grid", r"the network is on another Grid"),
+])
+def test_what_is_wrong_with_it_is_said(configured, comm, fails, name, text):
+    fails(Pmm3dError, text, lambda: make(configured(name), comm))
+
+
+@pytest.mark.parallel([1])
+def test_the_type_of_its_weights_is_named_in_the_configuration(configured, comm):
+    make(configured("model.py:double", network={"dtype": "float64"}), comm)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("name", ["on_one", "at_the_end"])
+def test_what_fails_on_one_rank_is_raised_by_all(configured, comm, fails, name):
+    fails(Pmm3dError, "rank 1 alone", lambda: make(configured(f"model.py:{name}"), comm))
+
+
+@pytest.mark.parallel([1, 2])
+def test_its_memory_is_predicted_where_it_runs_without_data(configured, comm, caplog):
+    with caplog.at_level(logging.WARNING), build.trainer(configured("model.py:build"), comm) as run:
+        assert any("model.py:build" in name and size > 0 for name, size in run.grid.ledger.predicted.items())
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        make(configured("model.py:with_data"), comm)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (comm.rank == 0) and all("values are needed" in text for text in told)
