@@ -2,6 +2,8 @@
 
     python apps/digits.py runs/digits.h5
     python -m pmm3d.launcher -n 8 apps/train_fc.py runs/digits.h5 --grid 2x2x1 --data 2
+
+A second start goes on from the newest checkpoint of its folder, on any grid.
 """
 
 import argparse
@@ -11,6 +13,7 @@ from mpi4py import MPI
 from pmm3d import Grid, nn
 from pmm3d.io import Checkpoints, DataSet
 from pmm3d.nn import optim
+from pmm3d.nn.training import TrainState
 
 
 class Network(nn.Module):
@@ -47,8 +50,12 @@ def main() -> None:
         optimizer = optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.05)
         schedule = optim.Cosine(optimizer, steps=options.epochs * len(batches), warm_up=20)
         checkpoints = Checkpoints(grid, options.checkpoints)
+        state = TrainState(net, optimizer, schedule, batches)
+        resumed = state.resume(checkpoints)
+        if resumed and grid.rank == 0:
+            print(f"resumed {resumed['path']}, after epoch {batches.epoch}", flush=True)
 
-        for epoch in range(options.epochs):
+        while batches.epoch < options.epochs:
             for x, y in batches:
                 loss = nn.cross_entropy(net(x), y)
                 loss.backward()
@@ -57,9 +64,10 @@ def main() -> None:
                 schedule.step()
             with net.evaluating():
                 right = sum(nn.accuracy(net(x), y) * x.shape[0] for x, y in test) / held_out
+            last = loss.item()
             if grid.rank == 0:
-                print(f"epoch {epoch + 1}: loss {loss.item():.4f}, test accuracy {right:.3f}", flush=True)
-            checkpoints.save(optimizer.steps, {**net.matrices(), **optimizer.matrices()}, {"epoch": epoch + 1})
+                print(f"epoch {batches.epoch}: loss {last:.4f}, test accuracy {right:.3f}", flush=True)
+            state.save(checkpoints)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError, Pmm3dError
-from ..layout import MATRIX_DTYPES
+from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
 
@@ -127,13 +127,14 @@ def dtype_named(dtype: Any) -> str:
         raise DTypeError(f"{dtype!r} names no element type; one is named as in \"float32\"") from None
 
 
-def check_matrix_dtype(dtype: str, library: NumpyLibrary) -> str:
-    """Returns the dtype, if matrices of that library can have it; else raises DTypeError.
+def check_matrix_dtype(dtype: str, library: NumpyLibrary, labels: bool = False) -> str:
+    """Returns the dtype, if matrices of that library can have it, or be labels of it; else raises DTypeError.
 
         >>> check_matrix_dtype("float32", NumpyLibrary())
         'float32'
     """
     usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
+    usable += [LABEL_DTYPE] if labels else []
     if dtype not in usable:
         raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. Convert first")
     return dtype

@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,28 @@ from ..comm.words import names_in_words
 from ..errors import CheckpointError
 from ..product.relayout import summed
 from . import shards as on_disk
-from .disk import checksums, file_errors, sync, verify
+from .disk import checksums, file_errors, verify
+from .manifest import Manifest
 from .matrices import Matrices, check_matrices, differences
+from .step_folders import StepFolders
 
 logger = logging.getLogger("pmm3d.io")
-STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-UNFINISHED = re.compile(r"(writing|removing)-step-\d{8,}(\.\d+)?")
+Check = Callable[[Any], object]
+"""Looks at the meta of a checkpoint; what it raises keeps the checkpoint from being loaded."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose checksums were right: its folder, and what was saved with it."""
+
+    path: Path
+    meta: Any
+    manifest: Manifest
+
+    @property
+    def contents(self) -> dict[str, tuple[tuple[int, int], str]]:
+        """Name -> (shape, dtype) of its matrices."""
+        return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in self.manifest["matrices"].items()}
 
 
 class Checkpoints:
@@ -34,6 +51,8 @@ class Checkpoints:
 
     It is written under another name, brought to the disk, and renamed once all ranks have written theirs: a crash at
     any moment leaves those before it, and the next save removes the rest. One job at a time saves into a folder.
+    What is named like a checkpoint and is none (a part was removed, a symbolic link) is set aside by the next save, and
+    named in a warning; so is a folder that was removed or renamed since the last one.
 
     grid      the matrices may live on it or on other grids over the same processes, in any layout, in any library
     keep      at least 1
@@ -51,6 +70,7 @@ class Checkpoints:
 
     def __init__(self, grid: Grid, folder: str | os.PathLike[str], keep: int = 3):
         self.grid, self.folder, self.keep = grid, Path(folder), keep
+        self._folders = StepFolders(self.folder, keep)
         with grid.together("Checkpoints", str(folder), keep, always=True):
             if not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is a number of checkpoints, at least 1; got {keep!r}")
@@ -62,7 +82,8 @@ class Checkpoints:
                    partial sums are summed first
         meta       what JSON can hold, numpy's numbers and arrays as lists; the same on all ranks
 
-        Saving a step again replaces it, once the new one is complete. After an error the folder is as it was.
+        Saving a step again replaces it, once the new one is complete; those of later steps, of a run that began again
+        from an earlier one, are retired. After an error all checkpoints are as they were.
         """
         with self.grid.together("save", always=True):
             check_matrices(self.grid, matrices)
@@ -76,7 +97,7 @@ class Checkpoints:
         try:
             with self.grid.together("save", str(self.folder), step, "meta and matrices", digest, always=True):
                 if self.grid.rank == 0:
-                    self._prepare(temporary)
+                    self._folders.prepare(step)
             matrices = {name: summed(matrices[name]) for name in sorted(matrices)}
             path = self._write(temporary, step, matrices, text)
         except Exception:
@@ -84,16 +105,8 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         if self.grid.rank == 0:
-            self._prune(step, path)
+            self._folders.prune(step, path)
         return path
-
-    def _prepare(self, temporary: Path) -> None:
-        with file_errors(self.folder, "written"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for entry in os.scandir(self.folder):
-                if UNFINISHED.fullmatch(entry.name):
-                    shutil.rmtree(entry.path)
-            temporary.mkdir()
 
     def _write(self, temporary: Path, step: int, matrices: Matrices, meta: str) -> Path:
         path = None
@@ -108,37 +121,21 @@ class Checkpoints:
                 shards = [shard for written, _ in gathered for shard in written]
                 files = {name: known for _, hashed in gathered for name, known in hashed.items()}
                 on_disk.write_master(temporary, on_disk.manifest_of(step, matrices, shards, files), meta)
-                with file_errors(temporary, "completed"):
-                    sync(temporary)
-                    versions = [version for other, version, _ in self._listed() if other == step]
-                    path = self.folder / (f"step-{step:08d}" + (f".{versions[0] + 1}" if versions else ""))
-                    os.rename(temporary, path)
-                    sync(self.folder)
+                path = self._folders.complete(temporary, step)
         return self.grid.comm.bcast(path)
 
-    def _prune(self, step: int, written: Path) -> None:
-        """Remove what `written` replaces, and all but the newest; it itself stays, wherever it stands among them."""
-        try:
-            others = [(other, path) for other, _, path in self._listed() if path != written]
-            kept = [path for other, path in others if other != step][: self.keep - 1]
-            for _, path in others:
-                if path not in kept:
-                    shutil.rmtree(path.rename(path.with_name(f"removing-{path.name}")))
-        except OSError as error:
-            logger.warning(f"an old checkpoint could not be removed: {error}")
-
-    def _listed(self) -> list[tuple[int, int, Path]]:
-        """(step, version, folder) of the complete checkpoints, newest first; rank 0 alone looks."""
-        if not self.folder.is_dir():
-            return []
-        listed = [(int(match[1]), int(match[2] or 0), self.folder / match[0])
-                  for match in map(STEP.fullmatch, os.listdir(self.folder)) if match]
-        return sorted((entry for entry in listed if (entry[2] / on_disk.MASTER).exists()), reverse=True)
+    def retire(self, step: int) -> list[Path]:
+        """Set aside the checkpoints of later steps, as a run does that goes on from this one: they are named
+        retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay.
+        Returns where they are now."""
+        with self.grid.together("retire", str(self.folder), step, always=True), file_errors(self.folder, "tidied"):
+            retired = self._folders.retire(step) if self.grid.rank == 0 else []
+        return self.grid.comm.bcast(retired)
 
     def candidates(self) -> list[Path]:
         """The complete checkpoints, newest step first; whether they are still undamaged shows when they are loaded."""
         with self.grid.together("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
-            paths = [path for _, _, path in self._listed()] if self.grid.rank == 0 else []
+            paths = [path for _, _, path in self._folders.listed()] if self.grid.rank == 0 else []
         return self.grid.comm.bcast(paths)
 
     def latest(self) -> Path | None:
@@ -147,70 +144,81 @@ class Checkpoints:
 
     def meta(self, path: str | os.PathLike[str]) -> Any:
         """What was saved with a checkpoint. JSON makes lists of tuples and strings of keys."""
-        return self._read(Path(path))[1]
+        return self._read(Path(path)).meta
 
     def contents(self, path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, int], str]]:
         """Name -> (shape, dtype) of the matrices of a checkpoint."""
-        entries = self._read(Path(path))[0]["matrices"].items()
-        return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries}
+        return self._read(Path(path)).contents
 
-    def load(self, path: str | os.PathLike[str], matrices: Matrices) -> Any:
+    def load(self, path: str | os.PathLike[str], matrices: Matrices, *, check: Check | None = None,
+             partial: bool = False) -> Any:
         """Fill the matrices, on this or any other number of ranks, grid and layout, from a checkpoint; its meta.
+
+        check     is given the meta, on every rank, before any matrix is changed; what it raises goes through
+        partial   the checkpoint may have more matrices than these
 
         All checksums are verified first, each byte being read by one rank; then each rank reads its own shards. If
         that fails, or the names, shapes or types are not those of the checkpoint, nothing was changed.
         """
-        path = Path(path)
-        manifest, meta = self._read(path)
-        self._check_fit(path, manifest, matrices)
-        self._verify(path, manifest)
-        self._fill(path, manifest, matrices)
-        return meta
+        return self.fill(self.undamaged(path), matrices, check=check, partial=partial)
 
-    def load_latest(self, matrices: Matrices) -> tuple[Path, Any] | None:
+    def load_latest(self, matrices: Matrices, *, check: Check | None = None,
+                    partial: bool = False) -> tuple[Path, Any] | None:
         """(folder, meta) of the newest checkpoint that is undamaged, which now fills the matrices; None if there are no
-        checkpoints. Damaged ones are named in warnings, and, if none is left, in a CheckpointError."""
+        checkpoints. Damaged ones are named in warnings, and, if none is left, in a CheckpointError. What check raises
+        goes through; no older checkpoint is tried for it."""
+        found = self.newest_undamaged()
+        return None if found is None else (found.path, self.fill(found, matrices, check=check, partial=partial))
+
+    def undamaged(self, path: str | os.PathLike[str]) -> Checkpoint:
+        """The checkpoint, once all its checksums are found right."""
+        found = self._read(Path(path))
+        with self.grid.together("load: verifying", str(path), always=True):
+            verify(found.path, found.manifest["files"], self.grid.rank, self.grid.size)
+        return found
+
+    def newest_undamaged(self) -> Checkpoint | None:
+        """As `load_latest` finds it."""
         failed = []
         for path in self.candidates():
             try:
-                manifest, meta = self._read(path)
-                self._verify(path, manifest)
+                return self.undamaged(path)
             except CheckpointError as error:
                 failed.append(str(error))
                 if self.grid.rank == 0:
                     logger.warning(f"{path} is passed over: {error}")
-                continue
-            self._check_fit(path, manifest, matrices)
-            self._fill(path, manifest, matrices)
-            return path, meta
         with self.grid.together("load_latest", always=True):
             if failed:
                 raise CheckpointError(f"no checkpoint in {self.folder} can be read. " + names_in_words(failed))
         return None
 
-    def _read(self, path: Path) -> tuple[on_disk.Manifest, Any]:
-        """The manifest and the meta, read by rank 0."""
-        with self.grid.together("load", str(path), always=True):
-            texts = on_disk.read_master(path) if self.grid.rank == 0 else None
-        manifest, meta = map(json.loads, self.grid.comm.bcast(texts))
-        return manifest, meta
-
-    def _check_fit(self, path: Path, manifest: on_disk.Manifest, matrices: Matrices) -> None:
-        in_words = "{} x {} {}".format
-        with self.grid.together("load", str(path), *sorted(map(str, matrices)), always=True):
+    def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: bool = False) -> Any:
+        """As `load` does; the meta."""
+        path = str(found.path)
+        if check is not None:
+            with self.grid.together("load: checking", path, always=True):
+                check(found.meta)
+        with self.grid.together("load", path, *sorted(map(str, matrices)), partial, always=True):
             check_matrices(self.grid, matrices, filled=True)
-            here = {name: in_words(*matrix.shape, matrix.dtype) for name, matrix in matrices.items()}
-            there = {name: in_words(*entry["shape"], entry["dtype"]) for name, entry in manifest["matrices"].items()}
-            if text := differences(here, there):
-                raise CheckpointError(f"{path} is the checkpoint of another network. {text}")
+            self._check_fit(found, matrices, partial)
+        with self.grid.together("load: reading", path, always=True):
+            on_disk.fill(found.path, found.manifest, matrices)
+        return found.meta
 
-    def _verify(self, path: Path, manifest: on_disk.Manifest) -> None:
-        with self.grid.together("load: verifying", str(path), always=True):
-            verify(path, manifest["files"], self.grid.rank, self.grid.size)
+    def _read(self, path: Path) -> Checkpoint:
+        """What rank 0 reads of it, without its shards."""
+        with self.grid.together("load", str(path), always=True):
+            known = on_disk.read_master(path) if self.grid.rank == 0 else None
+        manifest, meta = self.grid.comm.bcast(known)
+        return Checkpoint(path, meta, manifest)
 
-    def _fill(self, path: Path, manifest: on_disk.Manifest, matrices: Matrices) -> None:
-        with self.grid.together("load: reading", str(path), always=True):
-            on_disk.fill(path, manifest, matrices)
+    def _check_fit(self, found: Checkpoint, matrices: Matrices, partial: bool) -> None:
+        in_words = "{} x {} {}".format
+        here = {name: in_words(*matrix.shape, matrix.dtype) for name, matrix in matrices.items()}
+        there = {name: in_words(*shape, dtype) for name, (shape, dtype) in found.contents.items()
+                 if name in matrices or not partial}
+        if text := differences(here, there):
+            raise CheckpointError(f"{found.path} is the checkpoint of another network. {text}")
 
 
 def _json_of(meta: Any) -> str:

@@ -14,10 +14,14 @@ from ..arrays import NumpyLibrary, check_matrix_dtype, library_kind
 from ..comm import Grid
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
-from .loader import Loader, Plan, Rows, SourceFile, check_at_least
+from .loader import Loader, check_at_least
+from .reader import Plan, Rows
+from .source import SourceFile
 
 ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
+MOST_CLASSES = 2**20
+"""That labels may make by themselves where there are fewer samples than that."""
 
 
 class DataSet(AbstractContextManager["DataSet"]):
@@ -32,11 +36,18 @@ class DataSet(AbstractContextManager["DataSet"]):
     cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
                  only this rank's columns) if that takes no more bytes. Contiguous data sets are never held in memory
 
-    samples, features, outputs (columns of the targets; 1 for labels), classes (None for vectors)
+    links        whether data sets may lie elsewhere: other files that this one names (external storage, external links,
+                 virtual data sets), and soft links. Left out, they are refused, with what they lead to
 
-    The file must stay as it is while it is in use. Use as a context manager, or close(), which closes the loaders too.
+    samples, features, outputs (columns of the targets; 1 for labels), classes (None for vectors)
+    fingerprint   of what is in the data sets, by their names, shapes, types, names of classes and values (all if they
+                  are few, else those of some rows); the same on every rank and grid
+
+    The file must stay as it is while it is in use: DataError, on every rank, if it is written to or replaced. Use as a
+    context manager, or close(), which closes the loaders too.
     Raises DataError, on every rank: a file or data set that is missing (with the names of those there are), empty, of
-    another type or number of rows, or differs between the ranks; labels below 0.
+    another type or number of rows, never written, or differs between the ranks; labels below 0, or so large that
+    they are no numbers of classes.
 
         >>> import tempfile, h5py
         >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
@@ -49,14 +60,15 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
                  dtype: Any = "float32", library: str | NumpyLibrary = "numpy", classes: int | None = None,
-                 cache_bytes: int = 2**28):
+                 cache_bytes: int = 2**28, links: bool = False):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-        largest = -1
-        with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, cache_bytes):
+        largest, fingerprint = -1, ""
+        with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, cache_bytes,
+                           links):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
-            self.file = SourceFile(self.path)
+            self.file = SourceFile(self.path, bool(links))
             self.inputs, self.targets = self.file.dataset(inputs), self.file.dataset(targets)
             self.samples = len(self.inputs)
             if len(self.targets) != self.samples:
@@ -66,10 +78,13 @@ class DataSet(AbstractContextManager["DataSet"]):
             self.classes = self._known_classes(classes)
             if self.labelled and self.classes is None:
                 largest = self._largest_label()
+            if grid.rank == 0 or grid.dry_run is not None:
+                fingerprint = self.file.fingerprint(self.inputs, self.targets)
         with grid.together("DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled, self.classes):
             pass
         if self.labelled and self.classes is None:
             self.classes = max(grid.comm.allgather(largest)) + 1
+        self.fingerprint: str = grid.comm.bcast(fingerprint)
 
     def _known_classes(self, classes: int | None) -> int | None:
         """As given or by the names in the file; None where only the labels say it, or for vectors."""
@@ -94,7 +109,10 @@ class DataSet(AbstractContextManager["DataSet"]):
             with self.file.unchanged():
                 labels = self.targets[rows].reshape(-1)
             self.check_labels(labels, rows)
-            largest = max(largest, int(labels.max()))
+            if (largest := max(largest, int(labels.max()))) >= max(self.samples, MOST_CLASSES):
+                raise DataError(f"{self.path}: data set {self.targets.name[1:]!r} has the label {largest}, which "
+                                f"makes {largest + 1} classes of {self.samples} samples: number the classes 0, 1, ..., "
+                                "give classes= if there are so many, or store floating point targets")
         return largest
 
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None:

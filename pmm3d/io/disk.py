@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedWriter, FileIO
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,15 +21,29 @@ CHUNK = 2**26
 READ_BYTES = 2**23
 """Bytes that are read and hashed at a time."""
 
+REMEDIES = {
+    errno.ENOSPC: "make room there, or choose another folder",
+    errno.EDQUOT: "your quota there is used up: remove files, or choose another folder",
+    errno.EFBIG: "files there may not be that large (ulimit -f, or the file system): use more ranks, or another folder",
+    errno.EROFS: "nothing can be written there: choose another folder",
+    errno.EACCES: "ask for the right to, or choose another folder",
+    errno.EEXIST: "something of that name is in the way (a file, or a link that leads nowhere): move it away"}
+"""What to do about an error of the operating system."""
+
 Checksums = dict[str, Any]
 """Of a file: {"bytes": its size, "crc32": [of each chunk]}; the last chunk has what is left."""
+
+
+def chunks(size: int) -> int:
+    """In how many a file of that size is hashed."""
+    return -(-size // CHUNK)
 
 
 def checksums(path: Path) -> Checksums:
     check_regular(path)
     with open(path, "rb", buffering=0) as file:
         size, buffer = os.fstat(file.fileno()).st_size, bytearray(READ_BYTES)
-        return {"bytes": size, "crc32": [_crc(file, number, buffer) for number in range(-(-size // CHUNK))]}
+        return {"bytes": size, "crc32": [_crc(file, number, buffer) for number in range(chunks(size))]}
 
 
 def _crc(file: FileIO, number: int, buffer: bytearray) -> int:
@@ -45,12 +60,12 @@ def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: i
     Raises CheckpointError, naming the file, where one is missing, of another size, or damaged.
     """
     buffer = bytearray(READ_BYTES)
-    for name, chunks in groupby(_share(files, rank, ranks), key=itemgetter(0)):
+    for name, pieces in groupby(_share(files, rank, ranks), key=itemgetter(0)):
         path, known = folder / name, files[name]
         with file_errors(path, "read"), open(path, "rb", buffering=0) as file:
             if (size := os.fstat(file.fileno()).st_size) != known["bytes"]:
                 raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, not {known['bytes']:,}")
-            for _, number in chunks:
+            for _, number in pieces:
                 if _crc(file, number, buffer) != known["crc32"][number]:
                     raise CheckpointError(f"{path} is damaged: its checksum is wrong in the {CHUNK:,} bytes from byte "
                                           f"{number * CHUNK:,} on")
@@ -58,9 +73,9 @@ def verify(folder: Path, files: Mapping[str, Checksums], rank: int = 0, ranks: i
 
 def _share(files: Mapping[str, Checksums], rank: int, ranks: int) -> list[tuple[str, int]]:
     """(file, number of a chunk) for a rank to read: consecutive ones, each rank about as many bytes."""
-    chunks = [(name, number) for name, known in sorted(files.items()) for number in range(len(known["crc32"]))]
-    starts = offsets(min(CHUNK, files[name]["bytes"] - number * CHUNK) for name, number in chunks)
-    return [chunk for chunk, start, end in zip(chunks, starts, starts[1:])
+    pieces = [(name, number) for name, known in sorted(files.items()) for number in range(len(known["crc32"]))]
+    starts = offsets(min(CHUNK, files[name]["bytes"] - number * CHUNK) for name, number in pieces)
+    return [piece for piece, start, end in zip(pieces, starts, starts[1:])
             if (start + end) * ranks // (2 * starts[-1]) == rank]
 
 
@@ -73,17 +88,28 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def new_file(path: Path) -> BufferedWriter:
+    """An empty file to write, in place of what a crash left under that name; a link there is not followed."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
 @contextmanager
 def file_errors(path: Path, doing: str) -> Iterator[None]:
     """What goes wrong with a file in this context becomes a CheckpointError that names it."""
     try:
         if doing == "read":
             check_regular(path)
+            if path.is_symlink():
+                raise CheckpointError(f"{path} is a symbolic link, which is not followed: a checkpoint's files lie in "
+                                      f"its folder. Put the file itself there ({os.readlink(path)})")
         yield
     except Pmm3dError:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename or path} is missing") from error
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        number = error.errno if isinstance(error, OSError) else None
         text = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CheckpointError(f"{path} cannot be {doing}: {text}") from error
+        remedy = f"; {REMEDIES[number]}" if number in REMEDIES else ""
+        raise CheckpointError(f"{path} cannot be {doing}: {text}{remedy}") from error

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
 from datetime import datetime
@@ -54,10 +55,18 @@ class RunLock:
         self._written: Owner = {}
 
     def acquire(self) -> None:
-        """Raises FolderInUseError if another job has the folder, OSError where it cannot be written."""
+        """Raises FolderInUseError if another job has the folder, OSError where it cannot be written, Pmm3dError where
+        the file is not a plain one: it would be emptied, wherever a link leads to."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        if self.path.is_symlink():
+            raise _no_lock(self.path, f"a symbolic link to {os.readlink(self.path)}, which is not followed")
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise _no_lock(self.path, "no regular file")
+            if status.st_nlink > 1:
+                raise _no_lock(self.path, "a file that also has another name (a hard link)")
             self._take(file)
             self._file = file
         finally:
@@ -109,6 +118,23 @@ class RunLock:
         except OSError as error:
             logger.warning(f"{self.path} cannot be kept fresh: {error.strerror}")
 
+    def renew(self) -> None:
+        """Take it anew, with a warning, if its file is no longer at its path: others would not see it. Raises as
+        `acquire` does."""
+        if self._file is None or self._is_there(self._file):
+            return
+        logger.warning(f"{self.path} has been removed, renamed or replaced while this job has the folder: it is taken "
+                       "anew")
+        os.close(self._file)
+        self._file = None
+        self.acquire()
+
+    def _is_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(file))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         """Let others in; nothing if the lock is not held."""
         if self._file is None:
@@ -124,9 +150,18 @@ class RunLock:
 
 def owner_of(folder: str | os.PathLike[str]) -> Owner:
     """What the lock of a folder says of its owner; empty if nobody has it, or had it when it ended."""
-    with suppress(OSError), open(Path(folder) / NAME, "rb") as file:
-        return _owner_in(file.fileno())
+    with suppress(OSError):
+        file = os.open(Path(folder) / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return _owner_in(file)
+        finally:
+            os.close(file)
     return {}
+
+
+def _no_lock(path: Path, what: str) -> Pmm3dError:
+    return Pmm3dError(f"{path} is {what}. The lock of a run's folder has that name: remove it, or choose another "
+                      "folder (training.folder)")
 
 
 def _owner_in(file: int) -> Owner:

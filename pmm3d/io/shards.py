@@ -6,15 +6,13 @@ checkpoint.h5      each matrix whole, under its name: a virtual data set over th
                    pmm3d/manifest and pmm3d/meta, JSON
 checkpoint.crc     the checksums of checkpoint.h5, JSON
 
-The manifest: {"step": n, "files": {name: checksums}, "matrices": {name: {"shape": [m, n], "dtype": name, "shards":
-[[file, r0, r1, c0, c1], ...]}}}. Checksums: {"bytes": n, "crc32": [of each CHUNK bytes]}; they are of the files, not of
-the elements, as HDF5 may loop or crash on a damaged file and so must not open one.
+`pmm3d.io.manifest` has the manifest. Checksums are of the files, not of the elements, as HDF5 may loop or crash on a
+damaged file and so must not open one. What links, external storage or virtual data sets lead to is not read.
 bfloat16 is stored as its bits, uint16, with the attribute dtype "bfloat16".
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -30,7 +28,9 @@ from ..errors import CheckpointError, needs
 from ..layout import EMPTY, Box
 from ..product import DistMatrix
 from .disk import Checksums, checksums, file_errors, sync, verify
+from .manifest import Manifest, checked_manifest, checked_sums, parsed
 from .matrices import Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
+from .new_hdf5 import written
 
 with needs("io", "checkpoints"):
     import h5py
@@ -41,8 +41,6 @@ TOGETHER = "blocks.h5"
 OWN = "pmm3d"
 BFLOAT16_NAN = 0x7FC0
 
-Manifest = dict[str, Any]
-
 
 class Shard(NamedTuple):
     """A shard of a matrix in a file of a checkpoint."""
@@ -50,41 +48,6 @@ class Shard(NamedTuple):
     file: str
     name: str
     box: Box
-
-
-class _Output(io.FileIO):
-    """A file for HDF5 to write to. After a failed write HDF5 crashes the process at exit (2.0), so it is told that all
-    went well; `error` has what failed."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        try:
-            while rest and not self.error:
-                rest = rest[super().write(rest) or 0 :]
-        except OSError as error:
-            self.error = error
-        return size
-
-    def truncate(self, size: int | None = None) -> int:
-        try:
-            return 0 if self.error else super().truncate(size)
-        except OSError as error:
-            self.error = error
-            return 0
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file that is on the disk when the body is done."""
-    with file_errors(path, "written"), _Output(path, "w+") as output:
-        with h5py.File(output, "w") as file:
-            yield file
-        if output.error:
-            raise output.error
-        os.fsync(output.fileno())
 
 
 @contextmanager
@@ -123,7 +86,7 @@ def write_shards(folder: Path, comm: MPI.Intracomm, matrices: Matrices) -> list[
                     _write_rows(datasets[name], matrix, matrix.box)
             sync(path)
     elif mine:
-        with _written(path) as file:
+        with written(path) as file:
             for name, matrix in mine.items():
                 _write_rows(_create(file, name, matrix.box.shape, matrix.dtype), matrix, EMPTY)
     return [Shard(path.name, name, matrix.box) for name, matrix in mine.items()]
@@ -144,7 +107,8 @@ def _write_rows(dataset: h5py.Dataset, matrix: DistMatrix, box: Box) -> None:
 
 def manifest_of(step: int, matrices: Matrices, shards: Iterable[Shard], files: dict[str, Checksums]) -> Manifest:
     """The manifest from all ranks' shards. Raises CheckpointError if they are not all of each matrix."""
-    entries: dict[str, Any] = {name: {"shape": list(matrix.shape), "dtype": matrix.dtype, "shards": []}
+    entries: dict[str, Any] = {name: {"shape": list(matrix.shape), "dtype": matrix.dtype,
+                                      "vector": matrix.shape[0] == 1 and not matrix.layout.rows, "shards": []}
                                for name, matrix in matrices.items()}
     for shard in shards:
         entries[shard.name]["shards"].append([shard.file, *shard.box])
@@ -157,9 +121,9 @@ def manifest_of(step: int, matrices: Matrices, shards: Iterable[Shard], files: d
 
 def write_master(folder: Path, manifest: Manifest, meta: str) -> None:
     """Write the master and its checksums."""
-    with _written(folder / MASTER) as file:
+    with written(folder / MASTER) as file:
         for name, entry in manifest["matrices"].items():
-            _show_whole(file, name, **entry)
+            _show_whole(file, name, entry["shape"], entry["dtype"], entry["shards"])
         file[f"{OWN}/manifest"], file[f"{OWN}/meta"] = json.dumps(manifest), meta
     with file_errors(folder / CHECKSUMS, "written"):
         (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / MASTER)))
@@ -179,31 +143,55 @@ def _show_whole(file: h5py.File, name: str, shape: list[int], dtype: str, shards
         dataset.attrs["dtype"] = dtype
 
 
-def read_master(folder: Path) -> tuple[str, str]:
-    """The texts of the manifest and the meta, once the master's checksums are found right. Raises CheckpointError."""
+def read_master(folder: Path) -> tuple[Manifest, Any]:
+    """The manifest and the meta, once the master's checksums are found right. Raises CheckpointError."""
     path = folder / MASTER
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MASTER}")
     with file_errors(folder / CHECKSUMS, "read"):
-        verify(folder, {MASTER: json.loads((folder / CHECKSUMS).read_bytes())})
+        sums = parsed((folder / CHECKSUMS).read_bytes(), folder / CHECKSUMS)
+        verify(folder, checked_sums({MASTER: sums}, folder / CHECKSUMS))
     with _opened(path) as file:
-        return file[f"{OWN}/manifest"][()].decode(), file[f"{OWN}/meta"][()].decode()
+        manifest, meta = (parsed(_own(file, f"{OWN}/{name}")[()], path) for name in ("manifest", "meta"))
+    return checked_manifest(manifest, path), meta
+
+
+def _own(file: h5py.File, name: str) -> h5py.Dataset:
+    """The data set of that name, which lies in this file itself. Raises CheckpointError."""
+    place: Any = file
+    for part in name.split("/"):
+        linked = place.get(part, getlink=True) if isinstance(place, h5py.Group) else None
+        place = place[part] if isinstance(linked, h5py.HardLink) else None
+    if not isinstance(place, h5py.Dataset) or place.external or place.is_virtual:
+        raise CheckpointError(f"{file.filename} is damaged, or not written by pmm3d: {name!r} does not lie in it, or "
+                              "is a link, external or virtual, which is not followed. Take another checkpoint")
+    return place
 
 
 def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
     """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once. Of partial
     sums the first is filled, the others become zero."""
-    stored = sorted(Shard(file, name, Box(*edges))
-                    for name, entry in manifest["matrices"].items() for file, *edges in entry["shards"])
+    stored = sorted(Shard(file, name, Box(*edges)) for name in matrices
+                    for file, *edges in manifest["matrices"][name]["shards"])
     wanted = [shard for shard in stored if (shard.box & matrices[shard.name].box).size]
     for file_name, group in groupby(wanted, key=lambda shard: shard.file):
         with _opened(folder / file_name) as file:
             for shard in group:
                 matrix = matrices[shard.name]
-                origin = EMPTY if file_name == TOGETHER else shard.box
-                _fill_piece(file[shard.name], origin, shard.box & matrix.box, matrix)
+                origin = Box(0, matrix.shape[0], 0, matrix.shape[1]) if file_name == TOGETHER else shard.box
+                _fill_piece(_stored(file, shard.name, origin.shape, matrix.dtype), origin, shard.box & matrix.box,
+                            matrix)
     for matrix in matrices.values():
         matrix.keep_one()
+
+
+def _stored(file: h5py.File, name: str, shape: tuple[int, int], dtype: str) -> h5py.Dataset:
+    """The data set of a shard, if it is what the manifest says of it."""
+    dataset = _own(file, name)
+    if (dataset.shape, dataset.dtype) != (shape, stored_dtype(dtype)):
+        raise CheckpointError(f"{file.filename} is damaged, or not written by pmm3d: {name!r} is {dataset.shape} "
+                              f"{dataset.dtype}, not {shape} {stored_dtype(dtype)}. Take another checkpoint")
+    return dataset
 
 
 def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatrix) -> None:

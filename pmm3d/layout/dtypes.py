@@ -9,6 +9,8 @@ from ..errors import DTypeError
 
 MATRIX_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 """What a matrix can hold."""
+LABEL_DTYPE = "int64"
+"""What a matrix of labels holds, which is moved, and compared by losses, and never multiplied."""
 LOW_PRECISION = ("float16", "bfloat16")
 """What is multiplied and added up in float32."""
 CACHE_LINE = 64

@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         bias = relayout(bias, Layout((), n, units=(1, outer)))
     output = Layout((*rows, k) if activations == "sharded" else rows, n, units=(row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         sharded, x.tape.parallel.overlap.regather_inputs)
+                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None)
     inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
@@ -95,7 +95,7 @@ class _Schedule:
     came, out   forms of I as it comes, and of O;   k, n   the axes that split their columns
     rows        the axes that split the rows of what the GEMMs see
     wanted      whether the gradient of I is;   weight   None if it is no parameter whose shards are gathered
-    regathers   whether I is kept as it comes
+    regathers   whether I is kept as it comes;   biased: whether there is a bias
     """
 
     came: Form
@@ -106,6 +106,7 @@ class _Schedule:
     wanted: bool
     weight: Parameter | None
     regathers: bool
+    biased: bool
 
     @property
     def input(self) -> Layout:
@@ -141,7 +142,7 @@ class _Schedule:
         natural = Layout(self.rows, self.n, self.k, self.out.layout.units)
         return formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout).wait()
 
-    def gradients(self, gradient: Array, inputs: Array, *full: Array) -> tuple[Product | None, Product, Product]:
+    def gradients(self, gradient: Array, inputs: Array, *full: Array) -> list[Product | None]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
         kept = self.came.layout if self.regathers else self.input
         gradient = self.block(self.out, gradient, self.out.layout, self.result, "gather dO")
@@ -157,7 +158,7 @@ class _Schedule:
             form, inputs.T, gradient, out, beta), "reduce dW")
         of_bias = Product(Layout((), self.n, self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
             form, gradient, out, beta), "reduce dW")
-        return of_input, of_weight, of_bias
+        return [of_input, of_weight, of_bias] if self.biased else [of_input, of_weight]
 
 
 def weight_layout(k: str, units: tuple[int, int] = SINGLE) -> Layout:

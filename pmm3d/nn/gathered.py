@@ -31,8 +31,8 @@ class Weight(Protocol):
 @dataclass(eq=False)
 class Gathered:
     """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
-    is kept. number: in the order of first use; following: the weight that was needed next the last time, by the phase
-    of the pass; promise: the `unchanged` in which it was gathered."""
+    is kept. number: in the order of first use; following: the weight that was needed next the last time, and in which
+    phase, by the phase of the pass; promise: the `unchanged` in which it was gathered."""
 
     number: int
     version: int = -1
@@ -40,7 +40,7 @@ class Gathered:
     pending: Pending | None = None
     block: Array = None
     promise: object = None
-    following: dict[str, ref[Weight]] = field(default_factory=dict)
+    following: dict[str, tuple[ref[Weight], str]] = field(default_factory=dict)
 
 
 class Weights:
@@ -72,10 +72,10 @@ class Weights:
             return weight.shard
         gathered = self._of(weight)
         if self._last is not None and (before := self._last[0]()) is not None:
-            before.following[self._last[1]] = ref(weight)
-        self._last, block = (ref(gathered), phase), gathered.block
-        if phase == "forward" and (self._promise is None or gathered.promise is not self._promise):
-            block = gathered.block = None
+            before.following[self._last[1]] = ref(weight), phase
+        self._last = ref(gathered), phase
+        self._drop_unusable(gathered, phase)
+        block = gathered.block
         if block is None:
             gathered.promise = self._promise
             pending, gathered.pending = gathered.pending or self._start(weight), None
@@ -122,13 +122,20 @@ class Weights:
             gathered.nbytes = weight.form.largest_without("z")
         return gathered
 
+    def _drop_unusable(self, gathered: Gathered, phase: str) -> None:
+        """A block that is kept serves no forward pass but in the `unchanged` in which it was gathered."""
+        if phase == "forward" and (self._promise is None or gathered.promise is not self._promise):
+            gathered.block = None
+
     def _prefetch(self, weight: Weight, gathered: Gathered, phase: str) -> None:
-        following = gathered.following[phase]() if phase in gathered.following else None
+        noted, next_phase = gathered.following.get(phase, (lambda: None, phase))
+        following = noted()
         if following is not None and following is not weight:
             ahead = self._of(following)
             next_pass = phase == "forward" and ahead.number <= gathered.number
             if next_pass and self._promise is None:
                 return
+            self._drop_unusable(ahead, next_phase)
             if ahead.block is None and ahead.pending is None:
                 ahead.pending = self._start(following)
 

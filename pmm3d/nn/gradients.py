@@ -56,6 +56,7 @@ class Accumulated:
     owners    for each optimizer of the parameter, whether it needs that part only
     pending   the last collective that writes to the array
     to_come   how often the backward pass under way will still add to it
+    waiting   queues of `defer_weights` that hold parts of it
     """
 
     form: Form
@@ -66,6 +67,7 @@ class Accumulated:
     pending: Pending | None = None
     to_come: int = 0
     owners: set[bool] = field(default_factory=set)
+    waiting: set[object] = field(default_factory=set)
 
     @property
     def layout(self) -> Layout:
@@ -164,6 +166,7 @@ class Gradients:
         one. agreed: to be called before the first message; raises if the ranks do not sum the same."""
         self._sync, self._overlap, self._agreed = sync, overlap, agreed
         self._bucket: list[Accumulated] = []
+        self._expected = list(uses)
         for record, times in uses.items():
             record.to_come = times
 
@@ -177,6 +180,7 @@ class Gradients:
         if record in self._bucket:
             self._flush()
         out, beta, adds = record.landing(landed.sums)
+        self._open[record] = None
         if kind == "stay" and adds:
             record.wait()
             _fill(found, out, beta)
@@ -184,7 +188,6 @@ class Gradients:
             self._scatter(record, found, self._grid.axis(axis), out, beta)
         else:
             self._bring(record, found, landed, beta, adds)
-        self._open[record] = None
         record.to_come -= 1
         if self._sync and self._overlap.buckets and record.to_come == 0 and set(record.sums) <= {"data"}:
             self._put(record)
@@ -219,7 +222,7 @@ class Gradients:
         """The backward pass is over: sum what is not under way, and wait for all."""
         self.agree()
         used = list(self._open)
-        summed, self._open = (used, {}) if self._sync else ([], self._open)
+        summed = used if self._sync else []
         for name in self._grid.shape.names:
             if name != "data":
                 waiting = [record for record in summed if record.state is State.OPEN and name in record.sums]
@@ -236,16 +239,19 @@ class Gradients:
             if record.state is State.SUMMING:
                 record.state, record.sums = State.SUMMED, ()
         self._rehearse(used)
+        if self._sync:
+            self._open = {}
         self.begin(self._sync, self._overlap, Counter(), lambda: None)
 
     def forget(self, record: Accumulated) -> None:
         """There is no gradient any more."""
         record.state = State.EMPTY
+        record.waiting.clear()
         self._open.pop(record, None)
 
     def abandon(self) -> None:
-        """The backward pass ended with an error: what it has begun is of no use."""
-        for record in self._open:
+        """The backward pass ended with an error: what it has begun is of no use, nor what it was to be added to."""
+        for record in (*self._expected, *self._open):
             record.state, record.pending = State.BROKEN, None
         self._open, self._work = {}, {}
         self.begin(self._sync, self._overlap, Counter(), lambda: None)

@@ -1,7 +1,7 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor that all ranks hold. The sum over the ranks that hold other
-rows goes on in the background until `item` is asked for.
+Losses are means over the whole batch, as a 1 x 1 tensor. A rank has the sum over its own rows; that over the ranks goes
+on in the background until `item` is asked for, or is left to be done (`Tape.summing`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .compute import Form, array_namespace, by_rows, computing, elementwise
 from .functional import Elementwise
-from .statistics import added, log_sum_exp, total
+from .statistics import across, added, log_sum_exp, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -107,8 +107,19 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
 
 def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
     """(columns, rows): of this rank's labels that lie in this rank's columns, as local indices."""
+    box, host = logits.box, _labels_of(logits, labels)
+    if host is None:
+        index = logits.library.empty((logits.form.local_shape[0],), "int64")
+        return index, index
+    own = np.flatnonzero((host >= box.c0) & (host < box.c1))
+    columns, lines = (logits.library.from_numpy(index, "int64") for index in (host[own] - box.c0, own))
+    return columns, lines
+
+
+def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
+    """Those of this rank's rows, checked; None in a dry run."""
     labels = labels.value if isinstance(labels, Tensor) else labels
-    grid, (rows, classes), box = logits.grid, logits.shape, logits.box
+    grid, (rows, classes) = logits.grid, logits.shape
     if not isinstance(labels, DistMatrix):
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
     if labels.shape != (rows, 1):
@@ -117,19 +128,16 @@ def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
     if labels.layout.on(grid.shape) != wanted.on(grid.shape):
         labels = labels.redistribute(wanted)
     if not labels.library.has_data:
-        index = labels.library.empty(labels.local.shape[:1], "int64")
-        return index, index
+        return None
     host = labels.library.to_numpy(labels.local).reshape(-1)
     with grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
             raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}")
         wrong = np.flatnonzero((host < 0) | (host >= classes))
         if len(wrong):
-            raise Pmm3dError(f"cross_entropy: row {box.r0 + wrong[0]} of the batch has the label {host[wrong[0]]}; the "
-                             f"network has {classes} outputs, so labels are 0 to {classes - 1}")
-    own = np.flatnonzero((host >= box.c0) & (host < box.c1))
-    columns, lines = (logits.library.from_numpy(index, "int64") for index in (host[own] - box.c0, own))
-    return columns, lines
+            raise Pmm3dError(f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "
+                             f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}")
+    return host
 
 
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
@@ -148,8 +156,11 @@ def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, ke
     like = parents[0]
     value = like.form.filled(0).local
     value[...] = total * weight
+    sums = (*like.layout.rows, *axes)
+    if not like.tape.summing:
+        return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=Layout(sums=sums))
     with like.grid.ledger.phase("loss"):
-        pending = added(like.grid, value, (*like.layout.rows, *axes))
+        pending = added(like.grid, value, sums)
     return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=SCALAR,
                      pending=pending[-1] if pending else None)
 
@@ -163,19 +174,47 @@ def _aligned(prediction: Tensor, target: Matrix) -> Tensor:
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
-    """Share of the rows whose largest logit is the label's; arguments as of `cross_entropy`. Collective.
+    """Share of the rows whose largest logit, the first of them if there are several, is the label's; arguments as of
+    `cross_entropy`. Collective.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     logits = Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
         ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())
-        ...     accuracy(logits, labels)
-        1.0
+        ...     accuracy(logits, labels), accuracy(logits * 0, labels)
+        (1.0, 0.25)
     """
     logits = whole(logits)
-    largest, _, chosen = _log_sum_exp(logits, *_local_labels(logits, labels))
-    right = np.array([float((chosen >= largest).sum())])
+    right = np.array([right_rows(logits, labels)], np.float64)
     return float(total(logits.grid, right, logits.layout.rows)[0]) / max(1, logits.shape[0])
+
+
+def right_rows(logits: Tensor, labels: Matrix) -> int:
+    """How many of this rank's rows `accuracy` counts. Logits without partial sums."""
+    wanted, found = _labels_of(logits, labels), _first_largest(logits)
+    return 0 if wanted is None else int(np.count_nonzero(found == wanted))
+
+
+def _first_largest(logits: Tensor) -> np.ndarray:
+    """The column of the first largest logit of each of this rank's rows, of all ranks' columns. Each rank receives
+    (G-1) 2 m_local numbers along each axis of the classes."""
+    local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
+    own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
+    if library.has_data:
+        own[0], own[1] = -np.inf, logits.shape[1]
+        if cols:
+            xp = array_namespace(local)
+            own[0] = library.to_numpy(library.astype(xp.max(local, axis=1), "float64"))
+            own[1] = library.to_numpy(xp.argmax(local, axis=1)) + logits.box.c0
+
+    def first(gathered: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        if not library.has_data:
+            return gathered[0]
+        rank = gathered[:, 0].argmax(axis=0)
+        return np.take_along_axis(gathered, rank[None, None, :], axis=0)[0]
+
+    with logits.grid.ledger.phase("loss"):
+        return across(logits.form, own, 1, first)[1]
 
 
 def r2(prediction: Tensor, target: Matrix) -> float:

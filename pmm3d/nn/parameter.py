@@ -30,7 +30,6 @@ class Parameter(Tensor):
         True
     """
 
-    version = 0
     has_state = False
     accumulated: Accumulated
 
@@ -54,9 +53,9 @@ class Parameter(Tensor):
     @property
     def grad(self) -> DistMatrix | None:
         """None, or the gradient in the layout that it is in: the parameter's, also split over data for an optimizer
-        that shards its state, or with the sums that `no_sync` left to be done."""
+        that shards its state, or with the sums that `no_sync` left to be done. None after a pass that failed, too."""
         record = self.accumulated
-        if record.state is State.EMPTY:
+        if record.state in (State.EMPTY, State.BROKEN):
             return None
         box = record.layout.box(self.shape, self.grid.shape, self.grid.coords)
         return DistMatrix(self.grid, record.array[box.within(self.box)], self.shape, record.layout)
@@ -87,7 +86,7 @@ class Parameter(Tensor):
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.together("move", self.name, layout):
-            if self.accumulated.array is not None or self.has_state:
+            if self.accumulated.array is not None or self.accumulated.waiting or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "

@@ -35,6 +35,7 @@ class Tape:
     recording     whether operations are noted for a backward pass (see `no_grad`)
     keeping       whether they keep what their rules need: not where they are done again (see `Recompute`)
     syncing       whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
+    summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
     phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
     inspect       None, or a function(layer, output) called after each layer: finds where numbers go wrong
     pack, unpack  what is kept of an array that an operation keeps, and how it comes back: to move it elsewhere, or to
@@ -47,7 +48,7 @@ class Tape:
 
     def __init__(self, grid: Grid):
         self.parallel = Parallel.of(grid)
-        self.recording = self.keeping = self.syncing = True
+        self.recording = self.keeping = self.syncing = self.summing = True
         self.phase = "forward"
         self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Packing = _as_it_is
@@ -85,17 +86,17 @@ class Node:
     rule      None for a leaf, and once a backward pass has used it
     leaves    those of the parents, with the versions of their values: kept, so that what is summed does not depend on
               when a rank's garbage is collected
-    kept      what the rule needs, as `Tape.pack` left it
+    kept      what the rule needs, as `Tape.pack` left it;   unpack: the tape's, when it was packed
     leaf      a weak reference to the tensor that a gradient ends in
     """
 
-    __slots__ = ("__weakref__", "form", "kept", "leaf", "leaves", "number", "parents", "rule")
+    __slots__ = ("__weakref__", "form", "kept", "leaf", "leaves", "number", "parents", "rule", "unpack")
 
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
                  kept: Sequence[Any] = (), leaf: Leaf | None = None):
         self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
-        self.leaf = None if leaf is None else ref(leaf)
-        self.number = next(Tape.of(form.grid).numbers)
+        self.leaf, tape = None if leaf is None else ref(leaf), Tape.of(form.grid)
+        self.number, self.unpack = next(tape.numbers), tape.unpack
         self.leaves = [(leaf, leaf.version) for leaf in map(_leaf_of, parents) if leaf is not None]
 
     def check(self) -> None:
@@ -112,7 +113,7 @@ class Node:
 
     def take(self) -> tuple[Sequence[Node | None], Callable[[Array], Sequence[Part]]]:
         """The parents, and the rule with what it needs: once. What was kept is let go when the rule is."""
-        parents, rule, kept, unpack = self.parents, self.rule, self.kept, Tape.of(self.form.grid).unpack
+        parents, rule, kept, unpack = self.parents, self.rule, self.kept, self.unpack
         self.parents, self.rule, self.kept = (), None, ()
         if rule is None:
             raise Pmm3dError(USED)
@@ -183,11 +184,20 @@ def propagate(last: Node, gradient: Array, first: int = 0) -> dict[int, Coming]:
             break
         passed = coming.pop(node.number).wait()
         parents, rule = node.take()
-        parts = list(rule(passed))
+        parts = _one_each(rule(passed), parents)
         del rule, passed
         for parent in parents:
             _pass_on(parts.pop(0), parent, coming, nodes)
     return coming
+
+
+def _one_each(parts: Sequence[Part], parents: Sequence[Node | None]) -> list[Part]:
+    """What a rule returned, a part for each parent. Raises Pmm3dError if it is not that."""
+    if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
+        got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
+        raise Pmm3dError(f"backward: a rule returned {got} for {len(parents)} tensors that went in: it returns a tuple "
+                         "with a gradient for each of them, None where none is needed")
+    return list(parts)
 
 
 def _pass_on(part: Part, parent: Node | None, coming: dict[int, Coming], nodes: list[tuple[int, Node]]) -> None:
@@ -215,9 +225,11 @@ def no_grad(grid: Grid) -> Iterator[None]:
         False
     """
     tape = Tape.of(grid)
-    with tape.set(recording=False):
-        yield
-    tape.parallel.weights.pause()
+    try:
+        with tape.set(recording=False):
+            yield
+    finally:
+        tape.parallel.weights.pause()
 
 
 @contextmanager
@@ -238,7 +250,7 @@ class WeightProducts:
     the input and the gradient that it is made of."""
 
     def __init__(self, grid: Grid):
-        self._grid = grid
+        self._grid, self._mark = grid, object()
         self._waiting: list[tuple[Leaf, Part]] = []
 
     def __len__(self) -> int:
@@ -246,25 +258,21 @@ class WeightProducts:
 
     def put(self, parameter: Leaf, part: Part) -> None:
         self._waiting.append((parameter, part))
+        if parameter.accumulated is not None:
+            parameter.accumulated.waiting.add(self._mark)
 
     def drain(self) -> None:
         """Do them all; then the gradients are as after a backward pass. Collective."""
         tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
         uses = Counter(parameter for parameter, _ in waiting)
-        with not_deferred(tape.parallel), tape.parallel.backward(tape.syncing, uses):
+        with tape.parallel.deferring(None), tape.parallel.backward(tape.syncing, uses):
             while waiting:
                 parameter, part = waiting.pop(0)
                 parameter.receive(part)
                 del part
-
-
-@contextmanager
-def not_deferred(parallel: Parallel) -> Iterator[None]:
-    before, parallel.deferred = parallel.deferred, None
-    try:
-        yield
-    finally:
-        parallel.deferred = before
+        for parameter in uses:
+            if parameter.accumulated is not None:
+                parameter.accumulated.waiting.discard(self._mark)
 
 
 @contextmanager
@@ -285,7 +293,7 @@ def unchanged(grid: Grid) -> Iterator[None]:
 @contextmanager
 def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
     """As a context, a queue: backward passes in it compute gradients of activations only, and leave those of weights
-    to `drain`. For schedules of pipelines without bubbles (Qi et al. 2023).
+    to `drain`; until then an optimizer's step is refused. For schedules of pipelines without bubbles (Qi et al. 2023).
 
         >>> from pmm3d import DistMatrix, nn
         >>> with Grid(shape="ddp") as grid:
@@ -297,10 +305,7 @@ def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
         ...     before, net.weight.grad.shape
         (None, (3, 2))
     """
-    parallel, queue = Tape.of(grid).parallel, WeightProducts(grid)
-    before, parallel.deferred = parallel.deferred, queue.put
-    try:
+    queue = WeightProducts(grid)
+    with Tape.of(grid).parallel.deferring(queue.put):
         yield queue
-    finally:
-        parallel.deferred = before
 

@@ -130,12 +130,14 @@ class Tensor:
     def backward(self, gradient: Tensor | DistMatrix | None = None) -> None:
         """Gradients by everything that this tensor was made of; they add to what is there already.
 
-        gradient   by this tensor, of its shape, in any layout; 1 if left out, for a loss, which is 1 x 1
+        gradient   by this tensor, a matrix of its shape and type, in any layout; 1 if left out, for a loss, which is
+                   1 x 1
 
         The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
         on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
-        LayoutError for another shape, Pmm3dError if nothing needs a gradient or a part of the tape was used already;
-        and before anything is summed, DisagreementError if the ranks used different parameters.
+        LayoutError for another shape, DTypeError for another type, Pmm3dError for what is no matrix, if nothing needs a
+        gradient or a part of the tape was used already; and before anything is summed, DisagreementError if the ranks
+        used different parameters.
         """
         node = self.node
         if node is None or node.used:
@@ -150,13 +152,9 @@ class Tensor:
 
     def _start(self, gradient: Tensor | DistMatrix | None) -> Array:
         if gradient is not None:
-            if gradient.shape != self.shape:
-                raise LayoutError(f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
-                                  f"{self.shape[0]} x {self.shape[1]}")
             given = gradient.value if isinstance(gradient, Tensor) else gradient
-            if given.dtype != self.dtype or given.grid is not self.grid:
-                raise DTypeError(f"backward: the gradient is {given!r}, the tensor {self._value!r}: they must be of "
-                                 "one type, on one Grid")
+            with self.grid.together("backward"):
+                self._check_start(given)
             return given.redistribute(self.layout.summed).local
         if self.shape != (1, 1):
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
@@ -164,6 +162,18 @@ class Tensor:
         one = self.form.new()
         one[...] = 1
         return one
+
+    def _check_start(self, gradient: Any) -> None:
+        if not isinstance(gradient, DistMatrix):
+            raise Pmm3dError("backward: the gradient is a Tensor or a DistMatrix of the tensor's shape and type; got a "
+                             f"{type(gradient).__name__}. DistMatrix.from_global(grid, array) spreads an array that "
+                             "all ranks hold")
+        if gradient.shape != self.shape:
+            raise LayoutError(f"backward: the gradient is {gradient.shape[0]} x {gradient.shape[1]}, the tensor "
+                              f"{self.shape[0]} x {self.shape[1]}")
+        if gradient.dtype != self.dtype or gradient.grid is not self.grid:
+            raise DTypeError(f"backward: the gradient is {gradient!r}, the tensor {self._value!r}: they must be of "
+                             "one type, on one Grid")
 
     def kept(self) -> list[Array]:
         """What the tape keeps for the backward pass from here (as `Tape.pack` left it), each array once."""
@@ -218,7 +228,7 @@ def as_tensor(value: Tensor | DistMatrix) -> Tensor:
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
     """The same matrix in another layout, one axis after the other by that axis's collective; its gradient comes back
-    into this one. See `pmm3d.product.relayout`.
+    into this one. Where nothing is sent, the result may share memory with x. See `pmm3d.product.relayout`.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import dtype_named, library_of
 from ..comm import Grid
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Box, check_same_dtype, whole_number
+from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
 from .stored import StoredMatrix
 
 DIGESTED_BYTES = 2**20
@@ -111,6 +111,9 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
                             f"bring it over with {name}.redistribute(layout, grid)")
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
+    if a.dtype not in MATRIX_DTYPES:
+        raise DTypeError(f"matmul: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
+                         f"{', '.join(MATRIX_DTYPES)}")
     if a.library != b.library or (out is not None and out.library != a.library):
         raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
     if out is None:

@@ -78,6 +78,7 @@ class DistMatrix(StoredMatrix):
     def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None) -> DistMatrix:
         """From the whole matrix: the same on all ranks (each copies its shard), or, with root, on that rank alone.
 
+        Integers (int64) are labels, for losses and accuracy: moved, gathered, and never multiplied.
         With root each rank's shard is made on its own current device. That all ranks pass the same elements is
         compared with PMM3D_DEBUG=1 only.
         """
@@ -85,7 +86,7 @@ class DistMatrix(StoredMatrix):
             return cls._scattered(grid, array, layout, root)
         with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
             library = grid.library(library_of(array))
-            check_matrix_dtype(library.dtype(array), library)
+            check_matrix_dtype(library.dtype(array), library, labels=True)
             box = shards(tuple(array.shape), layout, grid).box(grid.rank)
             local = library.copy(array[box.within(EMPTY)])
         return cls(grid, local, array.shape, layout).keep_one()
@@ -98,7 +99,8 @@ class DistMatrix(StoredMatrix):
             has_array = grid.rank == root or grid.dry_run is not None
             if has_array:
                 library = library_of(array)
-                described = tuple(array.shape), check_matrix_dtype(library.dtype(array), library), library.kind
+                dtype = check_matrix_dtype(library.dtype(array), library, labels=True)
+                described = tuple(array.shape), dtype, library.kind
                 shards(described[0], layout, grid)
         shape, dtype, kind = grid.comm.bcast(described, root)
         plan = Move(Whole(shape, (root,)), shards(shape, layout, grid), dtype)
@@ -129,10 +131,11 @@ class DistMatrix(StoredMatrix):
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A) -> DistMatrix:
-        """From each rank's shard, which is used in place if it is C-contiguous and copied if not."""
+        """From each rank's shard, which is used in place if it is C-contiguous and copied if not; integers (int64) are
+        labels, as in `from_global`."""
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = grid.library(library_of(local))
-            check_matrix_dtype(library.dtype(local), library)
+            check_matrix_dtype(library.dtype(local), library, labels=True)
             placement = shards(shape, layout, grid)
             box = placement.box(grid.rank)
             if tuple(local.shape) != box.shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from enum import Enum
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,9 @@ from ..model.environment import task_rank
 from .bench.command import bench_command
 from .convert import convert_command
 from .doctor.command import doctor_command
+from .export import export_command
 from .outputs import check_writable
+from .predict import predict_command
 from .ranks import all_ranks, on_first
 from .terminal import complaining, say
 
@@ -23,6 +26,13 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
                        "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench")
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
+
+
+class Accepted(Enum):
+    """What --accept takes."""
+
+    NETWORK = "network"
+    DATA = "data"
 
 
 @app.callback()
@@ -35,6 +45,8 @@ def train_command(
     resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, if there is "
                                              "one; never: from the start, if there is none; or the path of a "
                                              "checkpoint.")] = "never",
+    accept: Annotated[list[Accepted] | None, typer.Option(help="Go on although this is another one than that of the "
+                                                               "checkpoint; may be given twice.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration with defaults; do nothing.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
 ) -> None:
@@ -42,8 +54,8 @@ def train_command(
 
     Writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder, which belongs to this job until it
     ends: another one refuses. `pmm3d report` makes a page of them. Batches, weights and checkpoints do not depend on
-    the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM has
-    one written and ends the run with exit code 75: not finished, start again with --resume auto.
+    the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM and Ctrl-C have
+    one written and end the run with exit code 75: not finished, start again with --resume auto.
 
     [bold]Examples[/]
 
@@ -67,7 +79,7 @@ def train_command(
             if comm.rank == 0:
                 say(as_toml(loaded))
             return
-        finished = train_job(loaded, comm, resume, trace)
+        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()))
     if not finished:
         raise typer.Exit(NOT_FINISHED)
 
@@ -98,32 +110,11 @@ def report_command(
         say(f"wrote {write_page(run, output)}")
 
 
-def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's, whose newest one is taken.")],
-    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
-) -> None:
-    """Write the weights of a checkpoint as a torch state dict, in a safetensors file.
-
-    [bold]Example[/]
-
-    pmm3d export runs/digits digits.safetensors
-
-    and in torch: net.load_state_dict(safetensors.torch.load_file("digits.safetensors")), where net is an nn.Sequential
-    of the same layers.
-    """
-    with all_ranks() as comm:
-        from ..nn.exchange import export_checkpoint
-
-        on_first(comm, lambda: check_writable(target))
-        export_checkpoint(comm, checkpoint, target)
-        if comm.rank == 0:
-            say(f"wrote {target}")
-
-
 def _in_paragraphs(text: str) -> str:
     """A docstring whose lines end where the terminal does."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, train_command, convert_command, doctor_command, report_command, export_command):
+for command in (bench_command, train_command, predict_command, convert_command, doctor_command, report_command,
+                export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)

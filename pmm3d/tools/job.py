@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,8 +32,12 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 """A terminal, or its shell, sends these to mpiexec as well: without one they are passed on too."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ASKING = (signal.SIGTERM, signal.SIGINT)
+"""By which a program is asked to end: ranks may still write a checkpoint. Open MPI's mpiexec, if it gets one of them,
+kills its ranks a moment later: there the ranks get it themselves, and mpiexec only the second."""
 SHARED_MEMORY = Path("/dev/shm")
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 
 
 class Job:
@@ -48,10 +53,11 @@ class Job:
         self._segments: set[str] = set()
         self._looked, self._asked, self._over_since = 0.0, 0, 0.0
         variables = {name: str(self._folder(kind)) for name, kind in own_files.items() if name not in environ}
+        self._asks_ranks = bool(own_files)
         self._attached = sys.stdin is not None and os.isatty(0)
         self.process = subprocess.Popen(
             arguments, env=dict(environ) | variables | {JOB_FOLDER: str(self._folders["tmp"])},
-            start_new_session=not self._attached, preexec_fn=_dies_with_parent())
+            start_new_session=not self._attached, preexec_fn=partial(_before_mpiexec, self._asks_ranks))
         self._ranks = LocalRanks(self.process.pid)
 
     def _folder(self, kind: str) -> Path:
@@ -86,11 +92,20 @@ class Job:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked += number in ENDING
-        if not (self._attached and number in OF_THE_TERMINAL):
+        if number in ASKING and self._asks_ranks:
+            self._ask(number)
+        elif not (self._attached and number in OF_THE_TERMINAL):
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _ask(self, number: int) -> None:
+        """The ranks, at first; mpiexec if there are none yet, and when asked again."""
+        running = list(self._ranks.running) if self._asked == 1 else []
+        for pid in [rank.pid for rank in running] or [self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number if running else signal.SIGTERM)
 
     def _wait(self, deadline: float) -> int:
         while (code := self.process.poll()) is None:
@@ -178,9 +193,10 @@ def _name_of(number: int) -> str:
     return f"signal {number}"
 
 
-def _dies_with_parent() -> Callable[[], object] | None:
-    """For the child: SIGTERM when this process ends, however it does (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+def _before_mpiexec(asks_ranks: bool) -> None:
+    """In the child: SIGTERM when this process ends, however it does (Linux). Ctrl-C of a terminal does not reach an
+    mpiexec whose ranks are asked; it is open to SIGINT again in them."""
+    if sys.platform.startswith("linux"):
+        LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if asks_ranks:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from samples import grids_of, integers, to_numpy
 
-from pmm3d import DataError, DTypeError, Grid, LayoutError
+from pmm3d import DataError, DTypeError, Grid, LayoutError, Pmm3dError
 from pmm3d.io import DataSet
-from pmm3d.io.loader import Columns, _Reader
+from pmm3d.io.reader import Columns, Reader
 from pmm3d.layout import EMPTY, GridShape, batch_layout
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
@@ -47,8 +47,9 @@ def write(comm, shared_path):
 @pytest.fixture
 def path(write):
     deep = X.reshape(SAMPLES, *DIMS)
-    return write(x=X, y=LABELS, deep=deep.astype("uint16"), chunked=deep, single=deep[:, None], vectors=VECTORS,
-                 vectors_chunked=VECTORS.astype("float32"), column=VECTORS[:, 0], one=LABELS[:, None].astype("uint8"))
+    return write(x=X, y=LABELS, wide=np.tile(X, 200), deep=deep.astype("uint16"), chunked=deep, single=deep[:, None],
+                 vectors=VECTORS, vectors_chunked=VECTORS.astype("float32"), column=VECTORS[:, 0],
+                 one=LABELS[:, None].astype("uint8"))
 
 
 def rows_of(x) -> list[int]:
@@ -195,15 +196,79 @@ def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
     assert all(shape[0] <= mine[0] for _, shape in asked)
 
 
-def test_a_batch_may_be_used_until_the_next_but_one(some_grid, path):
-    with DataSet(some_grid, path) as data, data.loader(4, shuffle=False, prefetch=1) as loader:
-        before = None
-        for x, y in loader:
-            now = x.local.copy(), y.local.copy()
-            if before:
-                old_x, old_y, was = before
-                assert np.array_equal(old_x.local, was[0]) and np.array_equal(old_y.local, was[1])
-            before = x, y, now
+@pytest.mark.parametrize("library", ["numpy", "standin"])
+def test_all_batches_of_an_epoch_at_once(some_grid, path, library):
+    assert_batches_stay(some_grid, path, library)
+
+
+@pytest.mark.parallel(2)
+def test_all_batches_of_an_epoch_at_once_in_torch(some_grid, path):
+    assert_batches_stay(some_grid, path, "torch")
+
+
+def assert_batches_stay(grid, path, library):
+    """Small ones, and those that are large enough for the pool."""
+    for inputs, batch_size in (("x", 3), ("wide", 7)):
+        whole = X if inputs == "x" else np.tile(X, 200)
+        with DataSet(grid, path, inputs, library=library) as data:
+            loader = data.loader(batch_size, shuffle=False, prefetch=1)
+            batches = list(loader)
+            assert np.array_equal(np.concatenate([to_numpy(x.gather(), library) for x, _ in batches]), whole)
+            assert np.array_equal(np.concatenate([to_numpy(y.gather(), library) for _, y in batches])[:, 0], LABELS)
+            assert len(batches) == len(loader) == -(-SAMPLES // batch_size)
+
+
+def test_a_view_keeps_its_batch(some_grid, path):
+    with DataSet(some_grid, path, "wide") as data, data.loader(7, shuffle=False) as loader:
+        kept = [(x.local[:, 1:3].T, np.array(x.local[:, 1:3].T)) for x, _ in loader]
+        for _ in loader:
+            assert all(np.array_equal(view, was) for view, was in kept)
+
+
+def test_arrays_go_round_once_nobody_refers_to_them(some_grid, write):
+    path = write(x=np.zeros((4000, 300), "float32"), y=np.zeros(4000, int))
+    with DataSet(some_grid, path) as data, data.loader(500, prefetch=2) as loader:
+        addresses = {x.local.ctypes.data for _ in range(3) for x, _ in loader}
+        batch = 500 * 300 * 4 // (1 if some_grid.size == 1 else 2)
+        assert len(addresses) <= 4 and loader._work.allocated <= 4 * (batch + 500 * 8)
+
+
+def test_fetching_and_taking_send_nothing(some_grid, path):
+    with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8) as halves:
+        expected = [epoch_of(whole), epoch_of(whole)]
+        sent = lambda: sum(entry.calls for key, entry in some_grid.ledger.entries.items() if key.axis)
+        before, found = sent(), []
+        for _ in range(2):
+            taken = []
+            while halves.batch < len(halves):
+                assert halves.fetch() is None and halves.fetch() is None
+                position = halves.batch
+                taken.append(halves.take())
+                assert halves.batch == position + 1
+            assert halves.fetch() is None
+            with pytest.raises(Pmm3dError, match="no batch was fetched"):
+                halves.take()
+            halves.next_epoch()
+            found.append(taken)
+        assert sent() == before
+        assert [[rows_of(x) for x, _ in taken] for taken in found] == expected
+
+
+def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):
+    grid = some_grid
+    with DataSet(grid, "own.h5") as data, data.loader(8, shuffle=False) as loader:
+        assert loader.fetch() is None
+        loader.take()
+        if grid.rank == grid.size - 1:
+            os.truncate(own, own.stat().st_size // 2)
+        grid.comm.barrier()
+        while (told := loader.fetch()) is None and loader.batch < len(loader):
+            loader.take()
+        if grid.rank == grid.size - 1:
+            assert isinstance(told, DataError) and "own.h5 has been replaced" in str(told)
+            assert str(loader.fetch()) == str(told)
+        else:
+            assert told is None and loader.batch == len(loader)
 
 
 def test_a_steady_state_allocates_little(some_grid, write):
@@ -307,6 +372,53 @@ def test_numbers_that_make_no_batches(some_grid, path, fails):
         fails(LayoutError, "names the axis z twice", lambda: data.loader(8, split_targets="z"))
 
 
+def test_a_fingerprint_is_that_of_what_is_in_the_file(comm, write):
+    large = np.zeros((40_000, 10), "float32")
+    changed, spread = VECTORS.copy(), large.copy()
+    changed[17, 3] += 1
+    spread[-1] = 1
+    path = write(x=X, same=X, y=LABELS, vectors=VECTORS, changed=changed, ints=X.astype("int32"), large=large)
+    copied, other, later = (write(name, x=X, y=LABELS, large=rows) for name, rows in
+                            (("b.h5", large), ("c.h5", spread), ("d.h5", large)))
+    if comm.rank == 0:
+        with h5py.File(later, "a") as file:
+            file["y"].attrs["class_names"] = list("abcde")
+    comm.barrier()
+
+    def fingerprint(shape, *names):
+        with Grid(comm, shape) as grid, DataSet(grid, *names) as data:
+            assert len(set(comm.allgather(data.fingerprint))) == 1
+            return data.fingerprint
+
+    line = (comm.size, 1, 1)
+    first = fingerprint(line, path)
+    assert first == fingerprint((1, 1, comm.size), path) == fingerprint(line, copied) != fingerprint(line, later)
+    assert fingerprint(line, path, "large", "large") == fingerprint(line, copied, "large", "large")
+    assert fingerprint(line, path, "large", "large") != fingerprint(line, other, "large", "large")
+    different = [fingerprint(line, path, *names) for names in
+                 (("same", "y"), ("ints", "y"), ("x", "vectors"), ("x", "changed"), ("vectors", "y"))]
+    assert len({first, *different}) == 6
+
+
+def test_a_state_of_other_data(some_grid, path, write, fails):
+    other = write("other.h5", x=X + 1, y=LABELS)
+    with DataSet(some_grid, path) as data, DataSet(some_grid, other) as changed:
+        loader, later = data.loader(8), changed.loader(8)
+        loader.load_state({**loader.state(), "epoch": 3, "batch": 2})
+        state = loader.state()
+        assert state["data"] == data.fingerprint != changed.fingerprint
+        said = fails(DataError, "data was .* is .*other_data=True", lambda: later.load_state(state))
+        assert data.fingerprint in said and changed.fingerprint in said and (later.epoch, later.batch) == (0, 0)
+        later.load_state(state, other_data=True)
+        assert (later.epoch, later.batch) == (3, 0)
+        later.load_state({**state, "batch": 5}, other_data=True)
+        assert (later.epoch, later.batch) == (4, 0)
+        data.loader(8).load_state(state, other_data=True)
+        older = {key: value for key, value in state.items() if key != "data"}
+        later.load_state(older)
+        assert (later.epoch, later.batch) == (3, 2)
+
+
 def test_states_of_other_batches(some_grid, path, fails):
     with DataSet(some_grid, path) as data:
         loader = data.loader(8)
@@ -359,7 +471,7 @@ def own(comm, path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("inputs", ["x", "chunked"])
-@pytest.mark.parametrize("harm", ["cut", "removed", "replaced"])
+@pytest.mark.parametrize("harm", ["cut", "removed", "replaced", "overwritten"])
 def test_a_rank_that_loses_its_file(some_grid, own, fails, inputs, harm):
     grid = some_grid
     with DataSet(grid, "own.h5", inputs) as data, data.loader(4) as loader:
@@ -370,6 +482,9 @@ def test_a_rank_that_loses_its_file(some_grid, own, fails, inputs, harm):
                 os.truncate(own, own.stat().st_size // 2)
             elif harm == "removed":
                 own.unlink()
+            elif harm == "overwritten":
+                with open(own, "r+b") as file:
+                    file.write(own.read_bytes())
             else:
                 os.replace(shutil.copy(own, "other.h5"), own)
         text = "lost own.h5 while reading: No such file" if harm == "removed" else "own.h5 has been replaced or has ch"
@@ -402,8 +517,8 @@ def test_ranks_at_different_batches_hear_of_it(some_grid, path):
 
 
 def test_waiting_for_a_slow_file_is_counted(grid, path, monkeypatch):
-    read = _Reader._read
-    monkeypatch.setattr(_Reader, "_read", lambda *arguments: time.sleep(0.02) or read(*arguments))
+    read = Reader._read
+    monkeypatch.setattr(Reader, "_read", lambda *arguments: time.sleep(0.02) or read(*arguments))
     with DataSet(grid, path) as data, data.loader(5) as loader:
         grid.ledger.reset()
         assert len(epoch_of(loader)) == 8

@@ -6,9 +6,9 @@ import numpy as np
 SLOW = """
 import atexit, sys, time
 from pmm3d import Grid
-from pmm3d.io import DataSet, loader
-reads, read = [], loader._Reader._read
-loader._Reader._read = lambda *arguments: reads.append(1) or time.sleep(0.2) or read(*arguments)
+from pmm3d.io import DataSet, reader
+reads, read = [], reader.Reader._read
+reader.Reader._read = lambda *arguments: reads.append(1) or time.sleep(0.2) or read(*arguments)
 atexit.register(lambda: print("read", len(reads)))
 grid = Grid()
 batches = iter(DataSet(grid, sys.argv[1]).loader(2, prefetch=15))

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from pmm3d.errors import Pmm3dError
 from pmm3d.io import lock
 from pmm3d.io.lock import FolderInUseError, RunLock, owner_of
 from pmm3d.model import environment
@@ -152,6 +153,23 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         RunLock(tmp_path / "file").acquire()
+
+
+@pytest.mark.parametrize("make, what", [
+    (lambda lock, other: lock.symlink_to(other), "a symbolic link to .*other, which is not followed"),
+    (lambda lock, other: os.link(other, lock), "a file that also has another name"),
+    (lambda lock, other: os.mkfifo(lock), "no regular file"),
+    (lambda lock, other: lock.symlink_to(lock.with_name("nowhere")), "a symbolic link to .*nowhere"),
+])
+def test_what_is_no_lock_is_refused_and_what_it_leads_to_stays(tmp_path, make, what):
+    (folder := tmp_path / "run").mkdir()
+    (other := tmp_path / "other").write_text("the only copy")
+    make(folder / "lock", other)
+    for _ in range(2):
+        with pytest.raises(Pmm3dError, match=f"run/lock is {what}.*remove it, or choose another folder"):
+            RunLock(folder).acquire()
+        assert owner_of(folder) == {}
+    assert other.read_text() == "the only copy" and not (folder / "nowhere").exists()
 
 
 def test_the_names_of_jobs():

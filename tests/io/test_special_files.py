@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import h5py
+import numpy as np
 import pytest
 
 PIPE = "it is a named pipe, not a regular file"
@@ -34,8 +36,32 @@ def test_a_named_pipe_is_refused(tmp_path, name, program):
     os.mkfifo(pipe)
     (pipe.parent / "checkpoint.h5").touch()
     code = START + program
+    assert_refused(code, pipe, pipe.name, PIPE)
+
+
+@pytest.mark.parametrize("kind", ["stored", "linked", "over"])
+@pytest.mark.parametrize("links", [True, False])
+def test_a_named_pipe_that_a_file_of_samples_refers_to(tmp_path, kind, links):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with h5py.File(path := tmp_path / "a.h5", "w") as file:
+        file["y"] = np.zeros(10, int)
+        file.create_dataset("stored", (10, 4), "f4", external=[(str(pipe), 0, 160)])
+        file["linked"] = h5py.ExternalLink("pipe", "/x")
+        layout = h5py.VirtualLayout((10, 4), "f4")
+        layout[:] = h5py.VirtualSource(str(pipe), "x", (10, 4))
+        file.create_virtual_dataset("over", layout)
+    opened = f"    DataSet(grid, path, {kind!r}, links={links})"
+    assert_refused(START + opened, path, "pipe", PIPE if links else "links=True")
+
+
+def test_a_link_to_itself_is_no_file_of_samples(tmp_path):
+    (path := tmp_path / "x.h5").symlink_to("x.h5")
+    assert_refused(START + "    DataSet(grid, path)", path, "x.h5", "Too many levels of symbolic links")
+
+
+def assert_refused(code, path, name, said):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code, str(pipe)], env=environ, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environ, capture_output=True, text=True,
                           timeout=60)
-    assert done.returncode != 0 and pipe.name in done.stderr, done.stderr
-    assert re.search(r"Error: .*" + PIPE, done.stderr), done.stderr
+    assert done.returncode != 0 and name in done.stderr, done.stderr
+    assert re.search(r"Error: .*" + said, done.stderr), done.stderr

@@ -138,7 +138,7 @@ def test_a_state_of_before_steps_were_counted_for_each_parameter(comm):
     with Grid(comm) as grid:
         optimizer = optim.Adam(Paths(grid).parameters())
         optimizer.load_state({"kind": "Adam", "steps": 4, "lr": 0.5})
-        assert (optimizer.steps, optimizer.lr, dict(optimizer.missed)) == (4, 0.5, {})
+        assert (optimizer.steps, optimizer.lr, dict(optimizer.missed)) == (4, 1e-3, {})
 
 
 DIFFERENT = """

@@ -9,7 +9,7 @@ from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, dry_grid, twin
-from pmm3d.nn.training import Trainer
+from pmm3d.nn.training import Recipe, Trainer, TrainState
 from pmm3d.nn.training.passes import Passes, facts_of, train_step
 from pmm3d.nn.training.rehearsal import Model
 
@@ -24,7 +24,7 @@ def step_of(grid, sizes, rows, **options):
     def step():
         grid.dry_run.actions.clear()
         grid.ledger.reset()
-        train_step(net, optimizer, nn.mse, 1, [(x, y)], None, lambda *_: None)
+        train_step(net, optimizer, nn.mse, [x.shape[0]], [(x, y)])
         return grid.dry_run.actions
 
     return step, net
@@ -52,6 +52,23 @@ def test_a_step_on_four_axes_in_order():
             "begin gather W 32", "wait gather W", "gemm 8 8 2", "begin reduce dI 256", "gemm 8 2 8",
             "begin reduce dW 32", "wait reduce dI", "gemm 4 8 8", "begin reduce dW 64", "begin reduce data 96",
             "wait reduce data", "wait loss"]
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_the_next_weight_is_gathered_under_a_gemm_in_every_batch_of_a_step(reshard):
+    """Written as a loop of one's own, without `unchanged`: what the batch before kept does not count any more."""
+    with Grid.dry((1, 1, 4)) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=reshard)
+        net = nn.MLP(grid, [8, 16, 16, 4], nn.relu, bias=False)
+        x, y = (Facts((32, columns), batch_layout("y"), "float32", "numpy").on(grid) for columns in (8, 4))
+        nn.mse(net(x), y).backward()
+        for _ in range(2):
+            grid.dry_run.actions.clear()
+            loss = nn.mse(net(x), y)
+            assert [word for word in said(grid.dry_run.actions) if "loss" not in word] == [
+                "begin gather W 384", "wait gather W", "begin gather W 768", "gemm 8 16 8", "wait gather W",
+                "begin gather W 192", "gemm 8 16 16", "wait gather W", "gemm 8 4 16"]
+            loss.backward()
 
 
 def test_without_overlap_each_collective_is_awaited_at_once():
@@ -119,7 +136,7 @@ def model_of(grid, network):
     model = Model(network, optimizer, "mse", False)
     x = DistMatrix.random(grid, (8, 6), dtype="float32", layout=batch_layout("y"))
     y = DistMatrix.random(grid, (8, 4), dtype="float32", layout=batch_layout("x"))
-    train_step(network, optimizer, nn.mse, 1, [(x, y)], None, lambda *_: None)
+    train_step(network, optimizer, nn.mse, [x.shape[0]], [(x, y)])
     passes.note("step", facts_of(x, y))
     return model, passes
 
@@ -150,7 +167,8 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
         loader, validation = (data.loader(32, rows=rows, split_targets=None) for rows in ((0, 80), (80, 100)))
         assert [(x.shape, y.shape, y.dtype, x.local.shape) for x, y in validation] == [
             ((20, 12), (20, 1), "int64", (3, 12))]
-        run = Trainer(net, optim.AdamW(net.parameters()), loader, "cross_entropy", 2, validation=validation, clip=1.0)
+        state = TrainState(net, optim.AdamW(net.parameters()), loader=loader)
+        run = Trainer(state, Recipe("cross_entropy", epochs=2, clip=1.0), validation)
         assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}
         assert run.passes.summary() == {"trained": {32: 4, 16: 2}, "evaluated": {20: 2}, "steps": 6, "evaluations": 2,
                                         "asked": 9}

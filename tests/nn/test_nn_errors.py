@@ -123,8 +123,18 @@ def test_optimizers_that_cannot_be(grid, fails):
         fails(Pmm3dError, "weight_decay is a number", lambda: kind(weights, 0.1, weight_decay=-1))
     for options in ({"momentum": 1}, {"momentum": -0.5}, {"nesterov": True}):
         fails(Pmm3dError, "SGD: momentum is at least 0 and below 1", lambda: optim.SGD(weights, 0.1, **options))
-    for betas in ((1, 0.9), (0.9, -0.1)):
-        fails(Pmm3dError, "betas are at least 0 and below 1", lambda: optim.AdamW(weights, betas=betas))
+    for betas in ((1, 0.9), (0.9, -0.1), (0.9,)):
+        fails(Pmm3dError, "betas are two numbers of at least 0 and below 1", lambda: optim.AdamW(weights, betas=betas))
+    fails(Pmm3dError, "AdamW: eps is a number of at least 0; got nan", lambda: optim.AdamW(weights, eps=float("nan")))
+    fails(Pmm3dError, "lr is a number of at least 0; got inf", lambda: optim.SGD(weights, float("inf")))
+    fails(Pmm3dError, "lr is a number of at least 0; got -1",
+          lambda: optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": -1}], 0.1))
+    fails(Pmm3dError, "has beta, names; known are params, lr, weight_decay, momentum, nesterov",
+          lambda: optim.SGD([{"params": weights, "beta": 1, "names": []}], 0.1))
+    fails(Pmm3dError, "is given 2 times; it belongs to one group",
+          lambda: optim.SGD([{"params": weights}, {"params": weights[:1]}], 0.1))
+    fails(Pmm3dError, r"parameters, or groups of them \({.params.: \[...\]}\), are needed; got a dict",
+          lambda: optim.SGD([weights[0], {"params": weights[1:]}], 0.1))
     fails(Pmm3dError, "the norm is a positive number; got 0", lambda: optim.SGD(weights, 0.1).clip(0))
     state = optim.SGD(weights, 0.1).state()
     fails(Pmm3dError, "the state is of SGD; this optimizer is Adam", lambda: optim.Adam(weights, 0.1).load_state(state))

@@ -14,7 +14,8 @@ BLOCKED = """
 import sys, tempfile
 sys.modules[{package!r}] = None
 from pmm3d import MissingPackageError
-from pmm3d.nn.training.run_log import RunLog, plot
+from pmm3d.nn.training.curves import plot
+from pmm3d.nn.training.run_log import RunLog
 with tempfile.TemporaryDirectory() as folder:
     try:
         {use}

@@ -14,15 +14,21 @@ RANKS = [1, 2, 4, 6, 8]
 STEPS = 50
 pytestmark = pytest.mark.deadline(120)
 
+
+def everywhere(kind, *arguments, **fixed):
+    """With weight decay on vectors too, as torch has it."""
+    return lambda weights, **options: kind(weights, *arguments, decay_vectors=True, **fixed, **options)
+
+
 OPTIMIZERS = {
     "AdamW": (adamw, lambda torch, weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)),
-    "Adam": (lambda weights, **options: optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02, **options),
+    "Adam": (everywhere(optim.Adam, 5e-3, (0.8, 0.95), weight_decay=0.02),
              lambda torch, weights: torch.optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02)),
     "SGD": (lambda weights, **options: optim.SGD(weights, 0.1, **options),
             lambda torch, weights: torch.optim.SGD(weights, 0.1)),
-    "momentum": (lambda weights, **options: optim.SGD(weights, 0.05, 0.9, weight_decay=0.01, **options),
+    "momentum": (everywhere(optim.SGD, 0.05, 0.9, weight_decay=0.01),
                  lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.9, weight_decay=0.01)),
-    "nesterov": (lambda weights, **options: optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01, **options),
+    "nesterov": (everywhere(optim.SGD, 0.05, 0.8, nesterov=True, weight_decay=0.01),
                  lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01)),
 }
 SCHEDULES = {

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from pmm3d import Grid, nn
 from pmm3d.io import DataSet
 from pmm3d.nn import optim
-from pmm3d.nn.training import Trainer, pace
+from pmm3d.nn.training import Recipe, Trainer, TrainState, pace
 
 pace.LOOK_SECONDS = 1.0
 slow = int(sys.argv[2])
@@ -22,7 +22,8 @@ def lame(x):
     return x
 with Grid(shape="1x1x1", data=4) as grid, DataSet(grid, sys.argv[1]) as data:
     net = nn.Sequential(grid, nn.Linear(grid, 3, 1), lame)
-    Trainer(net, optim.SGD(net.parameters(), lr=0.1), data.loader(8), "mse", epochs=6).run()
+    state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(8))
+    Trainer(state, Recipe("mse", epochs=6)).run()
 """
 
 

@@ -13,43 +13,13 @@ try:
 except ImportError:
     import tomli as tomllib
 
-import h5py
 import numpy as np
 import pytest
 from mpi_runner.script_job import ScriptJobs
+from training_runs import CALLED, COMMAND, SIGNAL, Runs, fails
 
 from pmm3d.tools.page import write_page
 
-COMMAND = """
-import os, signal, sys, threading, time
-from pmm3d.tools.cli import main
-{before}
-sys.argv = ["pmm3d", "train", *sys.argv[1:]]
-main()
-"""
-SIGNAL = """
-def send():
-    metrics = {folder!r} + "/metrics.jsonl"
-    while not os.path.exists(metrics) or sum(1 for line in open(metrics)) < {after}:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.{name})
-import mpi4py.MPI
-if mpi4py.MPI.COMM_WORLD.rank == 1:
-    threading.Thread(target=send, daemon=True).start()
-"""
-
-CALLED = """
-import mpi4py.MPI
-from pmm3d.{module} import {owner}
-done, left = {owner}.{name}, [{number}]
-def wrapped(*args, **options):
-    left[0] -= 1
-    if left[0] == 0 and mpi4py.MPI.COMM_WORLD.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return done(*args, **options)
-{owner}.{name} = wrapped
-"""
-"""SIGTERM to rank 1 at the so-many-th call of a function there."""
 PROVE = """
 kill = os.kill
 def told(*args):
@@ -58,65 +28,19 @@ def told(*args):
 os.kill = told
 """
 WAITING = """
-from pmm3d.nn.training.trainer import Trainer
-log_step = Trainer._log_step
+from pmm3d.nn.training.observer import Observer
+stepped = Observer.stepped
 def waiting(self, *args):
-    log_step(self, *args)
-    while self.step == 3 and not os.path.exists({go!r}):
+    stepped(self, *args)
+    while self._run.step == 3 and not os.path.exists({go!r}):
         time.sleep(0.01)
-Trainer._log_step = waiting
+Observer.stepped = waiting
 """
-
-
-class Runs:
-    """Trainings in one folder."""
-
-    def __init__(self, folder, job):
-        self.folder, self.job = folder, job
-        random = np.random.default_rng(0)
-        x = random.standard_normal((330, 12)).astype("float32")
-        with h5py.File(folder / "data.h5", "w") as file:
-            file["x"], file["y"] = x, (x[:, :3].argmax(1)).astype("int64")
-            file["field"] = x @ random.standard_normal((12, 4)).astype("float32")
-
-    def config(self, name="run", data="", training="", hidden=(16, 8), **sections) -> str:
-        text = f'[data]\nfile = "{self.folder}/data.h5"\nbatch_size = 50\n{data}\n'
-        text += f'[training]\nfolder = "{self.folder}/{name}"\nlog_every = 1\n{training}\n'
-        text += f"[network]\nhidden = {list(hidden)}\n" + sections.pop("network", "") + "\n"
-        text += "\n".join(f"[{section}]\n{lines}" for section, lines in sections.items())
-        path = self.folder / f"{name}.toml"
-        path.write_text(text)
-        return str(path)
-
-    def train(self, config, *arguments, ranks=2, before=""):
-        return self.job(ranks, COMMAND.format(before=before), config, *arguments, timeout=60)
-
-    def metrics(self, name="run") -> list[dict]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
-
-    def checkpoints(self, name="run"):
-        return sorted(path.name for path in (self.folder / name / "checkpoints").glob("step-*[0-9]"))
-
-    def weights(self, name="run") -> dict[str, np.ndarray]:
-        newest = self.folder / name / "checkpoints" / self.checkpoints(name)[-1] / "checkpoint.h5"
-        found = {}
-        with h5py.File(newest) as file:
-            file.visititems(lambda key, item: found.update({key: item[...]}) if isinstance(item, h5py.Dataset)
-                            and item.dtype.kind == "f" else None)
-        return found
 
 
 @pytest.fixture
 def runs(tmp_path, job):
     return Runs(tmp_path, job)
-
-
-def fails(done, text):
-    """The job ended with the error that a user sees once."""
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("pmm3d: ") and "Error" in line]
-    assert len(said) == 1 and text in said[0], done.stderr
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
 
 
 def test_a_run_leaves_metrics_curves_and_checkpoints(runs):
@@ -194,8 +118,9 @@ def test_mistakes_in_the_configuration(runs, changes, text):
 def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(runs):
     assert runs.train(runs.config(training="epochs = 1")).returncode == 0
     before = runs.checkpoints()
-    done = runs.train(runs.config(training="epochs = 2", network="bias = false"), "--resume", "auto")
-    fails(done, "0.bias")
+    config = runs.config(training="epochs = 2", network="bias = false")
+    fails(runs.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
+    fails(runs.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
     assert runs.checkpoints() == before
 
 
@@ -298,7 +223,7 @@ def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
 @pytest.mark.parametrize("call, steps", [
     ({"module": "io.dataset", "owner": "DataSet", "name": "__init__", "number": 1}, [0]),
     ({"module": "nn", "owner": "loss", "name": "accuracy", "number": 1}, [6]),
-    ({"module": "nn.training.trainer", "owner": "Trainer", "name": "_matrices", "number": 1}, [6, 7]),
+    ({"module": "nn.training.state", "owner": "TrainState", "name": "matrices", "number": 1}, [6, 7]),
     ({"module": "nn.training.trainer", "owner": "Trainer", "name": "resume", "number": 1}, [0]),
 ], ids=["opening the data", "evaluation", "saving", "resuming"])
 def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(runs, call, steps):
@@ -309,7 +234,7 @@ def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(runs, call, steps):
     assert runs.checkpoints("ended") == [f"step-{step:08d}" for step in steps]
     validated = [line["step"] for line in runs.metrics("ended") if "validation" in line]
     assert validated == [step for step in steps if step == 6]
-    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by SIGTERM"
+    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
     resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
     whole = runs.train(runs.config("whole", **options))
     assert resumed.returncode == whole.returncode == 0, resumed.stderr

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .config import Config
+    from .finite import NonFiniteLossError
+    from .run import Recipe
     from .run_log import RunLog
-    from .trainer import NonFiniteLossError, Trainer, evaluate
+    from .state import TrainState
+    from .trainer import Trainer, evaluate
 
-_HOME = {"Config": "config", "NonFiniteLossError": "trainer", "RunLog": "run_log", "Trainer": "trainer",
-         "evaluate": "trainer"}  # fmt: skip
-__all__ = ["Config", "NonFiniteLossError", "RunLog", "Trainer", "evaluate"]
+_HOME = {"Config": "config", "NonFiniteLossError": "finite", "Recipe": "run", "RunLog": "run_log",
+         "TrainState": "state", "Trainer": "trainer", "evaluate": "trainer"}  # fmt: skip
+__all__ = ["Config", "NonFiniteLossError", "Recipe", "RunLog", "TrainState", "Trainer", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
+from .best_effort import attempt
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -17,37 +17,41 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None) -> bool:
+def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
+              accept: frozenset[str] = frozenset()) -> bool:
     """Train as a Config says, on the ranks of comm; False if a signal ended it before its end.
 
-    resume   "auto", "never" or the path of a checkpoint;   trace   where to write a Chrome trace, or None
+    resume   "auto", "never" or the path of a checkpoint;   accept   "network", "data": what may be another one than
+             the checkpoint's;   trace   where to write a Chrome trace, or None
     """
     with Signals() as signals:
         from .build import trainer  # signals count from before the long imports on
 
         with trainer(config, comm, signals, trace=bool(trace)) as run, run.owning():
-            finished = _train_on(run, resume, trace)
+            finished = _train_on(run, resume, trace, accept)
         if finished:
             signals.retire()
         return finished
 
 
-def _train_on(run: Trainer, resume: str, trace: Path | None) -> bool:
+def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[str]) -> bool:
     if resume == "never":
         run.refuse_to_overwrite()
     elif resume != "auto":
-        run.resume(Path(resume))
-    elif not run.resume():
+        run.resume(Path(resume), accept)
+    elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
     _warm_start(run)
-    if run.grid.rank == 0:
-        print(printable(run.describe()), file=sys.stderr, flush=True)
+    if run.log is not None:
+        run.log.say(printable(run.describe()))
     finished = run.run()
     _refuse_to_stand_still(run, finished)
     if run.grid.rank == 0:
-        print(printable(run.summary()))
+        attempt("the summary could not be printed", lambda: print(printable(run.summary()), flush=True))
     if trace:
-        run.grid.write_trace(trace)
+        attempt(f"the trace {trace} could not be written", lambda: run.grid.write_trace(trace))
+    if finished and run.log is not None:
+        run.log.draw_at_exit()
     return finished
 
 
@@ -57,10 +61,10 @@ def _warm_start(run: Trainer) -> None:
     if weights and not run.step:
         from ..exchange import load_weights  # type: ignore[attr-defined]
 
-        load_weights(run.network, weights)
-    if weights and run.grid.rank == 0:
+        load_weights(run.state.network, weights)
+    if weights and run.log is not None:
         said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
-        print(printable(f"training.weights = {weights}: {said}"), file=sys.stderr, flush=True)
+        run.log.say(printable(f"training.weights = {weights}: {said}"))
 
 
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:

@@ -24,6 +24,7 @@ from ...model.environment import job_id
 from ...product import DistMatrix
 from ..layers import MLP, Module
 from ..tensor import Tensor
+from .best_effort import attempt
 from .rehearsal import Model, settle
 from .run import Run
 from .run_log import logger
@@ -47,6 +48,7 @@ class RunRecord:
     are seconds, sizes bytes; lists have one number a rank.
 
     resumed_from   the checkpoint from which the run goes on, or None
+    retired        those of the branch that was left for it
     """
 
     def __init__(self, run: Run, folder: Path):
@@ -56,7 +58,9 @@ class RunRecord:
         self._before: dict[Key, Entry] = {}
         self._document: Document = {}
         self._warned = False
-        self._model = Model(run.network, run.optimizer, run.loss, bool(run.clip))
+        self.retired: list[str] = []
+        self._model = Model(run.state.network, run.state.optimizer, run.recipe.loss, bool(run.recipe.clip),
+                            run.recipe.metrics)
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
@@ -69,11 +73,11 @@ class RunRecord:
             if self._grid.rank == 0:
                 self._store("failed")
             raise
-        self._write("finished" if self._run.loader.epoch >= self._run.epochs else "ended by SIGTERM")
+        self._write("finished" if self._run.done else "ended by a signal")
 
     def _begin(self) -> None:
         run, grid = self._run, self._grid
-        run.network.loaded()  # what is gathered of the weights before would not be moved again, unlike in the model
+        run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.loaded_blas()
         nodes = hosts(grid.comm, blas.threads)
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
@@ -86,11 +90,13 @@ class RunRecord:
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
                 "program": _program(blas), "grid": grid.shape._asdict(),
                 "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
-                "network": _network(run.network), "settings": run.settings,
+                "network": _network(run.state.network), "settings": run.settings,
                 "starts": [*starts, start], "events": events,
             }
             what = "resumed" if self.resumed_from else "started"
             self._event(what, f"{self.resumed_from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
+            if self.retired:
+                self._event("retired", ", ".join(self.retired))
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
@@ -105,9 +111,12 @@ class RunRecord:
         if state != "running":
             self._event(state, f"after {self._run.passes.steps} steps")
         drain(self._grid)
-        ranks = self._grid.comm.gather(self._own_figures())
+        own: list[Document] = []
+        attempt(f"{self._path} lacks this rank's figures", lambda: own.append(self._own_figures()))
+        ranks = self._grid.comm.gather(own)
         if ranks is not None:
-            self._merge(ranks)
+            attempt(f"{self._path} could not be brought up to date",
+                    lambda: self._merge([rank for (rank,) in ranks]))
             self._store(state)
 
     def _event(self, what: str, text: str, **figures: float) -> None:
@@ -141,7 +150,8 @@ class RunRecord:
         keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
         problem = next((rank["problem"] for rank in ranks if rank["problem"]), "")
         document.update({
-            "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.epochs,
+            "written": _now(), "step": run.step, "epoch": run.loader.epoch,
+            "epochs": run.recipe.epochs, "steps": run.recipe.steps,
             "figures": run.figures, "passes": run.passes.summary(), "modelled": not problem, "not_modelled": problem,
             "ranks": {**columns,
                       "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
@@ -172,9 +182,9 @@ class RunRecord:
         try:
             temporary.write_text(json.dumps(self._document) + "\n")
             os.replace(temporary, self._path)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             if not self._warned:
-                logger.warning(f"{self._path} could not be written: {error.strerror}")
+                logger.warning(f"{self._path} could not be written: {error}")
             self._warned = True
 
 
@@ -236,8 +246,8 @@ def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
 
 def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
-    weights = run.network.parameters()
-    states = run.optimizer.matrices().values() if run.passes.steps else ()
+    weights = run.state.network.parameters()
+    states = run.state.optimizer.matrices().values() if run.passes.steps else ()
     gradients = _nbytes(weight for weight in weights if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}

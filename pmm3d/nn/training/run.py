@@ -1,71 +1,114 @@
-"""What a training run trains, on what, and how far it is: what its loop works on and its record tells of."""
+"""What a training run trains, by which recipe, and how far it is: what its loop works on and its record tells of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..layers import Module
-from ..optim import Optimizer, Schedule
-from .passes import Loss, Passes
-from .run_log import METRICS, RunLog, curve, read_metrics
+from ...errors import Pmm3dError
+from .metrics import METRICS
+from .passes import Loss, Metrics, Passes
+from .run_log import RunLog
 from .signals import Signals
+from .state import TrainState
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train, and when to look.
+
+    loss         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor
+    epochs       passes over the loader's rows;   steps   of the optimizer. The run ends at whichever comes first; one
+                 of them may be None
+    accumulate   batches of the loader that make one step; their gradients are summed over data once
+    clip         largest 2-norm of the gradient, or None
+    metrics      name -> function (output, y) -> float of a batch: in validation, besides the loss
+    evaluate_every, checkpoint_every   in steps; 0: after each epoch
+    log_every    in steps, besides the first step and the last of each epoch
+
+    Raises Pmm3dError for a run without an end.
+
+        >>> Recipe("mse", steps=100).epochs is None
+        True
+    """
+
+    loss: str | Loss
+    epochs: int | None = None
+    steps: int | None = None
+    accumulate: int = 1
+    clip: float | None = None
+    metrics: Metrics = field(default_factory=dict)
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            raise Pmm3dError("a training needs an end: epochs, steps, or both")
 
 
 @dataclass
 class Run:
     """The fields are explained where the loop is: `Trainer`."""
 
-    network: Module
-    optimizer: Optimizer
-    loader: Loader
-    loss: str | Loss
-    epochs: int
-    schedule: Schedule | None = None
+    state: TrainState
+    recipe: Recipe
     validation: Loader | None = None
-    evaluate_every: int = 0
     checkpoints: Checkpoints | None = None
-    checkpoint_every: int = 0
-    accumulate: int = 1
-    clip: float | None = None
     log: RunLog | None = None
-    log_every: int = 10
     settings: dict[str, Any] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
-    step: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
-    passes: Passes = field(default_factory=Passes)
 
     def __post_init__(self) -> None:
-        self.grid = self.network.grid
-        self._saved: int | None = None
+        if self.state.loader is None:
+            raise Pmm3dError("a training needs batches: TrainState(loader=)")
+        self.grid, self.loader = self.state.network.grid, self.state.loader
+        self.figures: dict[str, float] = {}
+        self.passes = Passes()
+        self.saved: int | None = None
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def spent(self) -> bool:
+        """Whether all steps that there may be are done."""
+        return self.recipe.steps is not None and self.step >= self.recipe.steps
+
+    @property
+    def done(self) -> bool:
+        return self.spent or self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs
 
     def steps_left(self) -> int:
-        """To the end of the last epoch."""
-        batches, state = len(self.loader), self.loader.state()
-        rest, epoch = (-(-count // self.accumulate) for count in (batches - state["batch"], batches))
-        return max(0, rest + (self.epochs - state["epoch"] - 1) * epoch)
+        """To the end of the last epoch, or of the budget."""
+        batches, state, recipe = len(self.loader), self.loader.state(), self.recipe
+        left = [] if recipe.steps is None else [recipe.steps - self.step]
+        if recipe.epochs is not None:
+            rest, epoch = (-(-count // recipe.accumulate) for count in (batches - state["batch"], batches))
+            left.append(rest + (recipe.epochs - state["epoch"] - 1) * epoch)
+        return max(0, min(left))
 
     def describe(self) -> str:
         """What is about to be trained, in a line."""
-        if not self.steps_left():
-            return f"nothing left to train: {self.epochs} epochs are done"
-        return (f"training {self.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
-                f"{len(self.loader)} batches an epoch, epochs {self.loader.epoch + 1} to {self.epochs}")
+        left, end = self.steps_left(), self.recipe.epochs
+        if not left:
+            done = f"{end} epochs" if not self.spent else f"{self.step} steps"
+            return f"nothing left to train: {done} are done"
+        until = f"epochs {self.loader.epoch + 1} to {end}" if end is not None else f"from epoch {self.loader.epoch + 1}"
+        return (f"training {self.state.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
+                f"{len(self.loader)} batches an epoch, {until}, {left} steps to go")
 
     def summary(self) -> str:
-        """What came out, on rank 0."""
+        """What came out."""
         lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
         lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
-        if self._saved is not None and self.checkpoints is not None:
-            lines.append(f"checkpoint of step {self._saved} in {self.checkpoints.folder}")
+        if self.saved is not None and self.checkpoints is not None:
+            lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
         if self.log is not None:
-            metrics = self.log.folder / METRICS
-            values = [line["loss"] for line in read_metrics(metrics) if "loss" in line]
-            lines.append(f"loss {curve(values)} from {values[0]:.3g} to {values[-1]:.3g}" if values else "no loss yet")
-            lines.append(f"curves in {self.log.folder / 'curves.png'}, figures in {metrics}; "
-                         f"a page of all: pmm3d report {self.log.folder}")
+            folder = self.log.folder
+            lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
         return "\n".join(lines)

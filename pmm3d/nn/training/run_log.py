@@ -1,23 +1,24 @@
-"""What a training run tells people and programs: the progress bar, metrics.jsonl, curves.png, figures for
-Prometheus. Rank 0 speaks."""
+"""What a training run tells people and programs: the progress bar, metrics.jsonl, figures for Prometheus, and once it
+is over curves.png. Rank 0 speaks."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from math import log
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ...errors import MissingPackageError, needs
+from ...errors import needs, printable
+from .best_effort import attempt
+from .curves import curve, plot
+from .metrics import METRICS, read_metrics
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-METRICS = "metrics.jsonl"
+PICTURE = "curves.png"
 logger = logging.getLogger("pmm3d.nn")
 
 
@@ -26,9 +27,12 @@ class RunLog:
 
     metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
                     and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
-                    rank 0 waited for messages or the loader. A resumed run goes on in the same file; what lies
-                    beyond is cut off.
-    curves.png      loss and validation by step
+                    rank 0 waited for messages or the loader, "lr" the rate that the step used. A resumed run goes on
+                    in the same file; what lies beyond is cut off.
+    curves.png      loss and validation by step, drawn when the process ends, so that nobody waits for it; or by `draw`
+
+    What it cannot write or draw once the run has begun is said once in a warning, and the run goes on.
+
 
     bar             whether a progress bar is drawn
     prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `prometheus.Textfile`
@@ -48,8 +52,9 @@ class RunLog:
         self._draws, self._begun, self._prometheus = bar, time.perf_counter(), prometheus
         self._bar: Any = None
         self._task: Any = None
-        self._file: Any = None
+        self._file: TextIO | None = None
         self._exporter: Any = None
+        self._complained: set[str] = set()
 
     def open(self, step: int, total: int) -> None:
         """Begin, or go on after a step, of so many in all. Raises OSError where the folder cannot be written, and
@@ -87,11 +92,14 @@ class RunLog:
             return
         self._write({**metrics, "seconds": round(time.perf_counter() - self._begun, 3)})
         self._export(metrics)
-        if self._bar is not None:
-            said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
-                    f"waiting {metrics['waiting']:.0%}")
-            self._bar.update(self._task, completed=metrics["step"], said=said)
-            self._bar.refresh()
+        if self._bar is not None and not attempt("the progress bar is gone", lambda: self._move_bar(metrics)):
+            self._bar = None
+
+    def _move_bar(self, metrics: Mapping[str, float]) -> None:
+        said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
+                f"waiting {metrics['waiting']:.0%}")
+        self._bar.update(self._task, completed=metrics["step"], said=said)
+        self._bar.refresh()
 
     def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
         """A line about an evaluation."""
@@ -103,7 +111,8 @@ class RunLog:
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint is on the disk."""
         self.say(f"step {step}: wrote {path}")
-        self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": time.time()})
+        if self._exporter is not None:
+            self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": self._exporter.now()})
 
     def _export(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
         """For Prometheus; a file that cannot be written any more is given up, and the training goes on."""
@@ -117,65 +126,73 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print it, above the progress bar."""
-        if self.speaks and self._bar is not None and self._bar.console.is_terminal:
-            self._bar.console.print(text, highlight=False)
-        elif self.speaks:
-            print(text, file=sys.stderr, flush=True)
+        if not self.speaks:
+            return
+        try:
+            if self._bar is not None and self._bar.console.is_terminal:
+                self._bar.console.print(text, highlight=False)
+            else:
+                print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError) as error:  # a terminal that is gone, or that cannot show a name
+            self._complain(f"the run's messages cannot be printed: {error}")
+
+    def _complain(self, text: str) -> None:
+        if text not in self._complained:
+            self._complained.add(text)
+            logger.warning(text)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """The end of a run, whatever ended it: curves.png is drawn."""
+        """What a full disk does not take is written with the next line."""
         if self._file is None:
             return
-        if self._bar is not None:
-            self._bar.stop()
-        self._file.close()
-        self._file = None
+        path = self.folder / METRICS
         try:
-            plot(self.folder / METRICS, self.folder / "curves.png")
-        except (OSError, MissingPackageError) as error:
-            logger.warning(f"curves.png could not be written: {error}")
+            if not _is_at(path, self._file):
+                self._begin_anew(path)
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._complain(f"{path} cannot be written: {error.strerror}. The training goes on")
+
+    def _begin_anew(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old, self._file = self._file, open(path, "a")
+        if old is not None:
+            old.close()
+        logger.warning(f"{path} has been removed, renamed or replaced while the run goes on: its figures go on in a "
+                       "new file of that name; those before are where the old one is now")
+
+    def close(self) -> None:
+        """The end of a run, whatever ended it."""
+        if self._bar is not None:
+            attempt("the progress bar could not be closed", self._bar.stop)
+        if self._file is not None:
+            attempt(f"{self.folder / METRICS} could not be closed", self._file.close)
+        self._bar = self._file = None
+
+    def draw_at_exit(self) -> None:
+        """Have the process draw at its end: after everything that other ranks would wait for."""
+        if self.speaks:
+            atexit.register(self.draw)
+
+    def draw(self) -> None:
+        """curves.png, and the loss as a line for the terminal."""
+        atexit.unregister(self.draw)
+        if self.speaks and self.folder.is_dir():
+            attempt(f"{self.folder / PICTURE} could not be drawn", self._draw)
+
+    def _draw(self) -> None:
+        metrics = self.folder / METRICS
+        values = [line["loss"] for line in read_metrics(metrics) if "loss" in line]
+        shown = curve(values, encoding=getattr(sys.stdout, "encoding", None))
+        print(f"loss {shown} from {values[0]:.3g} to {values[-1]:.3g}" if values else "no loss yet", flush=True)
+        plot(metrics, self.folder / PICTURE)
+        print(printable(f"curves in {self.folder / PICTURE}"), flush=True)
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last one that a crash cut short is left out."""
-    lines: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        for line in Path(path).read_text().splitlines():
-            lines.append(json.loads(line))
-    return lines
-
-
-def curve(values: Sequence[float], width: int = 48) -> str:
-    """A line of blocks, as high as the logarithms of positive numbers."""
-    chosen = [values[index * len(values) // width] for index in range(width)] if len(values) > width else values
-    heights = [log(value) for value in chosen if value > 0]
-    if not heights:
-        return ""
-    low, span = min(heights), max(heights) - min(heights) or 1.0
-    return "".join(BLOCKS[round((height - low) / span * (len(BLOCKS) - 1))] for height in heights)
-
-
-def plot(metrics: Path, picture: Path) -> None:
-    """Draw the loss, and what was validated, by step."""
-    with needs("report", "curves.png"):
-        from matplotlib.figure import Figure
-
-    lines = read_metrics(metrics)
-    validated = [line for line in lines if "validation" in line]
-    scores = [name for name in (validated[-1]["validation"] if validated else {}) if name != "loss"]
-    figure = Figure(figsize=(5 + 4 * bool(scores), 3.6))
-    left, *right = figure.subplots(1, 1 + bool(scores), squeeze=False)[0]
-    steps = [line for line in lines if "loss" in line]
-    left.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="training", linewidth=0.8)
-    for axes, name in zip([left, *right * len(scores)], ["loss", *scores] if validated else []):
-        points = [line["step"] for line in validated], [line["validation"][name] for line in validated]
-        axes.plot(*points, "o-", label="validation", markersize=3)
-        axes.set(xlabel="step", ylabel=f"validation {name}")
-    left.set(xlabel="step", ylabel="loss", yscale="log")
-    left.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
+def _is_at(path: Path, file: TextIO) -> bool:
+    """Whether the file that is open is still the one at that path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

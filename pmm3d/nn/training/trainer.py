@@ -1,252 +1,213 @@
-"""The training loop: steps, evaluation, checkpoints, signals, resumption. A loop of one's own: `apps/train_fc.py`."""
+"""The training loop: steps, validation, checkpoints, signals, resumption. A loop of one's own: `apps/train_fc.py`."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from math import isfinite
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import Pmm3dError
-from ...io.lock import RunLock
 from ...product import DistMatrix
 from ..layers import Module
-from ..tape import Tape, unchanged
-from ..tensor import Tensor
-from .pace import Pace
-from .passes import Batch, Evaluation, Loss, Passes, facts_of, loss_named, train_step
-from .record import RunRecord
+from ..tape import unchanged
+from .agreed import Agreed, agree
+from .finite import NonFiniteLossError, first_non_finite
+from .folder import RunFolder
+from .observer import Observer, Stepped
+from .passes import Batch, Evaluation, Loss, Metrics, Passes, facts_of, loss_named, train_step
 from .run import Run
 from .signals import END
 
-
-class NonFiniteLossError(Pmm3dError):
-    """The loss is infinite or not a number; the text names the step and where it began. No weight was changed by it."""
+if TYPE_CHECKING:
+    from ...io import Loader
 
 
 class Trainer(Run):
     """Trains a network on the batches of a loader.
 
-    network, optimizer, schedule   as in a loop of one's own; schedule may be None
-    loader        gives (x, y) DistMatrices; `pmm3d.io.Loader`
-    loss          "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor
-    epochs        passes over the loader's rows
-    validation    a second loader, or None;   evaluate_every  in steps, 0: after each epoch
-    checkpoints   a `pmm3d.io.Checkpoints`, or None;   checkpoint_every  in steps, 0: after each epoch
-    accumulate    batches of the loader that make one step; their gradients are summed over data once
-    clip          largest 2-norm of the gradient, or None
-    log           a RunLog, or None;   log_every  in steps, besides the first step and the last of each epoch
+    state         the TrainState: network, optimizer, schedule and loader, as in a loop of one's own
+    recipe        how to train: `Recipe`
+    validation    a second loader, or None
+    checkpoints   a `pmm3d.io.Checkpoints`, or None
+    log           a RunLog, or None
     settings      what else a checkpoint is to remember; JSON-able
     signals       the `Signals` that note what came before the run
-    step, figures steps done; the last validation's figures
-    passes        what this run did so far
 
-    SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of an evaluation, under way; SIGTERM has
-    one written and ends the run. The folder of the log (or that of the checkpoints) belongs to this job while it runs:
-    another one that wants it gets a FolderInUseError. `run`, `resume` and `owning` are collective.
+    step, figures   steps done; the last validation's figures
+    passes, saved   what this run did so far; the step of its newest checkpoint, None if there is none
+
+    SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of a validation, under way; SIGTERM and
+    SIGINT have one written and end the run. The folder of the log (or that of the checkpoints) belongs to this job
+    while it runs: another one that wants it gets a FolderInUseError. `run`, `resume` and `owning` are collective.
 
         >>> import h5py, tempfile; from mpi4py import MPI
         >>> from pmm3d import Grid, nn; from pmm3d.io import DataSet; from pmm3d.nn import optim
+        >>> from pmm3d.nn.training import Recipe, TrainState
         >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
         ...     with h5py.File(folder + "/data.h5", "w") as file:
         ...         file["x"], file["y"] = np.ones((8, 3)), np.ones((8, 1))
         ...     net = nn.MLP(grid, [3, 1])
         ...     with DataSet(grid, folder + "/data.h5") as data:
-        ...         Trainer(net, optim.SGD(net.parameters(), lr=0.1), data.loader(4), "mse", epochs=2).run()
+        ...         state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(4))
+        ...         Trainer(state, Recipe("mse", epochs=2)).run()
         True
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._loss = loss_named(self.loss)
-        self._lock: RunLock | None = None
-        self._record = RunRecord(self, self.log.folder) if self.log is not None else None
-        self._logged = time.perf_counter(), 0.0
-        self._rows = 0
-        self._pace = Pace(self.grid)
-
-    def run(self) -> bool:
-        """Train to the end of the last epoch; False if SIGTERM ended it before. A checkpoint is written in both cases.
-        Raises NonFiniteLossError and what the loader raises, on every rank."""
-        with self.owning(), np.errstate(over="ignore", invalid="ignore"):
-            self.passes, self._pace = Passes(), Pace(self.grid)
-            if self._record is None or self.log is None:
-                return self._epochs()
-            log = self.log
-            self._on_first(lambda: log.open(self.step, self.step + self.steps_left()))
-            with closing(log), self._record.of_run():
-                return self._epochs()
+        self._loss = loss_named(self.recipe.loss)
+        owner = self.log if self.log is not None else self.checkpoints
+        self._folder = RunFolder(self.grid, owner.folder if owner is not None else None)
+        self._observer = Observer(self, self._folder)
+        self._request, self._failed = 0, False
+        self._problem: Exception | None = None
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """As a context: no other job may write into the folder, and signals are noted. `run` enters it by itself; what
-        goes before that in the same folder, such as `resume`, may be put into it too.
+        """As a context: the folder belongs to this job (`RunFolder.owning`), and signals are noted. `run` enters it by
+        itself; what goes before that in the same folder, such as `resume`, may be put into it too."""
+        with self._folder.owning(), self.signals:
+            yield
 
-        Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
-        """
-        folder, lock = self._folder, None
-        if self._lock is None and folder is not None:
-            lock = self._lock = RunLock(folder)
-        try:
-            if lock is not None:
-                self._on_first(lock.acquire)
-            with self.signals:
-                yield
-        finally:
-            if lock is not None:
-                lock.release()
-                self._lock = None
-
-    def _on_first(self, body: Callable[[], None]) -> None:
-        """Rank 0 does it; all ranks raise what it could not do in the folder."""
-        problem = None
-        if self.grid.rank == 0:
-            try:
-                body()
-            except OSError as error:
-                problem = Pmm3dError(f"the folder {self._folder} cannot be written: {error.strerror}")
-            except Pmm3dError as error:
-                problem = error
-        problem = self.grid.comm.bcast(problem)
-        with self.grid.together("training", str(self._folder)):
-            if problem is not None:
-                raise problem
-
-    @property
-    def _folder(self) -> Path | None:
-        owner = self.log if self.log is not None else self.checkpoints
-        return owner.folder if owner is not None else None
-
-    def _epochs(self) -> bool:
-        if self._requested() >= END:
+    def resume(self, path: str | os.PathLike[str] | None = None, accept: Collection[str] = ()) -> bool:
+        """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid. See
+        `TrainState.resume`."""
+        if self.checkpoints is None:
+            raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
+        facts = self.state.resume(self.checkpoints, path, accept=accept, settings=self.settings)
+        if facts is None:
             return False
-        while self.loader.epoch < self.epochs:
-            for size, batches in self._groups():
-                value, norm = self._step(size, batches)
-                at_end = self.loader.state()["batch"] == len(self.loader)
-                if at_end or self.step == 1 or self.step % self.log_every == 0:
-                    self._log_step(value, norm)
-                request = self._requested()
-                if self.validation is not None and self._due(self.evaluate_every, at_end):
-                    request = max(request, self._evaluate(self.validation))
-                if self._due(self.checkpoint_every, at_end):
+        self.saved = self.step
+        self._observer.resumed(facts)
+        return True
+
+    def run(self) -> bool:
+        """Train to the end of the last epoch, or of the budget in steps; False if a signal ended it before. A
+        checkpoint is written in both cases. Raises NonFiniteLossError and what the loader raises, on every rank."""
+        self.passes = Passes()
+        with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._observer.of_run():
+            return self._train()
+
+    def _train(self) -> bool:
+        request = self._asked(self.loader)
+        if request:
+            self.save()
+        while not self.done and request < END:
+            for rows in self._groups():
+                done = self._step(rows)
+                pause = self.spent or self.loader.batch == len(self.loader)
+                self._observer.stepped(done, pause)
+                request = self._wanted()
+                if self.validation is not None and self._due(self.recipe.evaluate_every, pause):
+                    request = max(request, self._validate(self.validation, request))
+                if request or self._due(self.recipe.checkpoint_every, pause):
                     self.save()
                 if request >= END:
                     return False
-        self.save()
-        return True
+        if request < END:
+            self.save()
+        return request < END
 
-    def _due(self, every: int, at_end: bool) -> bool:
-        return self.step % every == 0 if every else at_end
+    def _due(self, every: int, pause: bool) -> bool:
+        return self.step % every == 0 if every else pause
 
-    def _groups(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """(number of batches, iterator over them) of each step of the rest of the epoch."""
-        batches, left = iter(self.loader), len(self.loader) - self.loader.state()["batch"]
-        while left > 0:
-            size = min(self.accumulate, left)
-            yield size, (next(batches) for _ in range(size))
-            left -= size
-        for _ in batches:
-            raise Pmm3dError("the loader gave more batches than its length")
+    def _groups(self) -> Iterator[list[int]]:
+        """The rows of the batches of each step of the rest of the epoch; then the next one begins."""
+        loader = self.loader
+        while (left := len(loader) - loader.batch) > 0 and not self.spent:
+            yield [loader.rows(loader.batch + index) for index in range(min(self.recipe.accumulate, left))]
+        if left == 0:
+            loader.next_epoch()
+            if not self.done:
+                self._request = self._asked(loader)
 
-    def _step(self, size: int, batches: Iterator[Batch]) -> tuple[float, float | None]:
-        """The loss, and the norm of the gradient if it is clipped."""
-        taken = []
+    def _step(self, rows: list[int]) -> Stepped:
+        state, taken, lr = self.state, [], self.state.optimizer.lr
 
-        def noted() -> Iterator[Batch]:
-            for x, y in batches:
+        def batches() -> Iterator[Batch]:
+            while True:
+                x, y = self._taken(self.loader)
                 taken.append(facts_of(x, y))
                 yield x, y
 
-        value, norm = train_step(self.network, self.optimizer, self._loss, size, noted(), self.clip, self._check)
-        self._rows += sum(x.shape[0] for x, _ in taken)
+        value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
+                                 partial(self._agree, self.loader), self._check_step)
         self.passes.note("step", *taken)
-        if self.schedule is not None:
-            self.schedule.step()
-        self.step += 1
-        return value, norm
+        if state.schedule is not None:
+            state.schedule.step()
+        return Stepped(value, norm, lr, sum(rows))
 
-    def _log_step(self, value: float, norm: float | None) -> None:
-        (begun, before), rows = self._logged, self._rows
-        self._logged, self._rows = (time.perf_counter(), self.grid.ledger.total().waited), 0
-        elapsed, waited = max(1e-9, self._logged[0] - begun), max(0.0, self._logged[1] - before)
-        if self._lock is not None:
-            self._lock.beat()
-        if self.log is not None:
-            self.log.step({"step": self.step, "epoch": self.loader.epoch, "loss": value, "lr": self.optimizer.lr,
-                           "samples_per_second": rows / elapsed, "waiting": waited / elapsed}
-                          | ({} if norm is None else {"gradient_norm": norm}))
-
-    def _evaluate(self, validation: Iterable[Batch]) -> int:
-        """Returns the most urgent request that came meanwhile."""
-        requests = [0]
-
-        def batches() -> Iterator[Batch]:
-            for x, y in validation:
-                yield x, y
+    def _validate(self, validation: Loader, request: int) -> int:
+        """The most urgent request by its end; a checkpoint for it is on the disk as soon as what was evaluated so far
+        shows that the weights are sound."""
+        network = self.state.network
+        evaluation, x = Evaluation(network, self._loss, self.recipe.metrics), None
+        with network.evaluating(), unchanged(self.grid):
+            while validation.batch < len(validation):
+                request = max(request, self._asked(validation))
+                if request and self.saved != self.step:
+                    self._judge(evaluation, x)
+                    self.save()
+                x, y = self._taken(validation)
+                evaluation.add(x, y)
                 self.passes.note("batch", facts_of(x, y))
-                if self._lock is not None:
-                    self._lock.beat()
-                requests.append(self._requested())
-
-        self.figures = evaluate(self.network, batches(), self._loss)
-        self.passes.note("evaluated")
-        if self.log is not None:
-            self.log.validation(self.step, self.loader.epoch, self.figures)
-        return max(requests)
-
-    def _requested(self) -> int:
-        """The most urgent signal that any rank has had since the last time; a checkpoint for it is on the disk.
-        Collective."""
-        self.passes.note("asked")
-        request, look = self.signals.agreed(self.grid, self._pace.due())
-        if look:
-            self._pace.look()
-        if request:
-            self.save()
+                self._folder.beat()
+            validation.next_epoch()
+            self.figures = self._judge(evaluation, x)
+        self._observer.validated()
         return request
+
+    def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
+        """At the end of a step, or before a batch: what all ranks must know to go on. Collective."""
+        self._problem = loader.fetch()
+        agreed = agree(self.grid, loss, square, request=self.signals.taken(), look=self._observer.pace.due(),
+                       failed=self._problem is not None)
+        self._request, self._failed = max(self._request, agreed.request), agreed.failed
+        if agreed.look:
+            self._observer.pace.look()
+        return agreed
+
+    def _asked(self, loader: Loader) -> int:
+        """What any rank wants, before a batch that follows no step. Collective."""
+        self._agree(loader)
+        self.passes.note("asked")
+        return self._wanted()
+
+    def _wanted(self) -> int:
+        """The most urgent signal that any rank has had since the last time."""
+        request, self._request = self._request, 0
+        return request
+
+    def _taken(self, loader: Loader) -> Batch:
+        """The batch that was fetched; raises, on every rank, what went wrong on any."""
+        if self._failed:
+            with self.grid.together("Loader", always=True):
+                if self._problem is not None:
+                    raise self._problem
+        return loader.take()
+
+    def _judge(self, evaluation: Evaluation, x: DistMatrix | None) -> dict[str, float]:
+        """The figures so far; raises NonFiniteLossError if their loss is not finite. x: of the last batch."""
+        figures = evaluation.figures()
+        self.passes.note("evaluated")
+        self._check(x, f"step {self.step}: the validation's loss is", figures["loss"])
+        return figures
 
     def save(self) -> None:
         """Write a checkpoint of everything, once a step."""
-        if self.checkpoints is None or self._saved == self.step:
+        if self.checkpoints is None or self.saved == self.step:
             return
+        self._folder.still_own()
         begun = time.perf_counter()
-        path = self.checkpoints.save(self.step, self._matrices(), self._state())
-        self._saved = self.step
-        if self.log is not None:
-            self.log.saved(self.step, path)
-        if self._record is not None:
-            self._record.saved(path, time.perf_counter() - begun)
-
-    def resume(self, path: str | os.PathLike[str] | None = None) -> bool:
-        """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid."""
-        store = self.checkpoints
-        if store is None:
-            raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
-        if path is None and store.latest() is None:
-            return False
-        matrices = self._matrices()
-        loaded = store.load_latest(matrices) if path is None else (path, store.load(path, matrices))
-        if loaded is None:
-            return False
-        path, state = loaded
-        with self.grid.together("resume", str(path)):
-            self.network.loaded()
-            self.network.set_random_state(state["random"])
-            self.optimizer.load_state(state["optimizer"])
-            if self.schedule is not None:
-                self.schedule.load_state(state["schedule"])
-            self.loader.load_state(state["loader"])
-        self.step = self._saved = state["step"]
-        if self._record is not None and self.log is not None:
-            self.log.say(f"resumed {path}, step {self.step}")
-            self._record.resumed_from = str(path)
-        return True
+        path = self.state.save(self.checkpoints, settings=self.settings)
+        self.saved = self.step
+        self._observer.saved(path, time.perf_counter() - begun)
 
     def refuse_to_overwrite(self) -> None:
         """Raise, on every rank, if there are checkpoints of an earlier run: a new run would remove them."""
@@ -256,55 +217,27 @@ class Trainer(Run):
                 raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
                                  "training.folder")
 
-    def _matrices(self) -> dict[str, DistMatrix]:
-        return {**self.network.matrices(), **self.optimizer.matrices()}
+    def _check_step(self, x: DistMatrix, what: str, value: float) -> None:
+        self._check(x, f"step {self.step + 1}: {what}", value)
 
-    def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "optimizer": self.optimizer.state(), "loader": self.loader.state(),
-                "schedule": self.schedule.state() if self.schedule is not None else None,
-                "random": self.network.random_state(), "grid": self.grid.shape._asdict(), "settings": self.settings}
-
-    def _check(self, x: DistMatrix, what: str, value: float) -> None:
+    def _check(self, x: DistMatrix | None, what: str, value: float) -> None:
         """Raise NonFiniteLossError that names what in the network went wrong first, if the value says so."""
         if isfinite(value):
             return
-        what = f"{what} {value}"
-        where = first_non_finite(self.network, x)
+        where = first_non_finite(self.state.network, x) if x is not None else ""
         with self.grid.together("training"):
-            kept = f", as in {self.checkpoints.latest()}" if self.checkpoints and self._saved is not None else ""
-            raise NonFiniteLossError(f"step {self.step + 1}: {what}. {where} The weights are those of step {self.step}"
-                                     f"{kept}. Try a smaller learning rate, a warm-up, or clipping")
+            newest = self.checkpoints.latest() if self.checkpoints is not None else None
+            kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
+            raise NonFiniteLossError(f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
+                                     "smaller learning rate, a warm-up, or clipping")
 
 
-def first_non_finite(network: Module, x: DistMatrix) -> str:
-    """Which parameter, input or layer has infinite numbers or NaN first. Collective."""
-    grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
-    wrong: list[str] = []
+def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
+    """Means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+    Collective.
 
-    def finite(value: Tensor | DistMatrix) -> bool:
-        local = value.library.to_numpy(value.local)
-        count = np.array([np.count_nonzero(~np.isfinite(local))], np.int64)
-        return int(grid.everyone.all_reduce(count, agreed=True).wait()[0]) == 0
-
-    for name, parameter in network.named_parameters().items():
-        if not finite(parameter):
-            return f"The parameter {name} is not finite."
-    if not finite(x):
-        return "The input is not finite."
-
-    def look(module: Module, output: Tensor) -> None:
-        if not wrong and not finite(output):
-            wrong.append(f"The output of layer {names.get(module, '?')} ({type(module).__name__}) is not finite.")
-
-    with Tape.of(grid).set(inspect=look), network.evaluating():
-        network(x)
-    return wrong[0] if wrong else "All layers' outputs are finite: it is the loss or the gradient itself."
-
-
-def evaluate(network: Module, loader: Iterable[Batch], loss: Loss) -> dict[str, float]:
-    """Means over the batches of a loader: "loss", and "accuracy" for classes or "r2" for vectors. Collective.
-
-    loader   batches (x, y): it must start a pass of its own and not shuffle
+    loader    batches (x, y): it must start a pass of its own and not shuffle
+    metrics   name -> function (output, y) -> float of a batch
 
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
@@ -312,7 +245,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss) -> dict[str, 
         ...     evaluate(net, [(x, net(x).value)], nn.mse)
         {'loss': 0.0, 'r2': 1.0}
     """
-    evaluation = Evaluation(network, loss)
+    evaluation = Evaluation(network, loss, metrics)
     with network.evaluating(), unchanged(network.grid):
         for x, y in loader:
             evaluation.add(x, y)

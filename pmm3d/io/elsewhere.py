@@ -1,0 +1,70 @@
+"""What an HDF5 file shows as its own and does not hold: links, external storage, virtual data sets over other files."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..errors import needs
+
+with needs("io", "data sets"):
+    import h5py
+
+MOST_LINKS = 16
+"""Soft links one after the other."""
+
+
+class Reference(NamedTuple):
+    """what: in words;   file: the name, as written there, of the file that it leads to; None for this one."""
+
+    what: str
+    file: str | None = None
+
+
+def elsewhere(file: h5py.File, name: str, hops: int = 0) -> Iterator[Reference]:
+    """What the data set of that name refers to, in the order in which it is found: each before it is opened.
+
+    Raises OSError for links without an end.
+    """
+    if hops > MOST_LINKS:
+        raise OSError(f"more than {MOST_LINKS} links one after the other")
+    group, path = file, "/"
+    for part in filter(None, name.split("/")):
+        link, path = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None, f"{path}{part}"
+        if isinstance(link, h5py.ExternalLink):
+            yield Reference(f"an external link to {link.filename}", link.filename)
+        elif isinstance(link, h5py.SoftLink):
+            yield Reference(f"a soft link to {link.path!r}")
+            yield from elsewhere(file, posixpath.join(posixpath.dirname(path), link.path), hops + 1)
+        group, path = (group.get(part) if link is not None else None), f"{path}/"
+    if isinstance(group, h5py.Dataset):
+        yield from _storage(file, group, hops)
+
+
+def _storage(file: h5py.File, dataset: h5py.Dataset, hops: int) -> Iterator[Reference]:
+    for name, _, _ in dataset.external or ():
+        yield Reference(f"external storage in {name}", os.path.abspath(name))
+    for source in dataset.virtual_sources() if dataset.is_virtual else ():
+        if source.file_name == ".":
+            yield from elsewhere(file, source.dset_name, hops + 1)
+        else:
+            yield Reference(f"a virtual data set over {source.file_name}", source.file_name)
+
+
+def located(reference: Reference, path: str) -> list[str]:
+    """The files that HDF5 may read for a reference in the file `path`. Raises FileNotFoundError if there is none."""
+    if reference.file is None:
+        return []
+    places = {os.path.join(os.path.dirname(path), reference.file), reference.file}
+    if not (there := sorted(place for place in places if os.path.exists(place))):
+        raise FileNotFoundError(f"it is {reference.what}, which is not there")
+    return there
+
+
+def parts_of(dataset: h5py.Dataset) -> list[h5py.Dataset]:
+    """The data set, and those of its own file that it is a virtual view of."""
+    sources = dataset.virtual_sources() if dataset.is_virtual else []
+    inside = [dataset.file[source.dset_name] for source in sources if source.file_name == "."]
+    return [dataset, *(part for source in inside for part in parts_of(source))]

@@ -1,0 +1,144 @@
+"""An HDF5 file of samples: what may be read of it, whether it stays as it is, and by what it is known again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from math import prod
+
+import numpy as np
+
+from ..errors import DataError, check_regular, needs
+from .elsewhere import elsewhere, located, parts_of
+
+with needs("io", "data sets"):
+    import h5py
+
+WHOLE_BYTES = 2**20
+"""Of a data set: up to there all values are in its fingerprint, else those of some rows."""
+SPREAD_ROWS, SPREAD_BYTES = 64, 2**22
+"""Of a larger data set, at most: in its fingerprint; bytes with those of the chunks that are read for a row."""
+Identity = tuple[int, int, int, int]
+"""Device, inode, bytes and time of the last write of a file."""
+
+
+class SourceFile:
+    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter, and
+    what is written in its place is read as if it had always been there.
+
+    links   whether what it refers to may be read: other files (external storage, external links, virtual data sets over
+            other files), and what soft links point to
+    """
+
+    def __init__(self, path: str, links: bool = False):
+        self.path, self._links = path, links
+        try:
+            check_regular(path)
+            self._identities = {path: _identity(path)}
+            self.h5 = h5py.File(path, "r", locking="best-effort")
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
+
+    def dataset(self, name: str) -> h5py.Dataset:
+        """The data set of that name, if it holds rows of numbers, all of which are there."""
+        dataset = self._opened(name) if isinstance(name, str) else None
+        if not isinstance(dataset, h5py.Dataset):
+            there: list[str] = []
+            self.h5.visititems(lambda name, item: there.append(name) if isinstance(item, h5py.Dataset) else None)
+            raise DataError(f"{self.path} has no data set {name!r}; it has {', '.join(map(repr, there))}")
+        if not dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} has no dims; its first dim must be that of the samples")
+        if 0 in dataset.shape:
+            raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
+        if dataset.dtype.kind not in "fiu":
+            kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
+            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
+        for part in parts_of(dataset):
+            self._check_written(part)
+        return dataset
+
+    def _opened(self, name: str) -> h5py.Dataset | None:
+        """What has that name, once all that it refers to has been found to be allowed and to be there."""
+        try:
+            for reference in elsewhere(self.h5, name):
+                if not self._links:
+                    raise DataError(f"{self.path}: data set {name!r} is not what the file itself holds under that "
+                                    f"name, but {reference.what}. What is elsewhere is read only if asked for: "
+                                    "DataSet(..., links=True), in a configuration data.links = true")
+                for file in located(reference, self.path):
+                    check_regular(file)
+                    self._identities[file] = _identity(file)
+            return self.h5.get(name)
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
+            raise DataError(f"{self.path}: cannot open data set {name!r}: {error}") from None
+
+    def _check_written(self, dataset: h5py.Dataset) -> None:
+        """Raises DataError for rows that were declared and never written: HDF5 makes values up for them."""
+        declared = prod(dataset.shape) * dataset.dtype.itemsize
+        unit, there = "bytes", dataset.id.get_storage_size()
+        if dataset.is_virtual:
+            declared = prod(dataset.shape)
+            unit, there = "elements", sum(source.vspace.get_select_npoints() for source in dataset.virtual_sources())
+        elif dataset.external:
+            there = sum(min(size, max(0, os.path.getsize(file) - offset)) for file, offset, size in dataset.external)
+        elif dataset.chunks:
+            declared = prod(-(-extent // chunk) for extent, chunk in zip(dataset.shape, dataset.chunks))
+            unit, there = "chunks", dataset.id.get_num_chunks()
+        if there < declared:
+            raise DataError(f"{self.path}: data set {dataset.name[1:]!r} declares the shape {dataset.shape}, which "
+                            f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or "
+                            "declare only those that there are")
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """The body reads. Raises DataError if it cannot, or if a file is no longer the one that was opened."""
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        for path, identity in self._identities.items():
+            try:
+                changed = _identity(path) != identity
+            except OSError as error:
+                raise DataError(f"lost {path} while reading: {error.strerror}") from None
+            if changed:
+                raise DataError(f"{path} has been replaced or has changed since it was opened, so that samples of two "
+                                "files would be mixed: write new data to another file, and start again with that")
+        if problem is not None:
+            raise DataError(f"cannot read {self.path}: {problem}") from problem
+
+    def fingerprint(self, *datasets: h5py.Dataset) -> str:
+        """Of names, shapes, types, the names of classes and values: of all rows, or of some that are spread evenly."""
+        digest = blake2b(digest_size=8)
+        for dataset in datasets:
+            classes = np.asarray(dataset.attrs.get("class_names", ())).tolist()
+            facts = dataset.name, dataset.shape, dataset.dtype.name, classes
+            digest.update(json.dumps(facts, default=str).encode())
+            for rows in _spread(dataset):
+                with self.unchanged():
+                    values = dataset[rows]
+                digest.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
+        return digest.hexdigest()
+
+
+def _identity(path: str) -> Identity:
+    """The time of the last change of the inode is not in it: another name for the file, new permissions or a backup
+    that puts the time of access back would each end a training. What writes to a file sets its time of writing."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _spread(dataset: h5py.Dataset) -> Iterator[slice]:
+    """The rows whose values are in the fingerprint."""
+    rows, size = dataset.shape[0], dataset.dtype.itemsize
+    if prod(dataset.shape) * size <= WHOLE_BYTES:
+        yield slice(None)
+        return
+    chunk = dataset.chunks or (1, *dataset.shape[1:])
+    read = chunk[0] * prod(-(-extent // part) * part for extent, part in zip(dataset.shape[1:], chunk[1:])) * size
+    for at in np.linspace(0, rows - 1, min(rows, max(2, min(SPREAD_ROWS, SPREAD_BYTES // read))), dtype=np.int64):
+        yield slice(int(at), int(at) + 1)

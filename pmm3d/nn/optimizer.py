@@ -1,0 +1,276 @@
+"""What optimizers share: groups of parameters, state that is spread like the weights, and over the data axis too if
+asked (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf, isfinite, sqrt
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import Pmm3dError
+from ..layout import Layout, offsets
+from ..product import DistMatrix
+from .compute import array_namespace, chunks, computing
+from .gradients import State
+from .parameter import Parameter
+
+Group = dict[str, Any]
+""""params", and the options that they are changed with: "lr", "weight_decay" and those of the kind of optimizer."""
+Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
+
+
+class NonFiniteGradientError(Pmm3dError):
+    """The gradient is infinite or not a number; no weight was changed by it."""
+
+
+class Option:
+    """A number that each group of parameters has its own of: that of the group under way, else of the first."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Optimizer | None, owner: type) -> Any:
+        return self if optimizer is None else optimizer.group[self._name]
+
+    def __set__(self, optimizer: Optimizer, value: Any) -> None:
+        optimizer.group[self._name] = value
+
+
+class Optimizer:
+    """Changes parameters by their gradients. Subclasses name their options and state arrays, and say how to change a
+    slice.
+
+    parameters       of one network; or groups of them, each a dict of "params" and of options of its own, as in torch
+    lr               learning rate, of groups that have none of their own; schedules change it
+    weight_decay     see the subclass. Of groups that have none of their own it acts on matrices only: not on vectors
+                     (biases, gains), unless decay_vectors
+    shard_over_data  ZeRO-1: each rank along data keeps the state of, and changes, only its part of each parameter;
+                     gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
+                     all-reduce, 1/Gdata of the state, bitwise the same weights
+    groups           dicts of "params" and of all options; may be changed between steps, by all ranks
+    group            the first, or the one that is being changed: `lr` and the like are its
+    steps            how many there were
+    missed           parameter -> how many of them it had no gradient in
+
+    Raises Pmm3dError, on every rank, for numbers that make no sense.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net = nn.Linear(grid, 3, 2)
+        ...     opt = Optimizer([{"params": [net.weight]}, {"params": [net.bias], "lr": 0.2}], lr=0.1)
+        ...     opt.state(), opt.lr, opt.groups[1]["lr"]
+        ({'kind': 'Optimizer', 'steps': 0, 'lr': 0.1, 'missed': {}}, 0.1, 0.2)
+    """
+
+    state_names: tuple[str, ...] = ()
+    lr, weight_decay = Option(), Option()
+
+    def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = False,
+                 shard_over_data: bool = False, **options: Any):
+        self.groups = self._grouped(list(parameters), {"lr": lr, "weight_decay": weight_decay, **options},
+                                    decay_vectors)
+        for group in reversed(self.groups):
+            self.group = group
+            self.check_options()
+        self.parameters: list[Parameter] = [each for group in self.groups for each in group["params"]]
+        self._check_parameters()
+        self.grid = self.parameters[0].grid
+        self.steps = self.changes = 0
+        self.shard_over_data = shard_over_data and self.grid.data.size > 1
+        self.missed: Counter[Parameter] = Counter()
+        self._state: dict[Parameter, list[Array]] = {}
+        for parameter in self.parameters:
+            parameter.accumulated.owners.add(self._splits(parameter))
+
+    def _grouped(self, given: list[Any], options: dict[str, Any], decay_vectors: bool) -> list[Group]:
+        groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
+        if unknown := sorted({name for group in groups for name in group} - {"params", *options}):
+            raise Pmm3dError(f"{type(self).__name__}: a group of parameters has {', '.join(unknown)}; known are "
+                             f"params, {', '.join(options)}")
+        return [{**options, **group, "params": list(group.get("params", ())),
+                 "decay_vectors": decay_vectors or "weight_decay" in group} for group in groups]
+
+    def _check_parameters(self) -> None:
+        name = type(self).__name__
+        if not self.parameters:
+            raise Pmm3dError(f"{name} has no parameters: pass net.parameters()")
+        for parameter in self.parameters:
+            if not isinstance(parameter, Parameter):
+                raise Pmm3dError(f'{name}: parameters, or groups of them ({{"params": [...]}}), are needed; got a '
+                                 f"{type(parameter).__name__}")
+        parameter, times = Counter(self.parameters).most_common(1)[0]
+        if times > 1:
+            raise Pmm3dError(f"{name}: the parameter {parameter.name} is given {times} times; it belongs to one group, "
+                             "once")
+
+    def check_options(self) -> None:
+        """Raises Pmm3dError for options of `group` that make no sense."""
+        for name in ("lr", "weight_decay"):
+            if not 0 <= self.group[name] < inf:
+                raise Pmm3dError(f"{type(self).__name__}: {name} is a number of at least 0; got {self.group[name]!r}")
+
+    def step(self, *, check: bool = False) -> None:
+        """Change every parameter that has a gradient, and let the gradients go. Collective.
+
+        check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
+                infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
+
+        Raises Pmm3dError, on every rank and with the weights as they were, for gradients that are not summed yet (see
+        `no_sync`)."""
+        if check:
+            _check_finite(self.gradient_norm())
+        filled, gathers = set(self._filled()), []
+        self.steps += 1
+        self.missed.update(parameter for parameter in self.parameters if parameter not in filled)
+        with self.grid.ledger.phase("optimizer"):
+            for parameter in self._in_groups(filled):
+                with computing(self.grid, "update"):
+                    self._change(parameter)
+                parameter.version += 1
+                if self._splits(parameter):
+                    own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
+                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts))
+            for gather in gathers:
+                gather.wait()
+        self.zero_grad()
+
+    def _in_groups(self, filled: set[Parameter]) -> Iterator[Parameter]:
+        """Those parameters, each while `group` has the options that it is changed with."""
+        first = self.groups[0]
+        try:
+            for group in self.groups:
+                without = group if group["decay_vectors"] else {**group, "weight_decay": 0.0}
+                for parameter in group["params"]:
+                    self.group = without if parameter.is_vector else group
+                    if parameter in filled:
+                        yield parameter
+        finally:
+            self.group = first
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as `step` does too."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        """Change a slice of a parameter, and of its state, in place. xp: the namespace of the arrays; `self.changes`:
+        how often the parameter has been changed, this time included."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
+
+    def matrices(self) -> dict[str, DistMatrix]:
+        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"."""
+        return {f"optimizer/{parameter.name}/{name}":
+                DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
+                for parameter in self.parameters for name, array in zip(self.state_names, self._states(parameter))}
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint needs; JSON-able."""
+        missed = {parameter.name: times for parameter, times in self.missed.items()}
+        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "missed": missed}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave: what was learned. Options (lr, weight_decay, betas, ...) stay as they were given to
+        this optimizer. Raises Pmm3dError if that was another kind of optimizer."""
+        if state["kind"] != type(self).__name__:
+            raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
+        self.steps, missed = state["steps"], state.get("missed", {})
+        self.missed = Counter({each: missed[each.name] for each in self.parameters if each.name in missed})
+
+    def own_square(self) -> float:
+        """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
+        nothing, unless another optimizer left gradients split over data."""
+        total, here = 0.0, self.grid.shape.position(self.grid.rank)
+        for parameter in self._filled():
+            own = self._own(parameter, self._gradient(parameter))
+            counts = parameter.library.has_data and self._layout(parameter).is_first(here)
+            for chunk in chunks(own.shape[0]) if counts else ():
+                part = parameter.library.astype(own[chunk], "float64")
+                total += float((part * part).sum())
+        return total
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
+        square = np.array([self.own_square()])
+        with self.grid.ledger.phase("optimizer"):
+            return sqrt(float(self.grid.everyone.all_reduce(square, agreed=True).wait()[0]))
+
+    def clip(self, norm: float) -> float:
+        """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises
+        NonFiniteGradientError, on every rank, where that is infinite or NaN."""
+        if not norm > 0:
+            raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
+        before = self.gradient_norm()
+        _check_finite(before)
+        self.clip_from(before, norm)
+        return before
+
+    def clip_from(self, before: float, norm: float) -> None:
+        """As `clip`, of gradients whose 2-norm is known to be `before`. Moves nothing."""
+        if before > norm:
+            for parameter in self._filled():
+                array, record = self._gradient(parameter), parameter.accumulated
+                (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= norm / before
+
+    def _filled(self) -> list[Parameter]:
+        """The parameters that have a gradient, summed over all ranks."""
+        states = {parameter: parameter.accumulated.state for parameter in self.parameters}
+        unfit = next((each for each, state in states.items()
+                      if state not in (State.EMPTY, State.SUMMED) or each.accumulated.waiting), None)
+        if unfit is not None:
+            raise Pmm3dError(f"{type(self).__name__}: the gradient of {unfit.name or 'a parameter'} is not summed over "
+                             "the ranks: the last backward pass before a step must be outside of no_sync, and a queue "
+                             "of defer_weights drained; after one that ended with an error, zero_grad() forgets it")
+        return [parameter for parameter, state in states.items() if state is State.SUMMED]
+
+    def _gradient(self, parameter: Parameter) -> Array:
+        """The summed gradient, in an array like the parameter's shard; brought together along data if others left it
+        split, and this optimizer needs all of it."""
+        record = parameter.accumulated
+        if record.split and not self._splits(parameter):
+            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts
+            start, stop = offsets(counts)[self.grid.data.index :][:2]
+            self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
+            record.split = False
+        return record.array
+
+    def _change(self, parameter: Parameter) -> None:
+        xp, self.changes = array_namespace(parameter.shard), self.steps - self.missed[parameter]
+        arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
+        arrays += [array.reshape(-1) for array in self._states(parameter)]
+        for chunk in chunks(arrays[0].shape[0]) if parameter.library.has_data else ():
+            self.update(xp, *(array[chunk] for array in arrays))
+
+    def _own(self, parameter: Parameter, array: Array) -> Array:
+        """The part that this rank changes of an array that is like the parameter's shard; flat."""
+        flat, index = array.reshape(-1), self.grid.data.index
+        if not self._splits(parameter):
+            return flat
+        return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
+
+    def _states(self, parameter: Parameter) -> list[Array]:
+        """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
+        if parameter not in self._state:
+            box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
+            with self.grid.ledger.holding("state"):
+                self._state[parameter] = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
+            for array in self._state[parameter]:
+                array[...], parameter.has_state = 0, True
+        return self._state[parameter]
+
+    def _layout(self, parameter: Parameter) -> Layout:
+        return parameter.accumulated.split_layout if self._splits(parameter) else parameter.layout
+
+    def _splits(self, parameter: Parameter) -> bool:
+        """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""
+        return self.shard_over_data and "data" not in parameter.layout.splitting
+
+
+def _check_finite(norm: float) -> None:
+    if not isfinite(norm):
+        raise NonFiniteGradientError(f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
+                                     "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")

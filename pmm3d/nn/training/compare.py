@@ -1,0 +1,92 @@
+"""What a run that goes on is compared with what it was: which settings differ, which of the two counts, what is
+refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import Pmm3dError
+
+NETWORK = ("hidden", "activation", "norm", "bias", "dtype", "build")
+"""Of [network], what makes it another one; whatever else is there changes how it is computed."""
+DATA = ("data.inputs", "data.targets", "data.classes", "data.batch_size", "data.validation", "data.shuffle",
+        "training.seed")  # fmt: skip
+BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_last")
+"""Of a loader's state, what says which rows make which batch; "data" is the fingerprint of what is in them."""
+ACCEPTED = ("network", "data")
+REMEDY = {
+    "network": "Set it back; or begin a new run, in a folder of its own; or, if the weights fit and it is meant, go on "
+               "with --accept network",
+    "data": "Set it back; or begin a new run, in a folder of its own; or go on with --accept data: the epoch under way "
+            "begins anew, with the data as they are now",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that was another one before. kind: "network", "data", or "free" to change.
+
+        >>> print(Difference("optimizer.lr", 0.1, 0.2, "free"))
+        optimizer.lr was 0.1, is 0.2
+    """
+
+    key: str
+    before: Any
+    now: Any
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before!r}, is {self.now!r}"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Of the settings of a run, sections of keys, as JSON has them. Keys that only one of them has, as those of another
+    version, are left out.
+
+        >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
+        ['data.classes was 2, is 3']
+    """
+    earlier, here = dict(_flat(_plain(before))), dict(_flat(_plain(now)))
+    return [Difference(key, earlier[key], here[key], _kind(key))
+            for key in here if key in earlier and earlier[key] != here[key]]
+
+
+def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Of the states of two loaders, but for where they are."""
+    earlier, here = _plain(before), _plain(now)
+    return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier[key], here[key],
+                       "data") for key in BATCHES if key in earlier and key in here and earlier[key] != here[key]]
+
+
+def refuse(found: Collection[Difference], accept: Collection[str], what: str = "the checkpoint") -> None:
+    """Raises Pmm3dError for differences of a kind that is neither free nor accepted; and for unknown kinds."""
+    if unknown := [kind for kind in accept if kind not in ACCEPTED]:
+        raise Pmm3dError(f"accept is {' or '.join(ACCEPTED)}; got {', '.join(map(repr, unknown))}")
+    for kind in ACCEPTED:
+        if kind not in accept and (wrong := [str(each) for each in found if each.kind == kind]):
+            raise Pmm3dError(f"{what} is of another {kind}, and nothing was changed: {'; '.join(wrong)}. "
+                             f"{REMEDY[kind]}")
+
+
+def _kind(key: str) -> str:
+    section, _, name = key.partition(".")
+    if section == "network" and name in NETWORK:
+        return "network"
+    return "data" if key in DATA else "free"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from a checkpoint."""
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain

@@ -1,0 +1,64 @@
+"""The folder of a run: it belongs to this job while the run lasts, and rank 0 writes into it for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...comm import Grid
+from ...errors import Pmm3dError
+from ...io.lock import RunLock
+
+
+class RunFolder:
+    """path: None for a run that writes nothing, for which all of this does nothing."""
+
+    def __init__(self, grid: Grid, path: Path | None):
+        self._grid, self._path = grid, path
+        self._lock: RunLock | None = None
+
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """As a context, which may be entered again inside: no other job may write into the folder. Collective.
+
+        Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
+        """
+        if self._lock is not None or self._path is None:
+            yield
+            return
+        lock = self._lock = RunLock(self._path)
+        try:
+            self.on_first(lock.acquire)
+            yield
+        finally:
+            lock.release()
+            self._lock = None
+
+    def on_first(self, body: Callable[[], None]) -> None:
+        """Rank 0 does it; all ranks raise what it could not do in the folder. Collective."""
+        problem: Pmm3dError | None = None
+        if self._grid.rank == 0:
+            try:
+                body()
+            except OSError as error:
+                problem = Pmm3dError(f"{error.filename or self._path} cannot be written: {error.strerror}")
+            except Pmm3dError as error:
+                problem = error
+            except Exception as error:
+                problem = Pmm3dError(f"{self._path} cannot be used: {type(error).__name__}: {error}")
+        problem = self._grid.comm.bcast(problem)
+        with self._grid.together("training", str(self._path)):
+            if problem is not None:
+                raise problem
+
+    def still_own(self) -> None:
+        """Before something is written that others would lose: raises FolderInUseError, on every rank, if the lock was
+        removed, or the folder renamed, and another job has it now. Collective."""
+        if self._lock is not None:
+            self.on_first(self._lock.renew)
+
+    def beat(self) -> None:
+        """A sign of life; rank 0's has an effect."""
+        if self._lock is not None:
+            self._lock.beat()

@@ -1,0 +1,159 @@
+"""What a training has learned and how far it is, as checkpoints hold it: for the Trainer and for loops of one's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from math import isclose
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import Pmm3dError
+from ...product import DistMatrix
+from ..layers import Module
+from ..optim import Optimizer, Schedule
+from .compare import Difference, batch_differences, differences, refuse
+
+if TYPE_CHECKING:
+    from ...io import Checkpoints, Loader
+
+logger = logging.getLogger("pmm3d.nn")
+CONFIGURED = ("base",)
+"""Of a schedule's state, what this run has configured."""
+Facts = dict[str, Any]
+
+
+@dataclass
+class TrainState:
+    """The weights, what the optimizer keeps, where schedule and loader are. Its methods are collective.
+
+    schedule, loader   None where there is none
+
+    A checkpoint fits on any grid. What a run has learned comes from it: weights, the optimizer's state, steps done,
+    the position in the data, random numbers. What is configured, learning rate, schedule, weight decay, stays as it
+    was made here.
+
+        >>> import tempfile
+        >>> from pmm3d import Grid, nn
+        >>> from pmm3d.io import Checkpoints; from pmm3d.nn import optim
+        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+        ...     net = nn.Linear(grid, 3, 2)
+        ...     state = TrainState(net, optim.SGD(net.parameters(), lr=0.1))
+        ...     checkpoints = Checkpoints(grid, grid.comm.bcast(folder))
+        ...     found = state.resume(checkpoints), state.save(checkpoints, note="first").name
+        ...     found, state.resume(checkpoints)["note"]
+        ((None, 'step-00000000'), 'first')
+    """
+
+    network: Module
+    optimizer: Optimizer
+    schedule: Schedule | None = None
+    loader: Loader | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps of the optimizer done."""
+        return self.optimizer.steps
+
+    def matrices(self) -> dict[str, DistMatrix]:
+        """Name -> matrix of all that a checkpoint holds: weights, and the optimizer's "optimizer/..."."""
+        return {**self.network.matrices(), **self.optimizer.matrices()}
+
+    def facts(self) -> Facts:
+        """What it holds besides; JSON-able: "step", "optimizer", "schedule", "loader", "random", "grid"."""
+        return {"step": self.step, "optimizer": self.optimizer.state(),
+                "schedule": _state(self.schedule), "loader": _state(self.loader),
+                "random": self.network.random_state(), "grid": self.network.grid.shape._asdict()}
+
+    def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
+        """Write a checkpoint of this step, with what else it is to remember; its folder, which is then on the disk."""
+        return checkpoints.save(self.step, self.matrices(), {**self.facts(), **extra})
+
+    def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
+        """Raises Pmm3dError, on every rank, if these are not the facts of such a training; nothing is changed.
+
+        accept     "network", "data": what may be another one all the same; with other data the epoch begins anew
+        settings   of this run, as `save` was given them: compared with the checkpoint's, see `compare.differences`
+        """
+        with self.network.grid.together("resume", sorted(accept), always=True):
+            known = facts if isinstance(facts, dict) else {}
+            if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
+                raise Pmm3dError(f"the checkpoint is not of a training: it lacks {', '.join(lacking)}. Save it with "
+                                 "TrainState.save")
+            before, now = known["optimizer"].get("kind"), type(self.optimizer).__name__
+            if before != now:
+                raise Pmm3dError(f"the checkpoint's optimizer is {before}, this one {now}, which cannot go on from its "
+                                 "state; nothing was changed. Take the kind that it was, or begin a new run from its "
+                                 "weights alone (training.weights, nn.exchange.load_weights)")
+            refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
+
+    def load(self, facts: Facts) -> None:
+        """Take the facts, once `check` has let them pass and the matrices are filled with those of the checkpoint."""
+        with self.network.grid.together("resume"):
+            self.network.loaded()
+            self.network.set_random_state(facts["random"])
+            self.optimizer.load_state({**facts["optimizer"], "lr": self.optimizer.lr})
+            if self.schedule is not None:
+                mine = self.schedule.state()
+                configured = {key: mine[key] for key in CONFIGURED if key in mine}
+                self.schedule.load_state({**mine, "count": self.step, **(facts.get("schedule") or {}), **configured})
+            if self.loader is not None and facts.get("loader"):
+                others: dict[str, Any] = {"other_data": True} if self._batches(facts) else {}
+                self.loader.load_state(facts["loader"], **others)
+
+    def resume(self, checkpoints: Checkpoints, path: str | os.PathLike[str] | None = None, *,
+               accept: Collection[str] = (), settings: Facts | None = None) -> Facts | None:
+        """Go on from a checkpoint, or from the newest good one; its facts, or None if there is none.
+
+        accept, settings   as in `check`
+
+        Everything is compared before anything is changed. What differs and may is said in a line each. Checkpoints of
+        later steps are retired: the branch that they belong to ends here. The facts also have "path" and "retired".
+        """
+        check = partial(self.check, accept=accept, settings=settings)
+        if path is None and checkpoints.latest() is None:
+            return None
+        matrices = self.matrices()
+        if path is None:
+            loaded = checkpoints.load_latest(matrices, check=check)
+        else:
+            loaded = Path(path), checkpoints.load(path, matrices, check=check)
+        if loaded is None:
+            return None
+        folder, facts = loaded
+        self.load(facts)
+        retired = checkpoints.retire(self.step)
+        found = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
+        self._tell([*map(str, found), *self._rate(facts)], retired)
+        return {**facts, "path": str(folder), "retired": list(map(str, retired))}
+
+    def _batches(self, facts: Facts) -> list[Difference]:
+        before, now = facts.get("loader"), _state(self.loader)
+        return batch_differences(before, now) if before and now else []
+
+    def _rate(self, facts: Facts) -> list[str]:
+        """What has become of the schedule and of the learning rate, where it is not what it would have been."""
+        before, now = facts["optimizer"].get("lr"), self.optimizer.lr
+        said = []
+        if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
+            said.append("there was no schedule, and is one, which goes on as if it had been there" if self.schedule
+                        else "there was a schedule, and is none")
+        if before is not None and not isclose(before, now, rel_tol=1e-9):
+            said.append(f"the learning rate of step {self.step + 1} is {now:.6g}; it would have been {before:.6g}")
+        return said
+
+    def _tell(self, changes: list[str], retired: list[Path]) -> None:
+        if self.network.grid.rank:
+            return
+        for change in changes:
+            logger.warning(f"resumed with a change: {change}. What is configured now counts")
+        if retired:
+            logger.warning(f"later checkpoints are retired, as the run goes on from step {self.step}: "
+                           f"{', '.join(path.name for path in retired)}")
+
+
+def _state(part: Schedule | Loader | None) -> Facts | None:
+    return None if part is None else part.state()

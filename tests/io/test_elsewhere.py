@@ -1,0 +1,156 @@
+"""What an HDF5 file refers to is read only if asked for, and what it declares has to be there."""
+
+import os
+
+import h5py
+import numpy as np
+import pytest
+
+from pmm3d import DataError
+from pmm3d.io import DataSet
+
+pytestmark = pytest.mark.parallel([1, 2])
+
+ROWS = 20
+X = np.arange(ROWS * 4, dtype="float32").reshape(ROWS, 4)
+LABELS = np.arange(ROWS) % 3
+
+
+@pytest.fixture
+def folder(comm, shared_path):
+    """data.h5 with every kind of reference, other.h5, raw.bin and lone.bin."""
+    if comm.rank == 0:
+        X.tofile(shared_path / "raw.bin")
+        with h5py.File(shared_path / "other.h5", "w") as file:
+            file["x"] = X
+        with h5py.File(shared_path / "data.h5", "w") as file:
+            file["x"], file["y"], file["group/x"] = X, LABELS, X
+            refer(file, shared_path)
+    comm.barrier()
+    return shared_path
+
+
+def refer(file, folder):
+    file.create_dataset("stored", X.shape, "f4", external=[(str(folder / "raw.bin"), 0, X.nbytes)])
+    file.create_dataset("short", (2 * ROWS, 4), "f4", external=[(str(folder / "raw.bin"), 0, h5py.h5f.UNLIMITED)])
+    file["soft"], file["loop"] = h5py.SoftLink("/x"), h5py.SoftLink("/back")
+    file["back"], file["folder"] = h5py.SoftLink("loop"), h5py.SoftLink("group")
+    file["dangling"] = h5py.SoftLink("/none")
+    file["linked"], file["gone"] = h5py.ExternalLink("other.h5", "/x"), h5py.ExternalLink("none.h5", "/x")
+    sources = {"over": (str(folder / "other.h5"), "x"), "within": (".", "x"), "through": (".", "stored"),
+               "half": (".", "x"), "missing": (str(folder / "none.h5"), "x")}
+    for name, (path, dataset) in sources.items():
+        layout = h5py.VirtualLayout((ROWS, 4), "f4")
+        rows = ROWS // 2 if name == "half" else ROWS
+        layout[:rows] = h5py.VirtualSource(path, dataset, X.shape)[:rows]
+        file.create_virtual_dataset(name, layout)
+
+
+def rows_of(grid, path, name, **options):
+    with DataSet(grid, path, name, **options) as data, data.loader(8, shuffle=False) as loader:
+        return np.concatenate([x.gather() for x, _ in loader])
+
+
+@pytest.mark.parametrize("name, what", [
+    ("stored", "external storage in .*raw.bin"), ("soft", "a soft link to '/x'"),
+    ("folder/x", "a soft link to 'group'"), ("linked", "an external link to other.h5"),
+    ("over", "a virtual data set over .*other.h5"), ("through", "external storage in .*raw.bin")])
+def test_what_is_elsewhere_is_refused_unless_asked_for(some_grid, folder, fails, name, what):
+    path, said = folder / "data.h5", f"'{name}' is not .* under that name, but {what}.*links=True"
+    fails(DataError, said, lambda: DataSet(some_grid, path, name))
+    assert np.array_equal(rows_of(some_grid, path, name, links=True), X)
+
+
+def test_a_view_of_the_file_itself_is_no_reference(some_grid, folder):
+    assert np.array_equal(rows_of(some_grid, folder / "data.h5", "within"), X)
+    assert np.array_equal(rows_of(some_grid, folder / "data.h5", "group/x"), X)
+
+
+@pytest.mark.parametrize("name", ["loop", "back"])
+def test_links_without_an_end(some_grid, folder, fails, name):
+    fails(DataError, f"'{name}' is not .* a soft link", lambda: DataSet(some_grid, folder / "data.h5", name))
+    fails(DataError, "more than 16 links", lambda: DataSet(some_grid, folder / "data.h5", name, links=True))
+
+
+def test_what_is_referred_to_has_to_be_there(some_grid, folder, fails):
+    links = lambda name: lambda: DataSet(some_grid, folder / "data.h5", name, links=True)
+    fails(DataError, "'short' declares the shape .* takes 640 bytes, and 320 of them were written", links("short"))
+    fails(DataError, "'half' declares the shape .* takes 80 elements, and 40 of them", links("half"))
+    fails(DataError, "external link to none.h5, which is not there", links("gone"))
+    fails(DataError, "virtual data set over .*none.h5, which is not there", links("missing"))
+    fails(DataError, "has no data set 'dangling'", links("dangling"))
+
+
+def test_a_file_that_is_referred_to_must_stay_as_it_is(some_grid, folder, fails):
+    with DataSet(some_grid, folder / "data.h5", "stored", links=True) as data, data.loader(4) as loader:
+        batches = iter(loader)
+        next(batches)
+        some_grid.comm.barrier()
+        if some_grid.rank == 0:
+            (folder / "raw.bin").write_bytes(X.tobytes())
+        some_grid.comm.barrier()
+        fails(DataError, "raw.bin has been replaced or has changed", lambda: list(batches))
+
+
+def test_rows_that_were_declared_and_never_written(some_grid, shared_path, fails):
+    path = shared_path / "data.h5"
+    if some_grid.rank == 0:
+        with h5py.File(path, "w") as file:
+            file["x"] = X
+            for name, rows in (("few", ROWS), ("many", 2**50)):
+                file.create_dataset(f"chunked_{name}", (rows, 4), "f4", chunks=(5, 4))[:5] = 1
+                file.create_dataset(f"contiguous_{name}", (rows, 4), "f4")
+                file.create_dataset(f"labels_{name}", (rows,), "i8", chunks=(5,))
+    some_grid.comm.barrier()
+    for name in ("few", "many"):
+        for targets in (f"contiguous_{name}", f"labels_{name}"):
+            fails(DataError, f"'chunked_{name}' declares .* chunks, and 1 of them were written: write all rows",
+                  lambda: DataSet(some_grid, path, f"chunked_{name}", targets))
+        fails(DataError, f"'contiguous_{name}' declares .* bytes, and 0 of them",
+              lambda: DataSet(some_grid, path, f"contiguous_{name}", f"labels_{name}"))
+    fails(DataError, "'labels_few' declares .* 4 chunks, and 0", lambda: DataSet(some_grid, path, "x", "labels_few"))
+
+
+@pytest.mark.parametrize("label", [2**62, 2**63 + 5, 2**20])
+def test_labels_that_are_no_numbers_of_classes(some_grid, shared_path, fails, label):
+    path = shared_path / "data.h5"
+    if some_grid.rank == 0:
+        labels = LABELS.astype("uint64")
+        labels[7] = label
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = X, labels
+    some_grid.comm.barrier()
+    said = f"has the label {label}, which makes {label + 1} classes of 20 samples"
+    fails(DataError, said, lambda: DataSet(some_grid, path))
+    with DataSet(some_grid, path, classes=3) as data:
+        fails(DataError, "row 7 .* labels are 0 to 2", lambda: list(data.loader(20)))
+
+
+def test_other_names_permissions_and_times_of_access_are_no_change(some_grid, folder):
+    path = folder / "data.h5"
+    with DataSet(some_grid, path) as data, data.loader(4) as loader:
+        batches = iter(loader)
+        next(batches)
+        if some_grid.rank == 0:
+            os.link(path, folder / "name.h5")
+            path.chmod(0o600)
+            status = path.stat()
+            os.utime(path, ns=(status.st_atime_ns - 10**9, status.st_mtime_ns))
+        some_grid.comm.barrier()
+        assert len(list(batches)) == 4 and len(list(loader)) == 5
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 10**12, 10**30])
+def test_fewer_rows_than_a_batch_or_than_ranks(some_grid, shared_path, rows, batch_size):
+    path = shared_path / "data.h5"
+    if some_grid.rank == 0:
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = X[:rows], LABELS[:rows]
+    some_grid.comm.barrier()
+    with DataSet(some_grid, path) as data:
+        loader = data.loader(batch_size, shuffle=False)
+        batches = list(loader)
+        assert len(batches) == len(loader) == -(-rows // min(batch_size, rows))
+        assert np.array_equal(np.concatenate([x.gather() for x, _ in batches]), X[:rows])
+        assert loader._work.allocated == 0

@@ -1,0 +1,365 @@
+"""A folder of checkpoints that somebody has been in: going back, parts removed, links, a folder that is gone."""
+
+import json
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+from on_disk import every_size, on_rank_0, two_ranks
+from samples import integers
+
+from pmm3d import CheckpointError, DistMatrix, Pmm3dError
+from pmm3d.io import Checkpoints
+
+pytestmark = pytest.mark.parallel([1, 2])
+
+
+@pytest.fixture
+def grid(storing_grid):
+    return storing_grid
+
+
+@pytest.fixture
+def keeper(grid, shared_path):
+    return Checkpoints(grid, shared_path / "checkpoints", keep=2)
+
+
+@pytest.fixture
+def fails(fails):
+    """fails(text, call): every rank raises CheckpointError with one and the same text, which is returned."""
+    return lambda text, call, kind=CheckpointError: fails(kind, text, call)
+
+
+def weights(grid, seed=0):
+    return {"w": DistMatrix.from_global(grid, integers((5, 6), "float32", seed))}
+
+
+def holds(matrices, seed):
+    return np.array_equal(matrices["w"].gather(), integers((5, 6), "float32", seed))
+
+
+def names(keeper):
+    keeper.grid.comm.barrier()
+    found = sorted(os.listdir(keeper.folder))
+    keeper.grid.comm.barrier()
+    return found
+
+
+def warned(grid, caplog):
+    """What rank 0 was told since the last time."""
+    told = [record.getMessage() for record in caplog.records
+            if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
+    caplog.clear()
+    return grid.comm.bcast(told)
+
+
+@every_size
+def test_later_checkpoints_are_retired_and_the_new_ones_stay(grid, keeper, caplog):
+    for step in (4, 8):
+        keeper.save(step, weights(grid, step))
+    matrices = weights(grid)
+    keeper.load(keeper.folder / "step-00000004", matrices)
+    assert keeper.retire(4) == [keeper.folder / "retired-step-00000008"]
+    assert keeper.latest().name == "step-00000004" and keeper.retire(4) == []
+    for step in (5, 6, 7):
+        keeper.save(step, weights(grid, step))
+        assert keeper.latest().name == f"step-0000000{step}"
+    assert names(keeper) == ["retired-step-00000008", "step-00000006", "step-00000007"]
+    assert keeper.load_latest(matrices)[0].name == "step-00000007" and holds(matrices, 7)
+    assert warned(grid, caplog) == []
+    keeper.load(keeper.folder / "retired-step-00000008", matrices)
+    assert holds(matrices, 8)
+
+
+def test_saving_an_earlier_step_retires_the_later_ones_too(grid, keeper, caplog):
+    """A loop of one's own that went back and said nothing of it."""
+    for step in (4, 8):
+        keeper.save(step, weights(grid, step))
+    for step in (5, 6):
+        keeper.save(step, weights(grid, step))
+    assert names(keeper) == ["retired-step-00000008", "step-00000005", "step-00000006"]
+    said = warned(grid, caplog)
+    assert len(said) == 1 and "step-00000005 is of an earlier step than retired-step-00000008, which are" in said[0]
+
+
+def test_as_many_retired_ones_stay_as_are_kept(grid, keeper):
+    """Those that were retired last."""
+    for again in range(3):
+        for step in (2, 3):
+            keeper.save(step, weights(grid, 10 * again + step))
+        retired = keeper.retire(1)
+        assert names(keeper) == sorted(path.name for path in retired) and keeper.latest() is None
+        matrices = weights(grid)
+        for step, path in zip((2, 3), retired):
+            assert path.name.startswith(f"retired-step-0000000{step}")
+            keeper.load(path, matrices)
+            assert holds(matrices, 10 * again + step)
+
+
+def test_a_part_that_was_removed_blocks_no_save(grid, keeper, caplog):
+    """checkpoint.h5 of the newest one; the step is trained and saved again."""
+    keeper.save(1, weights(grid, 1))
+    path = keeper.save(2, weights(grid, 2))
+    on_rank_0(grid, lambda: os.remove(path / "checkpoint.h5"))
+    matrices = weights(grid)
+    assert keeper.load_latest(matrices)[0].name == "step-00000001" and holds(matrices, 1)
+    assert keeper.save(2, weights(grid, 3)) == path == keeper.latest()
+    assert names(keeper) == ["incomplete-step-00000002", "step-00000001", "step-00000002"]
+    said = warned(grid, caplog)
+    assert len(said) == 1 and f"{path} is no checkpoint: it has no checkpoint.h5. It is now incomplete-" in said[0]
+    keeper.load_latest(matrices)
+    assert holds(matrices, 3)
+    on_rank_0(grid, lambda: os.remove(path / "checkpoint.h5"))
+    keeper.save(2, weights(grid, 4))
+    assert "incomplete-step-00000002-1" in names(keeper)
+
+
+LINKS = ["step-00000002", "step-00000007", "writing-step-00000002", "writing-step-00000009", "removing-step-00000001"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_is_named_and_not_followed(grid, keeper, shared_path, caplog, name):
+    """To a folder that looks like a checkpoint, which stays as it is."""
+    keeper.save(1, weights(grid, 1))
+    other = Checkpoints(grid, shared_path / "elsewhere")
+    there = other.save(9, weights(grid, 9))
+    on_rank_0(grid, lambda: (keeper.folder / name).symlink_to(there))
+    before = sorted(os.listdir(there))
+    assert keeper.latest().name == "step-00000001"
+    assert keeper.save(2, weights(grid, 2)) == keeper.latest() == keeper.folder / "step-00000002"
+    assert sorted(os.listdir(there)) == before and other.latest() == there
+    said = warned(grid, caplog)
+    assert len(said) == 1 and str(there) in said[0] and f"{keeper.folder / name} " in said[0]
+    aside = {f"incomplete-{name}"} if name.startswith("step") else set()
+    assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
+
+
+@pytest.mark.parametrize("name", ["step-00000002", "writing-step-00000002", "removing-step-00000001.1"])
+def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, keeper, name):
+    keeper.save(1, weights(grid, 1))
+    on_rank_0(grid, lambda: (keeper.folder / name).write_text("a note"))
+    assert keeper.save(2, weights(grid, 2)).name == "step-00000002"
+    aside = {"incomplete-step-00000002"} if name == "step-00000002" else set()
+    assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+def test_a_folder_that_is_gone_is_told_of_and_written_anew(grid, keeper, shared_path, caplog, how):
+    keeper.save(1, weights(grid, 1))
+    act = {"removed": lambda: shutil.rmtree(keeper.folder),
+           "renamed": lambda: keeper.folder.rename(shared_path / "old"),
+           "replaced": lambda: (keeper.folder.rename(shared_path / "old"), keeper.folder.mkdir())}[how]
+    on_rank_0(grid, act)
+    assert warned(grid, caplog) == []
+    path = keeper.save(2, weights(grid, 2))
+    said = warned(grid, caplog)
+    assert len(said) == 1 and f"{keeper.folder} is not the folder that it was: it has been removed, renamed" in said[0]
+    keeper.save(3, weights(grid, 3))
+    assert warned(grid, caplog) == [] and keeper.candidates()[1] == path
+
+
+def test_a_folder_that_is_gone_is_also_noticed_after_a_resume(grid, keeper, caplog):
+    keeper.save(1, weights(grid, 1))
+    resumed = Checkpoints(grid, keeper.folder)
+    resumed.load_latest(weights(grid))
+    on_rank_0(grid, lambda: shutil.rmtree(keeper.folder))
+    resumed.save(2, weights(grid, 2))
+    assert len(warned(grid, caplog)) == 1
+
+
+@pytest.mark.parametrize("part", ["checkpoint.h5", "checkpoint.crc", "rank-00000.h5"])
+def test_links_within_a_checkpoint_are_refused(grid, keeper, shared_path, fails, part):
+    path = keeper.save(1, weights(grid, 1))
+
+    def move():
+        shutil.move(path / part, shared_path / part)
+        (path / part).symlink_to(shared_path / part)
+
+    on_rank_0(grid, move)
+    matrices = weights(grid)
+    fails(f"{part} is a symbolic link, which is not followed.* Put the file itself there", lambda: keeper.load(
+        path, matrices))
+    assert holds(matrices, 0)
+
+
+def signed(path, change):
+    """A checkpoint whose manifest was changed by somebody who knows how checksums are made."""
+    from pmm3d.io.disk import checksums
+
+    with h5py.File(path / "checkpoint.h5", "r+") as file:
+        manifest = json.loads(file["pmm3d/manifest"][()])
+        text = change(manifest)
+        del file["pmm3d/manifest"]
+        file["pmm3d/manifest"] = text if isinstance(text, str) else json.dumps(manifest)
+    (path / "checkpoint.crc").write_text(json.dumps(checksums(path / "checkpoint.h5")))
+
+
+def outside(manifest):
+    manifest["files"]["../../elsewhere.h5"] = manifest["files"].pop("rank-00000.h5")
+    manifest["matrices"]["w"]["shards"][0][0] = "../../elsewhere.h5"
+
+
+def put(*path, value):
+    def change(manifest):
+        for key in path[:-1]:
+            manifest = manifest[key]
+        manifest[path[-1]] = value
+
+    return change
+
+
+WRONG = {
+    "outside": (outside, "the file '../../elsewhere.h5' is not in its folder"),
+    "no-json": (lambda manifest: "{", "it holds no JSON"),
+    "deep": (lambda manifest: "[" * 100_000, "it holds no JSON"),
+    "long": (lambda manifest: "9" * 5000, "it holds no JSON: Exceeds the limit"),
+    "list": (lambda manifest: "[]", "its manifest lacks step, files or matrices"),
+    "no-matrices": (lambda manifest: manifest.pop("matrices") and None, "its manifest lacks step, files or matrices"),
+    "files": (put("files", value=[1]), "its files have no checksums"),
+    "sums": (put("files", "rank-00000.h5", value={"bytes": "many"}), "the checksums of 'rank-00000.h5' are none"),
+    "size": (put("files", "rank-00000.h5", "bytes", value=10**30), "the checksums of 'rank-00000.h5' are none"),
+    "nothing": (put("files", "rank-00000.h5", "bytes", value=0), "the checksums of 'rank-00000.h5' are none"),
+    "matrices": (put("matrices", value=[]), "its matrices have no names"),
+    "matrix": (put("matrices", "w", value=3), "'w' lacks shape, dtype or shards"),
+    "shape": (put("matrices", "w", "shape", value=[5, -6]), r"'w' is no matrix: \[5, -6\] 'float32'"),
+    "dtype": (put("matrices", "w", "dtype", value={"a": 1}), "'w' is no matrix"),
+    "huge": (put("matrices", "w", "shape", value=[2**50, 2**50]), "the shards of 'w' are not those of a"),
+    "shards": (put("matrices", "w", "shards", value=[[1, 2]]), "the shards of 'w' are not those of a 5 x 6 matrix"),
+    "true": (put("matrices", "w", "shape", value=[5, True]), "'w' is no matrix"),
+    "beyond": (put("matrices", "w", "shards", value=[["rank-00000.h5", 0, 50, 0, 60]]), "the shards of 'w' are not"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_manifest_is_not_taken_at_its_word(grid, keeper, fails, kind):
+    path = keeper.save(1, weights(grid, 1))
+    change, text = WRONG[kind]
+    on_rank_0(grid, lambda: signed(path, change))
+    matrices = weights(grid)
+    fails(text, lambda: keeper.load(path, matrices))
+    fails("no checkpoint in .* can be read", lambda: keeper.load_latest(matrices))
+    assert holds(matrices, 0)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"bytes": 1, "crc32": 5}', '{"bytes": 0, "crc32": [1]}', "\udc80", "{"])
+def test_checksums_that_are_none(grid, keeper, fails, text):
+    path = keeper.save(1, weights(grid, 1))
+    on_rank_0(grid, lambda: (path / "checkpoint.crc").write_bytes(text.encode(errors="surrogateescape")))
+    fails("checkpoint.crc is damaged", lambda: keeper.load(path, weights(grid)))
+
+
+def external(file, secret):
+    del file["w"]
+    file.create_dataset("w", (5, 6), "float32", external=[(str(secret), 0, 120)])
+
+
+def linked(file, secret):
+    del file["w"]
+    file["w"] = h5py.ExternalLink(str(secret) + ".h5", "w")
+
+
+def virtual(file, secret):
+    del file["w"]
+    layout = h5py.VirtualLayout((5, 6), "float32")
+    layout[...] = h5py.VirtualSource(str(secret) + ".h5", "w", (5, 6))
+    file.create_virtual_dataset("w", layout)
+
+
+@two_ranks
+@pytest.mark.parametrize("make", [external, linked, virtual])
+def test_hdf5_that_leads_elsewhere_is_refused(grid, shared_path, fails, make):
+    """In the file of a rank; the manifest fits it."""
+    from pmm3d import Layout
+    from pmm3d.io.disk import checksums
+
+    keeper, secret = Checkpoints(grid, shared_path / "checkpoints"), shared_path / "secret"
+    path = keeper.save(1, {"w": weights(grid, 1)["w"].redistribute(Layout())})
+
+    def change(manifest):
+        secret.write_bytes(np.full(30, 7, "float32").tobytes())
+        with h5py.File(f"{secret}.h5", "w") as file:
+            file["w"] = np.full((5, 6), 7, "float32")
+        with h5py.File(path / "rank-00000.h5", "r+") as file:
+            make(file, secret)
+        manifest["files"]["rank-00000.h5"] = checksums(path / "rank-00000.h5")
+
+    on_rank_0(grid, lambda: signed(path, change))
+    matrices = weights(grid)
+    fails("'w' does not lie in it, or is a link, external or virtual, which is not followed",
+          lambda: keeper.load(path, matrices))
+    assert holds(matrices, 0)
+
+
+def test_a_check_sees_the_meta_before_anything_changes(grid, keeper, fails):
+    keeper.save(1, weights(grid, 1), {"step": 1})
+    path = keeper.save(2, weights(grid, 2), {"step": 2})
+    matrices, seen = weights(grid), []
+
+    def refuse(meta):
+        seen.append((meta, holds(matrices, 0)))
+        if grid.rank == grid.size - 1:
+            raise Pmm3dError(f"step {meta['step']} is another run's")
+
+    for call in (lambda: keeper.load(path, matrices, check=refuse), lambda: keeper.load_latest(matrices, check=refuse)):
+        fails("step 2 is another run's", call, Pmm3dError)
+        assert seen.pop() == ({"step": 2}, True) and not seen and holds(matrices, 0)
+    assert keeper.load_latest(matrices, check=seen.append) == (path, {"step": 2})
+    assert seen == [{"step": 2}] and holds(matrices, 2)
+
+
+def test_some_of_the_matrices(grid, keeper, fails):
+    both = {**weights(grid, 1), "optimizer/w/m": weights(grid, 2)["w"]}
+    path = keeper.save(1, both)
+    matrices = weights(grid)
+    fails("It also has 'optimizer/w/m'", lambda: keeper.load(path, matrices))
+    assert holds(matrices, 0)
+    keeper.load(path, matrices, partial=True)
+    assert holds(matrices, 1)
+    assert keeper.load_latest({"optimizer/w/m": matrices["w"]}, partial=True)[0] == path and holds(matrices, 2)
+    fails("It lacks 'other'", lambda: keeper.load(path, {"other": matrices["w"], **matrices}, partial=True))
+    fails("It differs in 'w'", lambda: keeper.load(path, {"w": matrices["w"].T}, partial=True))
+
+
+@pytest.mark.parametrize("call, number, remedy", [
+    ("rename", 28, "No space left on device; make room there, or choose another folder"),
+    ("mkdir", 30, "Read-only file system; nothing can be written there: choose another folder"),
+    ("fsync", 122, "Disk quota exceeded; your quota there is used up"),
+    ("fsync", 116, "Stale file handle"),
+])
+def test_an_error_of_the_disk_has_a_remedy_and_loses_nothing(grid, keeper, fails, monkeypatch, call, number, remedy):
+    path = keeper.save(1, weights(grid, 1))
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        if grid.rank == 0:
+            patch.setattr(os, call, fail)
+        fails(remedy, lambda: keeper.save(2, weights(grid, 2)))
+    assert names(keeper) == [path.name] and keeper.latest() == path
+    keeper.save(2, weights(grid, 2))
+
+
+def test_a_folder_removed_while_it_is_written(grid, keeper, fails, monkeypatch):
+    """The error names it; the next save makes it anew."""
+    from pmm3d.io import checkpoint
+
+    keeper.save(1, weights(grid, 1))
+    written = checkpoint.on_disk.write_shards
+
+    def removed(folder, comm, matrices):
+        shards = written(folder, comm, matrices)
+        on_rank_0(grid, lambda: shutil.rmtree(keeper.folder))
+        return shards
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.on_disk, "write_shards", removed)
+        fails("rank-0000..h5 is missing", lambda: keeper.save(2, weights(grid, 2)))
+    assert keeper.save(2, weights(grid, 2)) == keeper.latest()
+
+
+def test_a_link_that_leads_nowhere_in_the_place_of_the_folder(grid, keeper, shared_path, fails):
+    on_rank_0(grid, lambda: keeper.folder.symlink_to(shared_path / "nowhere"))
+    fails("File exists; something of that name is in the way", lambda: keeper.save(1, weights(grid, 1)))

@@ -1,0 +1,186 @@
+"""Backward passes that are put off, packed, or fail: what is accepted does what it says, what failed is not used."""
+
+import numpy as np
+import pytest
+from networks import gradients_of, spread
+
+from pmm3d import Grid, Pmm3dError, nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.gradients import Gradients
+
+pytestmark = pytest.mark.deadline(60)
+four = pytest.mark.parallel(4)
+RANDOM = np.random.default_rng(0)
+X, G = RANDOM.random((8, 6)), RANDOM.random((8, 4))
+FIRST = nn.Overlap(keep_bytes=0)
+
+
+def given(grid, whole):
+    return nn.Tensor(spread(grid, whole, batch_layout("y")), requires_grad=True)
+
+
+def layers(grid, *sizes):
+    """Linear layers one after the other, without biases."""
+    made = [nn.Linear(grid, *size, bias=False, seed=seed, cols="yx"[seed % 2], dtype="float64")
+            for seed, size in enumerate(zip(sizes, sizes[1:]))]
+    return nn.Sequential(grid, *made)
+
+
+# Weight gradients that are put off
+
+
+@four
+def test_a_queue_that_was_not_drained_makes_a_step_refused(comm, fails):
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        net = layers(grid, 6, 4)
+        opt, before = optim.SGD(net.parameters(), lr=1.0), net.layers[0].weight.gather()
+        with nn.defer_weights(grid) as queue:
+            net(spread(grid, X)).backward(spread(grid, G, Layout()))
+        fails(Pmm3dError, "a queue of defer_weights drained", opt.step)
+        assert opt.steps == 0
+        queue.drain()
+        opt.step()
+        np.testing.assert_allclose(net.layers[0].weight.gather(), before - X.T @ G)
+
+
+@four
+def test_one_of_two_queues_is_not_enough(comm, fails):
+    with Grid(comm, "ddp") as grid:
+        net = layers(grid, 6, 4)
+        opt, queues = optim.SGD(net.parameters(), lr=1.0), []
+        for _ in range(2):
+            with nn.defer_weights(grid) as queue:
+                net(spread(grid, X)).backward(spread(grid, G, Layout()))
+            queues.append(queue)
+        queues[0].drain()
+        fails(Pmm3dError, "a queue of defer_weights drained", opt.step)
+        opt.zero_grad()
+        opt.step()
+        assert opt.steps == 1
+
+
+# Arrays that are packed
+
+
+@four
+def test_what_was_packed_is_unpacked_as_it_was_packed(comm):
+    """Forward inside of the context, backward outside."""
+    with Grid(comm, (2, 1, 2)) as grid:
+        net = layers(grid, 6, 4)
+        with nn.Tape.of(grid).set(pack=lambda array: (array * 2,), unpack=lambda kept: kept[0] / 2):
+            out = net(spread(grid, X))
+        out.backward(spread(grid, G, Layout()))
+        np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)
+
+
+# Rules that return too few or too many parts
+
+
+@four
+@pytest.mark.parametrize("returned", [lambda g: (), lambda g: (g, g), lambda g: g, lambda g: None],
+                         ids=["none", "two", "an array", "nothing"])
+def test_a_rule_that_does_not_return_a_part_for_each_parent(comm, fails, returned):
+    with Grid(comm, (2, 1, 2)) as grid:
+        x = given(grid, X)
+        out = x.made(x.shard, (x,), returned)
+        fails(Pmm3dError, "for 1 tensors that went in", lambda: out.backward(spread(grid, X, Layout())))
+
+
+# Passes that fail
+
+
+@four
+def test_a_pass_that_fails_in_its_last_sums_leaves_nothing_to_be_used(comm, fails, monkeypatch):
+    """The vectors' sum over z ends with an error: the gradients that wait for theirs over data are of no use."""
+    with Grid(comm, (1, 1, 2), 2) as grid:
+        net, y = nn.Linear(grid, 6, 4, dtype="float64"), spread(grid, G, Layout())
+        opt, whole = optim.SGD(net.parameters(), lr=1.0), Gradients._sum
+
+        def failing(self, axis, members, phase):
+            if phase == "reduce vectors":
+                raise ZeroDivisionError
+            return whole(self, axis, members, phase)
+
+        with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+            patched.setattr(Gradients, "_sum", failing)
+            net(spread(grid, X)).backward(y)
+        fails(Pmm3dError, "ended with an error", lambda: net(spread(grid, X)).backward(y))
+        assert net.bias.grad is None
+        fails(Pmm3dError, "zero_grad", opt.step)
+        opt.zero_grad()
+        net(spread(grid, X)).backward(y)
+        np.testing.assert_allclose(gradients_of(net)["weight"], X.T @ G)
+        np.testing.assert_allclose(gradients_of(net)["bias"], G.sum(0, keepdims=True))
+
+
+@four
+def test_a_pass_that_fails_before_its_first_gradient_makes_a_step_refused(comm, fails):
+    """Nothing would be trained, in silence."""
+
+    def failing(gradient):
+        raise ZeroDivisionError
+
+    with Grid(comm, "ddp") as grid:
+        net = layers(grid, 6, 4)
+        opt, out = optim.SGD(net.parameters(), lr=1.0), net(spread(grid, X))
+        with pytest.raises(ZeroDivisionError):
+            out.made(out.shard, (out,), failing).backward(spread(grid, G, Layout()))
+        fails(Pmm3dError, "zero_grad", opt.step)
+
+
+def failing_rule(x):
+    def rule(gradient):
+        raise ZeroDivisionError
+
+    return x.made(x.shard, (x,), rule)
+
+
+def failing(x):
+    raise ZeroDivisionError
+
+
+@four
+@pytest.mark.parametrize("kind", ["backward", "no_grad"])
+def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm, kind):
+    """What is written to a weight after it counts."""
+    with Grid(comm, "fsdp") as grid:
+        nn.Tape.of(grid).parallel.overlap = FIRST
+        net, y = layers(grid, 6, 6, 6, 4), spread(grid, G, Layout())
+        for _ in range(2):
+            net(given(grid, X)).backward(y)
+        first, second, third = net.layers
+        with pytest.raises(ZeroDivisionError):
+            if kind == "no_grad":
+                with nn.no_grad(grid):
+                    failing(first(spread(grid, X)))
+            else:
+                third(failing_rule(second(first(given(grid, X))))).backward(y)
+        for layer in net.layers:
+            layer.weight.local[...] *= 2
+        wanted = X
+        for layer in net.layers:
+            wanted = wanted @ layer.weight.gather()
+        np.testing.assert_allclose(net(spread(grid, X)).gather(), wanted)
+
+
+# What a pass begins with
+
+
+@four
+@pytest.mark.parametrize("gradient", [G, 1.0, [[1.0]]], ids=["array", "float", "list"])
+def test_a_gradient_to_begin_with_that_is_no_matrix_is_refused_with_a_remedy(comm, fails, gradient):
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        net = layers(grid, 6, 4)
+        out = net(spread(grid, X))
+        fails(Pmm3dError, "DistMatrix.from_global", lambda: out.backward(gradient))
+        out.backward(spread(grid, G, Layout()))
+        np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)
+
+
+@four
+def test_one_rank_that_begins_with_another_thing_is_told_of_by_all(comm):
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        out = layers(grid, 6, 4)(spread(grid, X))
+        with pytest.raises(Pmm3dError):
+            out.backward(G if comm.rank == 1 else spread(grid, G, Layout()))

@@ -1,0 +1,174 @@
+"""Groups of parameters, what weight decay acts on, and gradients that must not enter the weights."""
+
+import numpy as np
+import pytest
+from networks import CLASSES, GRIDS, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
+from test_nn_torch import torch_network
+from torch_reference import by_rank_0, torch_loss
+
+from pmm3d import Grid, Pmm3dError, nn
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+
+STEPS = 6
+RATES = {"lr": 1e-2, "weight_decay": 0.3}
+KINDS = {
+    "AdamW": ({"betas": (0.7, 0.9), "eps": 1e-4}, {"lr": 3e-2, "betas": (0.5, 0.8), "weight_decay": 0.2}),
+    "Adam": ({}, {"eps": 1e-2, "weight_decay": 0.1}),
+    "SGD": ({"momentum": 0.9, "nesterov": True}, {"lr": 0.1, "momentum": 0.0, "nesterov": False}),
+}
+
+
+def torch_weights(kind):
+    """Of a network with two groups: its matrices, and its vectors in groups of their own, as torch trains it."""
+    import torch
+
+    with Grid(np_comm(), (1, 1, 1)) as grid:
+        net = torch_network(torch, CLASSES, weights_of(network_of(grid, CLASSES)))
+    named = dict(net.named_parameters())
+    first = [value for name, value in named.items() if name.startswith("0.")]
+    rest = [value for name, value in named.items() if not name.startswith("0.")]
+    common, own = KINDS[kind]
+    undecayed = {} if "weight_decay" in own else {"weight_decay": 0.0}
+    groups = [{"params": [value for value in first if value.ndim == 2]},
+              {"params": [value for value in first if value.ndim == 1], "weight_decay": 0.0},
+              {"params": [value for value in rest if value.ndim == 2], **own},
+              {"params": [value for value in rest if value.ndim == 1], **own, **undecayed}]
+    optimizer = getattr(torch.optim, kind)(groups, **RATES, **common)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 3))
+    for step in range(STEPS):
+        x, y = map(torch.from_numpy, batch_of(CLASSES, step))
+        optimizer.zero_grad()
+        torch_loss(torch, CLASSES, net(x), y).backward()
+        optimizer.step()
+        rates.step()
+    return sorted((np.sort(value.detach().numpy(), axis=None) for value in net.parameters()),
+                  key=lambda value: (value.size, value[0]))
+
+
+def np_comm():
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+@pytest.mark.parallel([1, 2, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_with_options_of_their_own_are_as_in_torch(comm, kind):
+    expected = by_rank_0(comm, lambda: torch_weights(kind))
+    common, own = KINDS[kind]
+
+    def check(grid):
+        net = network_of(grid, CLASSES)
+        named = net.named_parameters()
+        optimizer = getattr(optim, kind)(
+            [{"params": [value for name, value in named.items() if name.startswith("0.")]},
+             {"params": [value for name, value in named.items() if not name.startswith("0.")], **own}],
+            **RATES, **common, shard_over_data=True)
+        schedule = optim.Schedule(optimizer, 3)
+        for step in range(STEPS):
+            loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
+            optimizer.step()
+            schedule.step()
+        assert [group["lr"] for group in optimizer.groups] == [RATES["lr"], own.get("lr", RATES["lr"])]
+        assert optimizer.lr == RATES["lr"]
+        found = sorted((np.sort(value, axis=None) for value in weights_of(net).values()),
+                       key=lambda value: (value.size, value[0]))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert np.abs(ours - theirs).max() < 1e-12
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([1, 4])
+def test_weight_decay_is_of_matrices_unless_vectors_are_asked_for(comm):
+    """With gradients of zero nothing but the decay changes a weight."""
+
+    def decayed(grid, **options):
+        net = nn.Sequential(grid, nn.Linear(grid, 4, 4, dtype="float64"), nn.LayerNorm(grid, 4, dtype="float64"))
+        before = weights_of(net)
+        parameters = options.pop("groups", lambda net: net.parameters())(net)
+        optimizer = optim.AdamW(parameters, lr=0.5, weight_decay=0.5, **options)
+        x = spread(grid, np.zeros((4, 4)))
+        (nn.mse(net(x), net(x).value) * 0).backward()
+        optimizer.step()
+        after = weights_of(net)
+        return {name for name in before if before[name].tobytes() != after[name].tobytes()}
+
+    def check(grid):
+        everything = {"0.weight", "0.bias", "1.gain"}
+        assert decayed(grid) == {"0.weight"}
+        assert decayed(grid, decay_vectors=True) == everything
+        groups = lambda net: [{"params": [net.layers[0].weight]},
+                              {"params": [net.layers[0].bias, *net.layers[1].parameters()], "weight_decay": 0.1}]
+        assert decayed(grid, groups=groups) == everything
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(comm, fails, wrong):
+    """The loss is finite: one rank's gradient goes wrong."""
+
+    def check(grid):
+        net = network_of(grid, CLASSES)
+        for act in (lambda optimizer: optimizer.clip(1.0), lambda optimizer: optimizer.step(check=True)):
+            optimizer = optim.SGD(net.parameters(), 0.1)
+            before = weights_of(net)
+            loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+            if grid.rank == 0:
+                net.parameters()[0].accumulated.array[...] = wrong
+            fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",
+                  lambda: act(optimizer))
+            assert bits(weights_of(net)) == bits(before)
+            assert optimizer.steps == 0
+            optimizer.zero_grad()
+        loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+        optimizer.step(check=True)
+        assert optimizer.steps == 1
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([1])
+def test_what_was_configured_is_no_part_of_a_state(comm):
+    with Grid(comm) as grid:
+        net = nn.Linear(grid, 3, 2)
+        first = optim.AdamW(net.parameters(), lr=0.5, weight_decay=0.3)
+        rates = optim.Step(first, every=2, factor=0.1)
+        first.steps = 3
+        for _ in range(3):
+            rates.step()
+        second = optim.AdamW(net.parameters(), lr=0.25, betas=(0.5, 0.5))
+        again = optim.Step(second, every=2, factor=0.1)
+        second.load_state(first.state())
+        again.load_state(rates.state())
+        assert (second.steps, second.weight_decay, second.betas) == (3, 0.01, (0.5, 0.5))
+        assert (again.count, second.lr) == (3, 0.25 * 0.1)
+        with pytest.raises(Pmm3dError, match="the state is of AdamW"):
+            optim.SGD(net.parameters(), 0.1).load_state(first.state())
+
+
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_accuracy_takes_the_first_of_the_largest_logits(comm):
+    """As numpy's argmax, also where the columns are split, in several axes, and some ranks have none."""
+    rows, classes = 13, 5
+    values = np.random.default_rng(0).integers(0, 3, (rows, classes)).astype(float)
+    values[3], values[4] = 0, -np.inf
+    labels = np.random.default_rng(1).integers(0, classes, (rows, 1))
+
+    def check(grid):
+        for layout in (batch_layout("y"), batch_layout("x"), nn_layout(("x", "y")), nn_layout(("y", "x"))):
+            for scores in (values, 0 * np.ones_like(values)):
+                logits = nn.Tensor(spread(grid, scores, layout))
+                wanted = np.mean(scores.argmax(1) == labels[:, 0])
+                assert nn.accuracy(logits, spread(grid, labels, batch_layout(None))) == wanted
+
+    on_each_grid(comm, check)
+
+
+def nn_layout(cols):
+    from pmm3d import Layout
+
+    return Layout(("data", "z"), cols)
