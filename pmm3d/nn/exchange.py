@@ -15,7 +15,7 @@ from ..comm import Grid
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..layout import Layout
 from ..product import DistMatrix
-from .layers import Module
+from .module import Module
 
 __all__ = ["export_torch", "import_torch"]
 
