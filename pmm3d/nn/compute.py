@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
@@ -18,6 +19,17 @@ with needs("train", "networks"):
 
 CHUNK = 2**15
 """Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
+
+
+@contextmanager
+def changed(thing: Any, **values: Any) -> Iterator[None]:
+    """Attributes of an object, changed for as long as the context lasts."""
+    before = {name: getattr(thing, name) for name in values}
+    vars(thing).update(values)
+    try:
+        yield
+    finally:
+        vars(thing).update(before)
 
 
 @dataclass(frozen=True)
