@@ -1,4 +1,4 @@
-"""How a run ends: one that trained to the end says so whatever goes wrong after that, one that did not loses nothing."""
+"""How a run ends: one that trained to the end says so, whatever goes wrong then; one that did not loses nothing."""
 
 import json
 import logging
@@ -93,7 +93,8 @@ def test_a_validation_that_is_not_finite_is_no_success_and_costs_no_checkpoint(r
     with h5py.File(runs.folder / "other.h5", "w") as file:
         file["x"], file["field"] = np.ones((20, 12), "float32"), np.full((20, 4), 1e30, "float32")
     options = {"data": f"targets = 'field'\nvalidation_file = '{runs.folder}/other.h5'", "grid": "data = 2"}
-    done = runs.train(runs.config(training="epochs = 2\nevaluate_every = 10\ncheckpoint_every = 5\nkeep = 1", **options))
+    training = "epochs = 2\nevaluate_every = 10\ncheckpoint_every = 5\nkeep = 1"
+    done = runs.train(runs.config(training=training, **options))
     fails(done, "NonFiniteLossError: step 10: the validation's loss is inf. All layers' outputs are finite")
     assert runs.checkpoints() == ["step-00000005"]
     assert f"The newest checkpoint, {runs.folder}/run/checkpoints/step-00000005, is from before" in done.stderr
