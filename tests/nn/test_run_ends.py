@@ -163,6 +163,7 @@ def small(shared_path, comm):
                 state = TrainState(net, optimizer, schedule and schedule(optimizer), data.loader(10))
                 return Trainer(state, recipe, **options)
 
+            make.held_out = lambda: data.loader(15, shuffle=False, rows=(10, 40))
             yield make
         grid.comm.barrier()
 
@@ -177,6 +178,14 @@ def test_a_budget_in_steps_ends_a_run_in_the_middle_of_an_epoch(small, shared_pa
     more = small(Recipe("mse", epochs=2, steps=100))
     assert more.resume() and more.steps_left() == 2 and more.run() and more.step == 8
     assert "8 steps, 2 epochs" in more.summary()
+
+
+@pytest.mark.parallel([2])
+def test_metrics_of_ones_own_are_validated_besides_the_loss(small):
+    """Means over the rows of the batches."""
+    trainer = small(Recipe("mse", steps=4, metrics={"rows": lambda out, y: out.shape[0]}), validation=small.held_out())
+    assert trainer.run()
+    assert set(trainer.figures) == {"loss", "r2", "rows"} and trainer.figures["rows"] == 15
 
 
 @pytest.mark.parallel([1])

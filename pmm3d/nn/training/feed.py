@@ -22,7 +22,7 @@ class Feed:
         self._request, self._failed = 0, False
         self._problem: Exception | None = None
 
-    def agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
+    def agreed(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
         """At the end of a step, or before a batch. loss, square: this rank's parts of the loss and of the square of the
         gradient's norm."""
         self._problem = loader.fetch()
@@ -35,7 +35,7 @@ class Feed:
 
     def ask(self, loader: Loader) -> int:
         """What any rank wants, before a batch that follows no step."""
-        self.agree(loader)
+        self.agreed(loader)
         self._run.passes.note("asked")
         return self.wanted()
 

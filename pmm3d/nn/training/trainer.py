@@ -133,7 +133,7 @@ class Trainer(Run):
                 yield x, y
 
         value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
-                                 partial(self._feed.agree, self.loader), self._check_step)
+                                 partial(self._feed.agreed, self.loader), self._check_step)
         self.passes.note("step", *taken)
         if state.schedule is not None:
             state.schedule.step()
