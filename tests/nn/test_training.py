@@ -349,3 +349,25 @@ def test_the_record_is_as_modelled_where_weights_were_gathered_before(runs):
     record = json.loads((runs.folder / "run" / "run.json").read_text())
     assert record["modelled"] and any(entry["phase"] == "gather W" for entry in record["moved"])
     assert all(entry["received"] == entry["model_received"] for entry in record["moved"])
+
+
+def test_sharded_activations_and_gathered_inputs_from_a_configuration(runs):
+    """Both reach the network: the same weights by other collectives."""
+    found, calls = [], []
+    for name, network, overlap in (("plain", "", ""), ("sharded", "activations = 'sharded'", ""),
+                                   ("again", "activations = 'sharded'", "regather_inputs = true")):
+        config = runs.config(name, training="epochs = 1", grid='shape = "1x2x1"', overlap=overlap,
+                             network=network + "\ndtype = 'float64'")
+        done = runs.train(config)
+        assert done.returncode == 0, done.stderr
+        moved = json.loads((runs.folder / name / "run.json").read_text())["moved"]
+        found.append(runs.weights(name))
+        kinds = ("reduce O", "all_reduce"), ("reduce O", "reduce_scatter"), ("gather I", "all_gather")
+        calls.append({kind: sum(sum(each["calls"]) for each in moved if (each["phase"], each["operation"]) == kind)
+                      for kind in kinds})
+    assert [each > 0 for each in calls[0].values()] == [True, False, False]
+    assert [each > 0 for each in calls[1].values()] == [False, True, True]
+    assert calls[2]["gather I", "all_gather"] > calls[1]["gather I", "all_gather"]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(np.allclose(other[name], value, rtol=0, atol=1e-12) for name, value in found[0].items())
