@@ -43,7 +43,8 @@ def test_going_back_to_an_earlier_checkpoint(runs):
     back = runs.config(training="epochs = 2\ncheckpoint_every = 5\nkeep = 2")
     done = runs.train(back, "--resume", str(folder / "step-00000003"))
     assert done.returncode == 0, done.stderr
-    assert "later checkpoints are retired, as the run goes on from step 3: retired-step-00000006" in done.stderr
+    said = "later checkpoints are retired, as the run goes on from step 3: retired-step-00000009, retired-step-00000012"
+    assert said in done.stderr, done.stderr
     assert runs.checkpoints() == ["step-00000010", "step-00000012"]
     assert [line["step"] for line in runs.metrics() if "loss" in line] == list(range(1, 13))
     record = json.loads((runs.folder / "run/run.json").read_text())
