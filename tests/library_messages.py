@@ -96,7 +96,7 @@ def _speaks(call: ast.Call) -> bool:
     if name in SPEAKERS:
         return len(call.args) == 1  # with two it is a finding of `pmm3d doctor`, which brings its remedy along
     if name == "agree":
-        return len(call.args) > 2
+        return len(call.args) == 4  # of pmm3d.comm.agreement; others of that name have no text
     return name in ERRORS or name.endswith("Error") and not hasattr(builtins, name)
 
 
