@@ -34,7 +34,7 @@ def torch_lines(network: Module, path: str = "PATH") -> list[str]:
     if made is None:
         return []
     dtypes = {parameter.dtype for parameter in network.parameters()} - {"float32"}
-    return ["import torch", "from safetensors.torch import load_file", "", f"net = {made}",
+    return ["import torch", "from safetensors.torch import load_file", "", *f"net = {made}".splitlines(),
             *(f"net.to(torch.{dtype})" for dtype in sorted(dtypes)), f"net.load_state_dict(load_file({path!r}))",
             "net.eval()"]
 
