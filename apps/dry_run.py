@@ -52,7 +52,7 @@ def main() -> None:
             grid.ledger.reset()
             grid.dry_run.actions.clear()
             begun = time.perf_counter()
-            train_step(net, optimizer, nn.mse, options.accumulate, [(x, y)] * options.accumulate, None, lambda *_: None)
+            train_step(net, optimizer, nn.mse, [x.shape[0]] * options.accumulate, [(x, y)] * options.accumulate)
             seconds.append(time.perf_counter() - begun)
         report(grid, options, 1e3 * median(seconds[1:]))
 

@@ -106,6 +106,10 @@ class Loader(AbstractContextManager["Loader"]):
         return (DistMatrix(data.grid, x, (size, data.features), self._layouts[0]),
                 DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1]))
 
+    def rows(self, batch: int) -> int:
+        """Of a batch of an epoch, over all ranks."""
+        return self._plan.size(batch)
+
     def next_epoch(self) -> None:
         """To the start of the next epoch, as the end of an iteration does; on all ranks."""
         self.epoch, self.batch = self.epoch + 1, 0

@@ -19,7 +19,7 @@ from ..io.disk import file_errors
 from ..io.shards import MASTER
 from ..product import DistMatrix
 from .in_torch import torch_lines
-from .layers import Module
+from .module import Module
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 

@@ -91,7 +91,7 @@ def trained(grid, sizes, rows, loss, split_over_data, clip, accumulate, overlap,
 
     for step in range(3):
         given = list(batches(step, rows * (accumulate > 1) or (rows[step % 2],)))
-        train_step(net, optimizer, function, len(given), given, 1.0 if clip else None, lambda *_: None)
+        train_step(net, optimizer, function, [x.shape[0] for x, _ in given], given, 1.0 if clip else None)
         passes.note("step", *(facts_of(x, y) for x, y in given))
         if evaluates and step in (0, 2):
             with net.evaluating(), nn.unchanged(grid):

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...errors import Pmm3dError
+from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
 from ..dry import Facts
 from ..layers import Module
 from ..optim import Optimizer
 from ..tape import Tape, unchanged
-from ..tensor import Tensor
+from ..tensor import Tensor, whole
+from .agreed import Agreed, agree
 
 Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[[Tensor, DistMatrix], Tensor]
+Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
+Agreement = Callable[[float, float], Agreed]
+Check = Callable[[DistMatrix, str, float], None]
 LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
@@ -29,47 +37,88 @@ def loss_named(loss: str | Loss) -> Loss:
     return function
 
 
-def train_step(network: Module, optimizer: Optimizer, loss: Loss, size: int, batches: Iterable[Batch],
-               clip: float | None, check: Callable[[DistMatrix, str, float], None]) -> tuple[float, float | None]:
-    """The loss of a step of so many batches, and the norm of the gradient if it is clipped. check(input, what, value)
-    may raise before anything is changed."""
-    value = 0.0
-    with unchanged(network.grid):
-        for index, (x, y) in enumerate(batches):
+def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence[int], batches: Iterable[Batch],
+               clip: float | None = None, agreement: Agreement | None = None, check: Check | None = None
+               ) -> tuple[float, float]:
+    """A step of batches of so many rows, whose gradient is that of the mean over all of these; the loss and the norm of
+    the gradient, before it was clipped.
+
+    batches     are taken one after the other, each after the agreement of the one before
+    agreement   agreement(this rank's part of the loss, that of the square of the norm): `agree`; once a batch, after
+                its backward pass, and before the weights are changed
+    check       check(input, what, value) may raise then
+    """
+    grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
+    agreement, waiting = agreement or partial(agree, grid), iter(batches)
+    with unchanged(grid), tape.set(summing=False):
+        for index, count in enumerate(rows):
+            last = index == len(rows) - 1
+            x, y = next(waiting)
             result = loss(network(x), y)
-            result = result if size == 1 else result / size
-            with Tape.of(network.grid).set(syncing=index == size - 1):
+            result = result if len(rows) == 1 else result * (count / total)
+            with tape.set(syncing=last):
                 result.backward()
-            value += result.item()
-            check(x, "the loss is", value)
-    norm = optimizer.clip(clip) if clip else None
-    if norm is not None:
-        check(x, "the gradient's norm is", norm)
+            agreed = agreement(own_part(result), optimizer.own_square() if last else 0.0)
+            value += agreed.loss
+            if check is not None:
+                check(x, "the loss is", value)
+    if check is not None:
+        check(x, "the gradient's norm is", agreed.norm)
+    if clip:
+        optimizer.clip_from(agreed.norm, clip)
     optimizer.step()
-    return value, norm
+    return value, agreed.norm
+
+
+def own_part(result: Tensor) -> float:
+    """This rank's part of a number, 1 x 1: their sum over all ranks is the number."""
+    grid = result.grid
+    local = result.library.to_numpy(result.shard)
+    return float(local[0, 0]) if local.size and result.layout.is_first(grid.shape.position(grid.rank)) else 0.0
 
 
 class Evaluation:
-    """Means over batches, which are added in `network.evaluating()`."""
+    """Means over the rows of batches, which are added in `network.evaluating()`.
 
-    def __init__(self, network: Module, loss: Loss):
-        self._network, self._loss, self._classes = network, loss, loss is losses.cross_entropy
-        self._total, self._right, self._rows, self._score = 0.0, 0.0, 0, losses.R2()
+    metrics   name -> function (output, y) -> float of a batch, the same on all ranks
+
+    Raises Pmm3dError for a metric that has the name of another figure.
+    """
+
+    def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None):
+        self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
+        self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
+        if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
+            raise Pmm3dError(f"metrics: {', '.join(taken)} is what an evaluation has already; give yours another name")
+        self._sums, self._rows = np.zeros(2), 0
+        self._score = losses.R2()
+        self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, x: DistMatrix, y: DistMatrix) -> None:
-        out = self._network(x)
+        """Take a batch in. Sends nothing but what network, loss and metrics send."""
+        grid, rows = self._network.grid, x.shape[0]
+        out = whole(self._network(x))
+        for name, metric in self._metrics.items():
+            self._means[name] += float(metric(out, y)) * rows
+        with Tape.of(grid).set(summing=False):
+            self._sums[0] += own_part(self._loss(out, y)) * rows
         if self._classes:
-            self._right += losses.accuracy(out, y) * x.shape[0]
-        else:
+            counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
+            self._sums[1] += losses.right_rows(out, y) * counts
+        elif self._vectors or (y.dtype == out.dtype and y.shape == out.shape):
+            self._vectors = True
             self._score.add(out, y)
-        self._total += self._loss(out, y).item() * x.shape[0]
-        self._rows += x.shape[0]
+        self._rows += rows
 
     def figures(self) -> dict[str, float]:
-        """"loss", and "accuracy" for classes or "r2" for vectors. Collective."""
-        rows = max(1, self._rows)
-        score = {"accuracy": self._right / rows} if self._classes else {"r2": self._score.value()}
-        return {"loss": self._total / rows, **score}
+        """"loss", "accuracy" for classes or "r2" for vectors, and the metrics. Of a loss of one's own with labels there
+        is no score but the metrics. Collective."""
+        grid, rows = self._network.grid, max(1, self._rows)
+        with grid.ledger.phase("agreement"):
+            total = self._sums.copy()
+            loss, right = grid.everyone.sum_into(total, total).wait().tolist()
+        score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
+        return {"loss": loss / rows, **score} | {name: value / rows for name, value in self._means.items()}
 
 
 def facts_of(x: DistMatrix, y: DistMatrix) -> tuple[Facts, Facts]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import numpy as np
-
 from ...comm import Grid
 from ...comm.ledger import Entry, Key
 from ...errors import Pmm3dError
@@ -13,7 +11,8 @@ from ..dry import dry_grid, memory, twin, untouched
 from ..layers import Module
 from ..optim import Optimizer
 from ..tape import unchanged
-from .passes import Evaluation, Event, Loss, Passes, loss_named, train_step
+from .agreed import agree
+from .passes import Evaluation, Event, Loss, Metrics, Passes, loss_named, train_step
 
 Volume = dict[Key, Entry]
 
@@ -21,12 +20,13 @@ Volume = dict[Key, Entry]
 class Rehearsal:
     """Does on a grid without data what a trainer does on its own.
 
-    network, optimizer   on a dry grid;   loss   as of a trainer;   clip   whether gradients are clipped
+    network, optimizer   on a dry grid;   loss, metrics   as of a trainer;   clip   whether gradients are clipped
     """
 
-    def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool = False):
+    def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool = False,
+                 metrics: Metrics | None = None):
         self.network, self.optimizer, self.grid = network, optimizer, network.grid
-        self._loss = loss_named(loss)
+        self._loss, self._metrics = loss_named(loss), metrics
         self._clip = 1.0 if clip else None
         self._evaluation: Evaluation | None = None
         self._evaluating = ExitStack()
@@ -37,18 +37,18 @@ class Rehearsal:
         batches = [(x.on(self.grid), y.on(self.grid)) for x, y in event.batches]
         if event.what == "step":
             self._evaluating.close()
-            train_step(self.network, self.optimizer, self._loss, len(batches), batches, self._clip, lambda *_: None)
+            train_step(self.network, self.optimizer, self._loss, event.rows, batches, self._clip)
             self._step = event
         elif event.what == "batch":
             if self._last.what != "batch" or self._evaluation is None:
                 self._evaluating.enter_context(self.network.evaluating())
                 self._evaluating.enter_context(unchanged(self.grid))
-                self._evaluation = Evaluation(self.network, self._loss)
+                self._evaluation = Evaluation(self.network, self._loss, self._metrics)
             self._evaluation.add(*batches[0])
         elif event.what == "evaluated" and self._evaluation is not None:
             self._evaluation.figures()
         elif event.what == "asked":
-            self.grid.everyone.all_reduce(np.zeros(2, np.int64), agreed=True).wait()
+            agree(self.grid)
         self._last = event if batches else self._last
 
     def moved(self, before: Event | None, event: Event) -> Volume:
@@ -92,8 +92,9 @@ def settle(grid: Grid) -> None:
 class Model:
     """What a run on a grid with data is to move and hold; `problem` says why it cannot be told, if it cannot."""
 
-    def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool):
-        self._grid, self._options = network.grid, (network, optimizer, loss, clip)
+    def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool,
+                 metrics: Metrics | None = None):
+        self._grid, self._options = network.grid, (network, optimizer, loss, clip, metrics)
         self._rehearsal: Rehearsal | None = None
         self.problem = ""
 
@@ -101,10 +102,10 @@ class Model:
         """By axis, phase and operation; empty if it cannot be told."""
         if not passes.steps or self.problem:
             return {}
-        network, optimizer, loss, clip = self._options
+        network, optimizer, loss, clip, metrics = self._options
         try:
             if self._rehearsal is None:
-                self._rehearsal = Rehearsal(*twin((network, optimizer), dry_grid(self._grid)), loss, clip)
+                self._rehearsal = Rehearsal(*twin((network, optimizer), dry_grid(self._grid)), loss, clip, metrics)
             with untouched(self._grid):
                 return self._rehearsal.volume(passes)
         except Exception as error:  # whatever a network of one's own asks of values that are not there

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Pmm3dError
-from ...product import DistMatrix
-from ..tensor import Tensor
 from .metrics import METRICS
-from .passes import Loss, Passes
+from .passes import Loss, Metrics, Passes
 from .run_log import RunLog
 from .signals import Signals
 from .state import TrainState
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
-
-Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
 
 
 @dataclass(frozen=True)

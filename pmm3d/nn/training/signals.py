@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ...comm import Grid
+from typing import Any
 
 SAVE, END = 1, 2
 """A checkpoint and on; a checkpoint and the end."""
-LOOK = 2**40
-"""Added to the first count: more than there are ranks."""
 REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: END}
 
 
@@ -50,14 +45,7 @@ class Signals:
             signal.signal(number, signal.SIG_DFL)
         self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
-    def agreed(self, grid: Grid, look: bool = False) -> tuple[int, bool]:
-        """The most urgent request that any rank has had since the last call, 0 for none; and whether rank 0 wants all
-        to look at their pace, which takes no message more. Collective."""
-        import numpy as np  # signals count before the long imports
-
+    def taken(self) -> int:
+        """The most urgent request that this rank has had since the last call, 0 for none."""
         own, self._request = self._request, 0
-        counts = np.array([own == request for request in (SAVE, END)], np.int64)
-        counts[0] += look * LOOK
-        total = grid.everyone.all_reduce(counts, agreed=True).wait()
-        wanted = dict(zip((SAVE, END), (total % LOOK).tolist()))
-        return max((request for request, count in wanted.items() if count), default=0), bool(total[0] >= LOOK)
+        return own

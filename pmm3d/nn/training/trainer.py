@@ -6,7 +6,9 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +16,16 @@ from ...errors import Pmm3dError
 from ...product import DistMatrix
 from ..layers import Module
 from ..tape import unchanged
+from .agreed import Agreed, agree
 from .finite import NonFiniteLossError, first_non_finite
 from .folder import RunFolder
 from .observer import Observer, Stepped
-from .passes import Batch, Evaluation, Loss, Passes, facts_of, loss_named, train_step
-from .run import Metrics, Run
+from .passes import Batch, Evaluation, Loss, Metrics, Passes, facts_of, loss_named, train_step
+from .run import Run
 from .signals import END
+
+if TYPE_CHECKING:
+    from ...io import Loader
 
 
 class Trainer(Run):
@@ -59,6 +65,8 @@ class Trainer(Run):
         owner = self.log if self.log is not None else self.checkpoints
         self._folder = RunFolder(self.grid, owner.folder if owner is not None else None)
         self._observer = Observer(self, self._folder)
+        self._request, self._failed = 0, False
+        self._problem: Exception | None = None
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -87,15 +95,15 @@ class Trainer(Run):
             return self._train()
 
     def _train(self) -> bool:
-        request = self._asked()
+        request = self._asked(self.loader)
         if request:
             self.save()
         while not self.done and request < END:
-            for size, batches in self._groups():
-                done = self._step(size, batches)
-                pause = self.spent or self.loader.state()["batch"] == len(self.loader)
+            for rows in self._groups():
+                done = self._step(rows)
+                pause = self.spent or self.loader.batch == len(self.loader)
                 self._observer.stepped(done, pause)
-                request = self._asked()
+                request = self._wanted()
                 if self.validation is not None and self._due(self.recipe.evaluate_every, pause):
                     request = max(request, self._validate(self.validation, request))
                 if request or self._due(self.recipe.checkpoint_every, pause):
@@ -109,48 +117,80 @@ class Trainer(Run):
     def _due(self, every: int, pause: bool) -> bool:
         return self.step % every == 0 if every else pause
 
-    def _groups(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """(number of batches, iterator over them) of each step of the rest of the epoch."""
-        batches, left = iter(self.loader), len(self.loader) - self.loader.state()["batch"]
-        while left > 0 and not self.spent:
-            size = min(self.recipe.accumulate, left)
-            yield size, (next(batches) for _ in range(size))
-            left -= size
-        for _ in batches if left <= 0 else ():
-            raise Pmm3dError("the loader gave more batches than its length")
+    def _groups(self) -> Iterator[list[int]]:
+        """The rows of the batches of each step of the rest of the epoch; then the next one begins."""
+        loader = self.loader
+        while (left := len(loader) - loader.batch) > 0 and not self.spent:
+            yield [loader.rows(loader.batch + index) for index in range(min(self.recipe.accumulate, left))]
+        if left == 0:
+            loader.next_epoch()
+            if not self.done:
+                self._request = self._asked(loader)
 
-    def _step(self, size: int, batches: Iterator[Batch]) -> Stepped:
+    def _step(self, rows: list[int]) -> Stepped:
         state, taken, lr = self.state, [], self.state.optimizer.lr
 
-        def noted() -> Iterator[Batch]:
-            for x, y in batches:
+        def batches() -> Iterator[Batch]:
+            while True:
+                x, y = self._taken(self.loader)
                 taken.append(facts_of(x, y))
                 yield x, y
 
-        value, norm = train_step(state.network, state.optimizer, self._loss, size, noted(), self.recipe.clip,
-                                 self._check_step)
+        value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
+                                 partial(self._agree, self.loader), self._check_step)
         self.passes.note("step", *taken)
         if state.schedule is not None:
             state.schedule.step()
-        return Stepped(value, norm, lr, sum(x.shape[0] for x, _ in taken))
+        return Stepped(value, norm, lr, sum(rows))
 
-    def _validate(self, validation: Iterable[Batch], request: int) -> int:
+    def _validate(self, validation: Loader, request: int) -> int:
         """The most urgent request by its end; a checkpoint for it is on the disk as soon as what was evaluated so far
         shows that the weights are sound."""
         network = self.state.network
-        evaluation, x = Evaluation(network, self._loss), None
+        evaluation, x = Evaluation(network, self._loss, self.recipe.metrics), None
         with network.evaluating(), unchanged(self.grid):
-            for x, y in validation:
-                evaluation.add(x, y)
-                self.passes.note("batch", facts_of(x, y))
-                self._folder.beat()
-                request = max(request, self._asked())
+            while validation.batch < len(validation):
+                request = max(request, self._asked(validation))
                 if request and self.saved != self.step:
                     self._judge(evaluation, x)
                     self.save()
+                x, y = self._taken(validation)
+                evaluation.add(x, y)
+                self.passes.note("batch", facts_of(x, y))
+                self._folder.beat()
+            validation.next_epoch()
             self.figures = self._judge(evaluation, x)
         self._observer.validated()
         return request
+
+    def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
+        """At the end of a step, or before a batch: what all ranks must know to go on. Collective."""
+        self._problem = loader.fetch()
+        agreed = agree(self.grid, loss, square, request=self.signals.taken(), look=self._observer.pace.due(),
+                       failed=self._problem is not None)
+        self._request, self._failed = max(self._request, agreed.request), agreed.failed
+        if agreed.look:
+            self._observer.pace.look()
+        return agreed
+
+    def _asked(self, loader: Loader) -> int:
+        """What any rank wants, before a batch that follows no step. Collective."""
+        self._agree(loader)
+        self.passes.note("asked")
+        return self._wanted()
+
+    def _wanted(self) -> int:
+        """The most urgent signal that any rank has had since the last time."""
+        request, self._request = self._request, 0
+        return request
+
+    def _taken(self, loader: Loader) -> Batch:
+        """The batch that was fetched; raises, on every rank, what went wrong on any."""
+        if self._failed:
+            with self.grid.together("Loader", always=True):
+                if self._problem is not None:
+                    raise self._problem
+        return loader.take()
 
     def _judge(self, evaluation: Evaluation, x: DistMatrix | None) -> dict[str, float]:
         """The figures so far; raises NonFiniteLossError if their loss is not finite. x: of the last batch."""
@@ -158,14 +198,6 @@ class Trainer(Run):
         self.passes.note("evaluated")
         self._check(x, f"step {self.step}: the validation's loss is", figures["loss"])
         return figures
-
-    def _asked(self) -> int:
-        """The most urgent signal that any rank has had since the last time. Collective."""
-        self.passes.note("asked")
-        request, look = self.signals.agreed(self.grid, self._observer.pace.due())
-        if look:
-            self._observer.pace.look()
-        return request
 
     def save(self) -> None:
         """Write a checkpoint of everything, once a step."""
@@ -213,7 +245,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
         ...     evaluate(net, [(x, net(x).value)], nn.mse)
         {'loss': 0.0, 'r2': 1.0}
     """
-    evaluation = Evaluation(network, loss)
+    evaluation = Evaluation(network, loss, metrics)
     with network.evaluating(), unchanged(network.grid):
         for x, y in loader:
             evaluation.add(x, y)

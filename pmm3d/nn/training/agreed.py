@@ -1,0 +1,42 @@
+"""What all ranks find out together at the end of a step, or of a batch of a validation, by one all-reduce."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from ...comm import Grid
+from .signals import END, SAVE
+
+
+class Agreed(NamedTuple):
+    """The same on every rank.
+
+    loss, norm   of the whole batch; the 2-norm of the whole gradient
+    request      the most urgent signal that any rank has had, 0 for none
+    look         whether a rank wants all to look at their pace
+    failed       whether some rank could not read its part of the next batch
+    """
+
+    loss: float
+    norm: float
+    request: int
+    look: bool
+    failed: bool
+
+
+def agree(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
+          failed: bool = False) -> Agreed:
+    """From what each rank has to say: its parts of the loss and of the square of the gradient's norm, and the rest as
+    it is here. Collective: one all-reduce of six numbers.
+
+        >>> with Grid() as grid:
+        ...     agree(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
+        Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
+    """
+    numbers = np.array([loss, square, request == SAVE, request == END, look, failed], np.float64)
+    with grid.ledger.phase("agreement"):
+        loss, square, saves, ends, looks, failures = grid.everyone.sum_into(numbers, numbers).wait().tolist()
+    return Agreed(loss, sqrt(square), END if ends else SAVE if saves else 0, looks > 0, failures > 0)
