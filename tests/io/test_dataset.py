@@ -318,7 +318,7 @@ def test_ranks_that_a_grid_leaves_idle_hold_nothing(some_grid, path, monkeypatch
             assert grid.active or (x.local.shape, y.local.shape) == ((0, 0), (0, 0))
 
 
-def test_the_classes_are_counted_named_or_given(some_grid, path, write):
+def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
     assert DataSet(some_grid, path, classes=9).classes == 9
     named = write("named.h5", x=X, y=LABELS)
     if some_grid.rank == 0:
@@ -326,6 +326,13 @@ def test_the_classes_are_counted_named_or_given(some_grid, path, write):
             file["y"].attrs["class_names"] = list("abcdefg")
     some_grid.comm.barrier()
     assert DataSet(some_grid, named).classes == 7
+    for number, names in enumerate((7, "abc", np.zeros((2, 2)), [])):
+        odd = write(f"odd{number}.h5", x=X, y=LABELS)
+        if some_grid.rank == 0:
+            with h5py.File(odd, "a") as file:
+                file["y"].attrs["class_names"] = names
+        some_grid.comm.barrier()
+        fails(DataError, "class_names of data set 'y' is no list of names", lambda: DataSet(some_grid, odd))
 
 
 def test_files_and_data_sets_that_cannot_be_used(some_grid, write, shared_path, fails):
