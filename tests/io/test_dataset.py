@@ -252,6 +252,10 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
             found.append(taken)
         assert sent() == before
         assert [[rows_of(x) for x, _ in taken] for taken in found] == expected
+        assert halves.fetch() is None
+        halves.next_epoch()  # without what was fetched
+        epoch_of(whole)
+        assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
 
 
 def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):
