@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 CELLS_AT_ONCE = 2**20
 DELIMITERS = ",;\t|"
 DTYPES = ("float32", "float64")
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+MOST_CHARACTERS = 2**20
+"""Of a line, and the next ones that a quoted cell goes on in."""
 
 Columns = str | int | Sequence[str | int] | None
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,8 +34,8 @@ Progress = Callable[[int, int], object]
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x", targets: str = "y",
             target_columns: Columns = None, classes: bool | Sequence[str] = False, chunk_rows: int | None = None,
-            delimiter: str | None = None, dtype: str = "float32", overwrite: bool = False,
-            tell: Progress = lambda done, total: None) -> Shapes:
+            delimiter: str | None = None, encoding: str = "utf-8-sig", dtype: str = "float32",
+            overwrite: bool = False, tell: Progress = lambda done, total: None) -> Shapes:
     """Write the samples of a CSV file or of a .npz file to an HDF5 file; returns the shapes of inputs and targets.
 
     inputs, targets   names of the two data sets; in a .npz file the arrays of these names
@@ -40,14 +44,17 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
                       stored as the targets' attribute `class_names`; or all in the order of a list (of another file)
     chunk_rows        lines of a CSV file in memory at a time; left out, about a million cells
     delimiter         of a CSV file; left out, the commonest of , ; tab | in its first line, or blanks
+    encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; left out, UTF-8, with or without its mark
     dtype             of what comes from a CSV file; arrays of a .npz file keep theirs
     tell              called with the rows done and their number
 
     The first line of a CSV file is a header if none of its cells is a number. Blank lines are skipped; a cell may be
-    quoted, but not hold a line break. The file is written under another name and gets its own when it is complete.
+    quoted, and then hold delimiters and line breaks. The file is written under another name and gets its own when it is
+    complete.
 
-    Raises DataError: a file that is missing, empty or in the way; a cell that is no finite number, with its line and
-    column; lines of different lengths; targets that do not exist or are no labels.
+    Raises DataError: a file that is missing, empty, in the way, in another encoding or the target itself; columns of
+    the same name; a cell that is no finite number, with its line and column; lines of different lengths; targets that
+    do not exist or are no labels.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,21 +71,30 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
     if delimiter is not None and len(delimiter) != 1:
         raise DataError(f"a delimiter is one character; got {delimiter!r}")
-    if target.exists() and not overwrite:
-        raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
     try:
         check_regular(source)
+        _check_target(source, target, overwrite)
         with _completed(target) as file:
             if source.suffix == ".npz":
                 shapes = _write_arrays(source, file, inputs, targets, labels)
             else:
-                table = _Table(source, target_columns, delimiter, labels)
-                shapes = table.write(file, inputs, targets, dtype, chunk_rows, tell)
+                table = _Table(source, target_columns, delimiter, encoding, dtype, labels)
+                shapes = table.write(file, inputs, targets, chunk_rows, tell)
             if labels is not None:
                 labels.finish(file[targets])
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, csv.Error) as error:
         raise DataError(f"cannot convert {source} to {target}: {error}") from None
     return shapes
+
+
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+    if target.exists():
+        if source.exists() and source.samefile(target):
+            raise DataError(f"the target {target} is the source itself, by this name or another: name another file")
+        if not overwrite:
+            raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
+    elif not target.parent.is_dir():
+        raise DataError(f"there is no folder {target.parent} for {target.name}: make it first (mkdir -p)")
 
 
 @contextmanager
@@ -127,8 +143,10 @@ class _Labels:
 class _Table:
     """The lines of a CSV file."""
 
-    def __init__(self, path: Path, target_columns: Columns, delimiter: str | None, labels: _Labels | None):
-        self._path, self._labels = path, labels
+    def __init__(self, path: Path, target_columns: Columns, delimiter: str | None, encoding: str, dtype: str,
+                 labels: _Labels | None):
+        self._path, self._delimiter, self._encoding, self._dtype = path, delimiter, encoding, dtype
+        self._labels = labels
         if not (first := next((text for _, text in self._lines()), "")):
             raise DataError(f"{path} is empty")
         commonest = max(DELIMITERS, key=first.count)
@@ -136,6 +154,10 @@ class _Table:
         cells = self._cells(first)
         self._header = not any(_is_number(cell) for cell in cells)
         self._names = cells if self._header else [str(index) for index in range(len(cells))]
+        if twice := [name for name, times in Counter(self._names).items() if times > 1]:
+            places = ", ".join(str(index) for index, name in enumerate(cells) if name == twice[0])
+            raise DataError(f"{path}: the columns {places} have one name, {twice[0]!r}: rename them in the first line, "
+                            "or leave out those that say the same")
         self._targets = self._indices(target_columns)
         self._inputs = [index for index in range(len(cells)) if index not in self._targets]
         if not self._inputs:
@@ -144,10 +166,43 @@ class _Table:
             raise DataError(f"{path}: labels are one column; got the target columns {target_columns!r}")
 
     def _lines(self, header: bool = False) -> Iterator[tuple[int, str]]:
-        """(number, text) of the lines that are not blank, numbered from 1; from the second one on after a header."""
-        with open(self._path, encoding="utf-8-sig") as file:
-            lines = ((number, text) for number, text in enumerate(file, 1) if not text.isspace())
-            yield from islice(lines, int(header), None)
+        """(number, text) of the lines that are not blank, numbered from 1, each with those in which a quoted cell of it
+        goes on; from the second one on after a header."""
+        return islice(self._whole_lines(), int(header), None)
+
+    def _whole_lines(self) -> Iterator[tuple[int, str]]:
+        number = 0
+        try:
+            with open(self._path, encoding=self._encoding) as file:
+                lines = enumerate(file, 1)
+                for number, text in lines:
+                    if number == 1 and "\0" in text:
+                        raise UnicodeError("it holds zeros")
+                    if not text.isspace():
+                        yield number, text if text.count('"') % 2 == 0 else self._whole(number, text, lines)
+        except (UnicodeError, LookupError) as error:
+            raise DataError(f"{self._path} cannot be read as {self._encoding} after line {number} ({error}): name its "
+                            "encoding with encoding= (--encoding), as in latin-1 or utf-16") from None
+
+    def _whole(self, number: int, text: str, lines: Iterator[tuple[int, str]]) -> str:
+        """The text, and as many lines more as there are until no quote is open."""
+        while self._is_open(text):
+            _, more = next(lines, (0, ""))
+            text += more
+            if not more or len(text) > MOST_CHARACTERS:
+                raise DataError(f"{self._path}, line {number}: a quote is opened and not closed")
+        return text
+
+    def _is_open(self, text: str) -> bool:
+        """Whether the text ends within a quoted cell; in the midst of another cell a quote is a character like others.
+        """
+        if self._delimiter is None:
+            return text.count('"') % 2 == 1
+        try:
+            next(csv.reader([text], delimiter=self._delimiter, strict=True))
+        except csv.Error as error:
+            return "unexpected end" in str(error)
+        return False
 
     def _cells(self, line: str) -> list[str]:
         cells = next(csv.reader([line], delimiter=self._delimiter)) if self._delimiter else line.split()
@@ -166,13 +221,12 @@ class _Table:
                 raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self._names)}")
         return indices
 
-    def write(self, file: h5py.File, inputs: str, targets: str, dtype: str, chunk_rows: int | None,
-              tell: Progress) -> Shapes:
+    def write(self, file: h5py.File, inputs: str, targets: str, chunk_rows: int | None, tell: Progress) -> Shapes:
         """Fill two data sets. The lines are counted first: contiguous data sets read fastest. Returns their shapes."""
         if not (total := sum(1 for _ in self._lines(self._header))):
             raise DataError(f"{self._path} has no line of data")
-        x = file.create_dataset(inputs, (total, len(self._inputs)), dtype)
-        shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), dtype)
+        x = file.create_dataset(inputs, (total, len(self._inputs)), self._dtype)
+        shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), self._dtype)
         y = file.create_dataset(targets, shape, kind)
         step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._names))
         lines, done = self._lines(self._header), 0
@@ -195,7 +249,9 @@ class _Table:
         except (ValueError, DataError) as error:
             self._check_cells(chunk)
             raise DataError(f"{self._path}, lines {chunk[0][0]} to {chunk[-1][0]}: {error}") from None
-        if values.shape[1] != len(self._names) or not np.isfinite(values).all():
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(values.astype(self._dtype)).all()
+        if values.shape[1] != len(self._names) or not finite:
             self._check_cells(chunk)
         return values
 
@@ -209,10 +265,19 @@ class _Table:
                 try:
                     if self._labels is not None and column in self._targets:
                         self._labels.number(cell)
-                    elif not _is_number(cell) or not isfinite(float(cell)):
-                        raise DataError(f"{cell!r} is not a finite number")
+                    else:
+                        self._check_number(cell, column in self._targets)
                 except DataError as error:
                     raise DataError(f"{self._path}, line {number}, column {self._names[column]}: {error}") from None
+
+
+    def _check_number(self, cell: str, is_target: bool) -> None:
+        if not _is_number(cell) and cell and is_target:
+            raise DataError(f"{cell!r} is not a finite number; labels of classes need classes=True (--classes)")
+        if not _is_number(cell) or not isfinite(float(cell)):
+            raise DataError(f"{cell!r} is not a finite number")
+        if self._dtype == "float32" and abs(float(cell)) > LARGEST_FLOAT32:
+            raise DataError(f"{cell} is too large for float32: dtype=\"float64\" (--dtype) holds it")
 
 
 def _is_number(text: str) -> bool:

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedWriter, FileIO
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -86,6 +86,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def new_file(path: Path) -> BufferedWriter:
+    """An empty file to write, in place of what a crash left under that name; a link there is not followed."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
 
 
 @contextmanager

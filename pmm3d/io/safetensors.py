@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ..comm.words import names_in_words
 from ..errors import CheckpointError, check_regular, needs
 from ..layout import Layout, itemsize
 from ..product import DistMatrix
-from .disk import file_errors, sync
+from .disk import file_errors, new_file, sync
 from .matrices import Matrices, check_matrices, differences, row_slices, stored_rows
 
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
@@ -25,12 +25,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
-                       vectors: Names = ()) -> None:
+                       vectors: Names = (), metadata: Mapping[str, str] | None = None) -> None:
     """Write one file that `safetensors.torch.load_file` reads; collective. It appears, on the disk, once it is whole.
 
     matrices    DistMatrix by name, of any type but complex128, which the format lacks
     transpose   names of those whose transposes the file shall hold: torch's Linear has weights of (out, in)
     vectors     names of those of one row or one column that shall be 1D, such as biases
+    metadata    texts that go into the file's __metadata__, the same on all ranks
 
     Each rank receives its share of the rows of each tensor, one tensor after the other, and writes them.
     Raises CheckpointError, the same on every rank; a file of that name stays as it was.
@@ -46,14 +47,16 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     path = Path(path)
     temporary = path.with_name(path.name + ".writing")
     try:
-        with grid.together("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)), always=True):
+        with grid.together("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
+                           sorted((metadata or {}).items()), always=True):
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
-            header, starts = _header(tensors, shapes)
+            header, starts = _header(tensors, shapes, {"format": "pt", **(metadata or {})})
             if grid.rank == 0:
                 with file_errors(temporary, "written"):
                     temporary.parent.mkdir(parents=True, exist_ok=True)
-                    temporary.write_bytes(header)
+                    with new_file(temporary) as file:
+                        file.write(header)
         _write_all(grid, temporary, tensors, starts)
         with grid.together("export_safetensors: completing", always=True), file_errors(path, "written"):
             if grid.rank == 0:
@@ -78,7 +81,7 @@ def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[M
                      for name, tensor in tensors.items()}
 
 
-def _header(tensors: Matrices, shapes: Shapes) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: Matrices, shapes: Shapes, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The file's first bytes and where each tensor starts; widest types first, which aligns them all."""
     entries, starts, end = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-itemsize(tensors[name].dtype), name)):
@@ -87,7 +90,7 @@ def _header(tensors: Matrices, shapes: Shapes) -> tuple[bytes, dict[str, int]]:
             raise CheckpointError(f"{name!r} is {dtype}; safetensors files have {', '.join(TYPES)}")
         starts[name], end = end, end + prod(shapes[name]) * itemsize(dtype)
         entries[name] = {"dtype": TYPES[dtype], "shape": shapes[name], "data_offsets": [starts[name], end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text = json.dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}

@@ -13,7 +13,6 @@ bfloat16 is stored as its bits, uint16, with the attribute dtype "bfloat16".
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -31,6 +30,7 @@ from ..product import DistMatrix
 from .disk import Checksums, checksums, file_errors, sync, verify
 from .manifest import Manifest, checked_manifest, checked_sums, parsed
 from .matrices import Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
+from .new_hdf5 import written
 
 with needs("io", "checkpoints"):
     import h5py
@@ -48,41 +48,6 @@ class Shard(NamedTuple):
     file: str
     name: str
     box: Box
-
-
-class _Output(io.FileIO):
-    """A file for HDF5 to write to. After a failed write HDF5 crashes the process at exit (2.0), so it is told that all
-    went well; `error` has what failed."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        try:
-            while rest and not self.error:
-                rest = rest[super().write(rest) or 0 :]
-        except OSError as error:
-            self.error = error
-        return size
-
-    def truncate(self, size: int | None = None) -> int:
-        try:
-            return 0 if self.error else super().truncate(size)
-        except OSError as error:
-            self.error = error
-            return 0
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file that is on the disk when the body is done."""
-    with file_errors(path, "written"), _Output(path, "w+") as output:
-        with h5py.File(output, "w") as file:
-            yield file
-        if output.error:
-            raise output.error
-        os.fsync(output.fileno())
 
 
 @contextmanager
@@ -121,7 +86,7 @@ def write_shards(folder: Path, comm: MPI.Intracomm, matrices: Matrices) -> list[
                     _write_rows(datasets[name], matrix, matrix.box)
             sync(path)
     elif mine:
-        with _written(path) as file:
+        with written(path) as file:
             for name, matrix in mine.items():
                 _write_rows(_create(file, name, matrix.box.shape, matrix.dtype), matrix, EMPTY)
     return [Shard(path.name, name, matrix.box) for name, matrix in mine.items()]
@@ -156,7 +121,7 @@ def manifest_of(step: int, matrices: Matrices, shards: Iterable[Shard], files: d
 
 def write_master(folder: Path, manifest: Manifest, meta: str) -> None:
     """Write the master and its checksums."""
-    with _written(folder / MASTER) as file:
+    with written(folder / MASTER) as file:
         for name, entry in manifest["matrices"].items():
             _show_whole(file, name, entry["shape"], entry["dtype"], entry["shards"])
         file[f"{OWN}/manifest"], file[f"{OWN}/meta"] = json.dumps(manifest), meta

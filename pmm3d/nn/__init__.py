@@ -9,8 +9,9 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .contract import Gradient, Product
     from .dense import linear
     from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
-    from .layers import MLP, Dropout, LayerNorm, Linear, Module, Recompute, Residual, Sequential
+    from .layers import MLP, Dropout, LayerNorm, Linear, Recompute, Residual, Sequential
     from .loss import accuracy, cross_entropy, mae, mse, r2
+    from .module import Module
     from .operations import columns, log_softmax, mean, softmax, sum
     from .overlap import Overlap
     from .parameter import Parameter
@@ -27,7 +28,8 @@ _MODULES = {
     "dense": ("linear",),
     "parameter": ("Parameter",),
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
-    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Module", "Recompute", "Residual", "Sequential"),
+    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Recompute", "Residual", "Sequential"),
+    "module": ("Module",),
     "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
     "overlap": ("Overlap",),
     "optim": (), "training": (), "exchange": (), "dry": (),

@@ -12,7 +12,7 @@ from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
 from .gradients import Accumulated
-from .layers import Module
+from .module import Module
 from .optim import Optimizer
 from .parameter import Parameter
 from .tape import Tape

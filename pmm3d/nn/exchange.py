@@ -7,32 +7,43 @@ transposed to torch's (outputs, inputs), vectors are 1D, and a LayerNorm's gain 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from mpi4py import MPI
-
 from ..comm import Grid
+from ..comm.words import names_in_words
+from ..errors import CheckpointError
 from ..io import Checkpoints, export_safetensors, import_safetensors
-from ..layout import Layout
+from ..io.checkpoint import Checkpoint
+from ..io.disk import file_errors
+from ..io.shards import MASTER
 from ..product import DistMatrix
-from .layers import Module
+from .in_torch import torch_lines
+from .module import Module
 
-__all__ = ["export_torch", "import_torch"]
+__all__ = ["export_torch", "import_torch", "load_weights"]
 
 StrPath = str | os.PathLike[str]
+ENDING = ".safetensors"
 
 
-def export_torch(network: Module, path: StrPath) -> None:
+def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> list[str]:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
-    Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
+    Returns the lines of Python that make the network there and load them, which are also in the file's __metadata__
+    ("torch"), beside `metadata`; none for a network with parts that torch does not have. Collective; each rank receives
+    and writes its share of the rows. Raises CheckpointError, on every rank.
 
         >>> import tempfile; from pmm3d import nn
-        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
-        ...     export_torch(nn.Linear(grid, 3, 2), file.name)
+        >>> with Grid(shape="ddp") as grid, tempfile.NamedTemporaryFile() as file:
+        ...     export_torch(nn.Linear(grid, 3, 2), file.name)[3]
+        'net = torch.nn.Linear(3, 2)'
     """
     matrices, vectors = _torch_tensors(network)
-    export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
+    lines = torch_lines(network, os.fspath(path))
+    export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors,
+                       metadata={**(metadata or {}), **({"torch": "\n".join(lines)} if lines else {})})
+    return lines
 
 
 def import_torch(network: Module, path: StrPath) -> None:
@@ -41,9 +52,9 @@ def import_torch(network: Module, path: StrPath) -> None:
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
 
         >>> import tempfile; from pmm3d import nn
-        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
+        >>> with Grid(shape="ddp") as grid, tempfile.NamedTemporaryFile() as file:
         ...     net = nn.Linear(grid, 3, 2)
-        ...     export_torch(net, file.name)
+        ...     _ = export_torch(net, file.name)
         ...     import_torch(net, file.name)
     """
     matrices, vectors = _torch_tensors(network)
@@ -64,18 +75,56 @@ def torch_name(name: str) -> str:
     return f"{stem}.weight".lstrip(".") if last == "gain" else name
 
 
-def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> None:
-    """Write the weights of a checkpoint, or of a run's newest one, as `export_torch` does. Collective over comm.
+def load_weights(network: Module, path: StrPath) -> Path:
+    """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), or from a
+    .safetensors file, in torch's names. An optimizer's state that is there too is left out. Returns what was read.
 
-    Each rank holds its share of the rows. Raises CheckpointError, on every rank.
+    Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes or
+    types are not those of the network. A network of one's own settles first (`Module.settle`).
+
+        >>> import tempfile; from pmm3d import nn
+        >>> with tempfile.TemporaryDirectory() as folder, Grid(shape="ddp") as grid:
+        ...     net = nn.Linear(grid, 3, 2)
+        ...     _ = Checkpoints(grid, folder).save(5, net.matrices())
+        ...     load_weights(net, folder).name
+        'step-00000005'
     """
-    with Grid(comm, "fsdp") as grid:
-        run = next((folder for folder in (checkpoint / "checkpoints", checkpoint) if folder.is_dir()), checkpoint)
-        keeper = Checkpoints(grid, run)
-        path = keeper.latest() or checkpoint
-        matrices = {name: DistMatrix.empty(grid, shape, dtype=dtype, layout=Layout("z"))
-                    for name, (shape, dtype) in keeper.contents(path).items()}
-        keeper.load(path, matrices)
-        weights = {torch_name(name): matrix for name, matrix in matrices.items() if not name.startswith("optimizer/")}
-        vectors = {name for name, matrix in weights.items() if not name.endswith("weight") or matrix.shape[0] == 1}
-        export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)
+    path = Path(path)
+    if path.suffix == ENDING:
+        import_torch(network, path)
+        return path
+    found, keeper = find_checkpoint(network.grid, path)
+    matrices = network.matrices()
+    with network.grid.together("load_weights", str(path), always=True):
+        if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
+            raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
+                                  f"{names_in_words(map(repr, more))}")
+    keeper.fill(found, matrices, partial=True)
+    network.loaded()
+    return found.path
+
+
+def is_state(name: str) -> bool:
+    """Of a matrix in a checkpoint: whether it is an optimizer's."""
+    return name.startswith("optimizer/")
+
+
+def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
+    """An undamaged checkpoint: that of this folder, or the newest of a run's folder, or of a folder of checkpoints.
+    Collective. Raises CheckpointError, on every rank, if there is none."""
+    with grid.together("checkpoint", str(path), always=True), file_errors(path, "looked at"):
+        place = _place_of(path) if grid.rank == 0 else None
+    folder, is_one = grid.comm.bcast(place)
+    keeper = Checkpoints(grid, folder)
+    found = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
+    with grid.together("checkpoint", str(path), always=True):
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint in {path}: name a checkpoint's folder, or a run's whose "
+                                  "checkpoints/ has one")
+    return found, keeper
+
+
+def _place_of(path: Path) -> tuple[Path, bool]:
+    """(the folder of checkpoints, whether the path is itself a checkpoint), as the file system has it."""
+    folder = path / "checkpoints"
+    return folder if folder.is_dir() else path, os.path.lexists(path / MASTER)

@@ -7,148 +7,28 @@ and a `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, random
 from ..comm import Grid
-from ..errors import GridError, LayoutError, NoGridError, Pmm3dError
-from ..layout import Layout, batch_layout
+from ..errors import GridError, LayoutError, Pmm3dError
+from ..layout import Layout
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
 from .arithmetic import add
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
+from .module import Module as Module
+from .module import found
 from .parameter import Parameter
-from .printed import printed
-from .tape import Tape, no_grad, outside, propagate
-from .tensor import Tensor, as_tensor
+from .tape import Tape, outside, propagate
+from .tensor import Tensor
 
 Layer = Callable[[Tensor], Tensor]
-State = tuple[dict[str, int], "dict[Module, bool]"]
+Mode = tuple[dict[str, int], dict[Module, bool]]
 """Of a network: `Module.random_state`, and which modules train."""
-
-
-class Module:
-    """A part of a network. Subclasses set `grid`, have parameters and modules as attributes (or in lists), and
-    define forward(x: Tensor) -> Tensor.
-
-    training   whether dropout acts; see `train` and `evaluating`
-    calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Residual(Linear(grid, 3, 3)).named_parameters())
-        ['module.weight', 'module.bias']
-    """
-
-    grid: Grid
-    training = True
-    calls: int
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "grid":
-                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
-                                  "its __init__")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        """The layers as a tree, with sizes and layouts; the number of parameters last."""
-        return printed(self)
-
-    def __call__(self, x: Tensor | DistMatrix) -> Tensor:
-        """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
-        x = as_tensor(x)
-        out = self.forward(x)
-        if x.tape.inspect is not None:
-            x.tape.inspect(self, out)
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
-
-    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        """(name, module or parameter) of the attributes, lists with their indices."""
-        for name, value in vars(self).items():
-            items = enumerate(value) if isinstance(value, (list, tuple)) else ()
-            for path, item in [(name, value), *((f"{name}.{index}", item) for index, item in items)]:
-                if isinstance(item, (Module, Parameter)):
-                    yield path, item
-
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        """(name, part) of what a print of the network shows."""
-        return self.children()
-
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """(name, module) of this one and all below it."""
-        yield prefix, self
-        for name, child in self.children():
-            if isinstance(child, Module):
-                yield from child.named_modules(f"{prefix}.{name}".lstrip("."))
-
-    def named_parameters(self) -> dict[str, Parameter]:
-        """Name -> parameter, in order; parameters learn their names here. One used twice has its first name."""
-        named: dict[Parameter, str] = {}
-        for prefix, module in self.named_modules():
-            for name, child in module.children():
-                if isinstance(child, Parameter) and child not in named:
-                    named[child] = child.name = f"{prefix}.{name}".lstrip(".")
-        return {name: parameter for parameter, name in named.items()}
-
-    def parameters(self) -> list[Parameter]:
-        return list(self.named_parameters().values())
-
-    def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, as a checkpoint takes them. To be read; see `loaded`."""
-        return {name: parameter.stored for name, parameter in self.named_parameters().items()}
-
-    def loaded(self) -> None:
-        """To be called once the values in `matrices` were written to."""
-        for parameter in self.parameters():
-            parameter.version += 1
-
-    def train(self, on: bool = True) -> Module:
-        """Whether dropout acts from now on; returns the module."""
-        for _, module in self.named_modules():
-            module.training = on
-        return self
-
-    @contextmanager
-    def evaluating(self) -> Iterator[Module]:
-        """In this context nothing is dropped out and nothing is noted for a backward pass."""
-        before = {module: module.training for _, module in self.named_modules()}
-        self.train(False)
-        try:
-            with no_grad(self.grid):
-                yield self
-        finally:
-            for module, training in before.items():
-                module.training = training
-
-    def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
-        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, in the
-        layout of any batch's. Collective; before loading a checkpoint into one's own network."""
-        row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
-                                       layout=batch_layout("y"), library=library)
-        with self.evaluating():
-            return self(row)
-
-    def random_state(self) -> dict[str, int]:
-        """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""
-        return {name: module.calls for name, module in self.named_modules() if hasattr(module, "calls")}
-
-    def set_random_state(self, state: dict[str, int]) -> None:
-        for name, module in self.named_modules():
-            if name in state:
-                module.calls = state[name]
-
-    @property
-    def size(self) -> int:
-        """Number of parameters of the whole network."""
-        return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
 
 
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
@@ -166,7 +46,7 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound:
 
 
 class Linear(Module):
-    """x W + b; see `functional.linear` for layouts and volumes.
+    """x W + b; see `dense.linear` for layouts and volumes.
 
     inputs, outputs   columns of x and of the result
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
@@ -269,11 +149,20 @@ class Sequential(Module):
             if not callable(layer):
                 raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
 
-    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        return ((name, layer) for name, layer in self.shown() if isinstance(layer, Module))
+    def numbered(self) -> Iterator[tuple[str, Layer]]:
+        """(name, layer), functions too."""
+        return ((str(index), layer) for index, layer in enumerate(self.layers))
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        yield from self.numbered()
+        yield from self._others()
 
     def shown(self) -> Iterator[tuple[str, Any]]:
-        return ((str(index), layer) for index, layer in enumerate(self.layers))
+        yield from self.numbered()
+        yield from found(self._others())
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in super().attributes() if name != "layers")
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -281,7 +170,40 @@ class Sequential(Module):
         return x
 
 
-class MLP(Sequential):
+class Block(Sequential):
+    """Layers of a network, numbered from `first` so that names of parameters depend neither on dropout, which has the
+    number of the layer before it, nor on what is computed again.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     names = [list(MLP(grid, [3, 4, 2], dropout=p, recompute=again).named_parameters())
+        ...              for p in (0, 0.5) for again in (False, True)]
+        ...     names[0], names[0] == names[1] == names[2] == names[3]
+        (['0.weight', '0.bias', '2.weight', '2.bias'], True)
+    """
+
+    def __init__(self, grid: Grid, *layers: Layer, first: int = 0):
+        super().__init__(grid, *layers)
+        self.first = first
+
+    def numbered(self) -> Iterator[tuple[str, Layer]]:
+        number = self.first
+        for layer in self.layers:
+            if isinstance(layer, Recompute) and isinstance(layer.module, Block):
+                yield "", layer
+                number = layer.module.end
+            elif isinstance(layer, Dropout):
+                yield f"{number - 1}.dropout", layer
+            else:
+                yield str(number), layer
+                number += 1
+
+    @property
+    def end(self) -> int:
+        """The number of the layer after these."""
+        return self.first + sum(not isinstance(layer, Dropout) for layer in self.layers)
+
+
+class MLP(Block):
     """Linear layers with an activation between them, none after the last.
 
     sizes        columns of the input, of each hidden layer, of the output
@@ -301,7 +223,7 @@ class MLP(Sequential):
                  library: Library = "numpy"):
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
-        made, cols = list[Layer](), "y"
+        made, cols, number = list[Layer](), "y", 0
         options: dict[str, Any] = {"dtype": dtype, "library": library}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
             layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols,
@@ -310,7 +232,9 @@ class MLP(Sequential):
             if index < len(sizes) - 2:
                 layers += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
                 layers += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
-                layers = [Recompute(Sequential(grid, *layers))] if recompute else layers
+                if recompute:
+                    block = Block(grid, *layers, first=number)
+                    number, layers = block.end, [Recompute(block)]
             made += layers
         super().__init__(grid, *made)
 
@@ -349,52 +273,48 @@ class Recompute(Module):
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
-    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
-        return iter(())
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """The part has the name of what recomputes it."""
+        yield "", self.module
 
     def shown(self) -> Iterator[tuple[str, Any]]:
         yield "module", self.module
-
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """The part has the name of what recomputes it."""
-        yield prefix, self
-        yield from self.module.named_modules(prefix)
 
     def forward(self, x: Tensor) -> Tensor:
         tape = x.tape
         if not tape.recording:
             return self.module(x)
-        state, first = self._state(), next(tape.numbers)
+        mode, first = self._mode(), next(tape.numbers)
         with tape.set(keeping=False):
             out = self.module(x)
         form, node, outer = x.form, x.node, outside(out.node, first)
 
         def rule(gradient: Array, value: Array) -> list[Array]:
-            again = self._again(Tensor(form.matrix(value), node=node), state, gradient)
+            again = self._again(Tensor(form.matrix(value), node=node), mode, gradient)
             return [again.get(parent.number) for parent in outer]
 
         return x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
 
-    def _state(self) -> State:
+    def _mode(self) -> Mode:
         """What a forward pass depends on besides its input and the parameters."""
         return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
 
-    def _set_state(self, state: State) -> None:
-        self.module.set_random_state(state[0])
-        for module, training in state[1].items():
+    def _set_mode(self, mode: Mode) -> None:
+        self.module.set_random_state(mode[0])
+        for module, training in mode[1].items():
             module.training = training
 
-    def _again(self, x: Tensor, state: State, gradient: Array) -> dict[int, Array]:
+    def _again(self, x: Tensor, mode: Mode, gradient: Array) -> dict[int, Array]:
         """Forward once more, as it was, then backward through what was made here: number -> gradient of what was made
         before and went in. Parameters take theirs at once."""
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
-        held, now, first = workspace.in_use(), self._state(), next(tape.numbers)
-        self._set_state(state)
+        held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
+        self._set_mode(mode)
         try:
             with tape.set(recording=True, phase="recompute"):
                 out = self.module(x)
         finally:
-            self._set_state(now)
+            self._set_mode(now)
         node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
         del out, x

@@ -9,13 +9,13 @@ from ..layout import Layout
 from .parameter import Parameter
 
 
-class Part(Protocol):
+class Shown(Protocol):
     """A module. shown(): (name, part) of what is below it: modules, parameters, functions."""
 
     def shown(self) -> Iterator[tuple[str, Any]]: ...
 
 
-def printed(module: Part) -> str:
+def printed(module: Shown) -> str:
     """A line for each layer, its name and its kind, and for each parameter, its size and layout; the number of
     parameters of the whole network. Moves nothing.
 
@@ -32,31 +32,26 @@ def printed(module: Part) -> str:
             bias: 1 x 3, columns over y
         195 parameters
     """
-    found = dict.fromkeys(_parameters(module))
+    found = dict[Parameter, None]()
+    lines = list(_lines("", module, "", (), found))
     size = sum(parameter.shape[0] * parameter.shape[1] for parameter in found)
-    return "\n".join([*_lines("", module, ""), f"{size:,} parameters"])
+    return "\n".join([*lines, f"{size:,} parameters"])
 
 
-def _lines(name: str, part: Any, indent: str) -> Iterator[str]:
+def _lines(name: str, part: Any, indent: str, above: tuple[Any, ...], found: dict[Parameter, None]) -> Iterator[str]:
     title = f"{indent}{name}: " if name else indent
     if isinstance(part, Parameter):
+        found[part] = None
         yield title + ", ".join([f"{part.shape[0]} x {part.shape[1]}", *_layout(part.layout)])
     elif not hasattr(part, "shown"):
         yield title + getattr(part, "__name__", type(part).__name__)
     else:
         yield title + type(part).__name__
-        for below, each in part.shown():
-            yield from _lines(below, each, indent + "  ")
+        for below, each in part.shown() if part not in above else ():
+            yield from _lines(below, each, indent + "  ", (*above, part), found)
 
 
 def _layout(layout: Layout) -> Iterator[str]:
     for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
         if axes:
             yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit > 1 else "")
-
-
-def _parameters(part: Any) -> Iterator[Parameter]:
-    if isinstance(part, Parameter):
-        yield part
-    for _, below in part.shown() if hasattr(part, "shown") else ():
-        yield from _parameters(below)

@@ -135,9 +135,9 @@ class Tensor:
 
         The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
         on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
-        LayoutError for another shape, DTypeError for another type, Pmm3dError for what is no matrix, if nothing needs a
-        gradient or a part of the tape was used already; and before anything is summed, DisagreementError if the ranks
-        used different parameters.
+        LayoutError and DTypeError for a gradient of another shape or type, Pmm3dError for what is no matrix, if nothing
+        needs a gradient or if a part of the tape was used already; and before anything is summed, DisagreementError if
+        the ranks used different parameters.
         """
         node = self.node
         if node is None or node.used:

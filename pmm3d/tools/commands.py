@@ -15,7 +15,9 @@ from ..model.environment import task_rank
 from .bench.command import bench_command
 from .convert import convert_command
 from .doctor.command import doctor_command
+from .export import export_command
 from .outputs import check_writable
+from .predict import predict_command
 from .ranks import all_ranks, on_first
 from .terminal import complaining, say
 
@@ -108,32 +110,11 @@ def report_command(
         say(f"wrote {write_page(run, output)}")
 
 
-def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's, whose newest one is taken.")],
-    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
-) -> None:
-    """Write the weights of a checkpoint as a torch state dict, in a safetensors file.
-
-    [bold]Example[/]
-
-    pmm3d export runs/digits digits.safetensors
-
-    and in torch: net.load_state_dict(safetensors.torch.load_file("digits.safetensors")), where net is an nn.Sequential
-    of the same layers.
-    """
-    with all_ranks() as comm:
-        from ..nn.exchange import export_checkpoint
-
-        on_first(comm, lambda: check_writable(target))
-        export_checkpoint(comm, checkpoint, target)
-        if comm.rank == 0:
-            say(f"wrote {target}")
-
-
 def _in_paragraphs(text: str) -> str:
     """A docstring whose lines end where the terminal does."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, train_command, convert_command, doctor_command, report_command, export_command):
+for command in (bench_command, train_command, predict_command, convert_command, doctor_command, report_command,
+                export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)

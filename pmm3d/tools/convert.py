@@ -33,6 +33,7 @@ def convert_command(
     class_names: Annotated[str | None, typer.Option(help="The classes in the order of their numbers, as in cat,dog: "
                                                          "a second file gets the numbers of the first.")] = None,
     delimiter: Annotated[str | None, typer.Option(help="Between cells. Left out: found in the first line.")] = None,
+    encoding: Annotated[str, typer.Option(help="Of a CSV file: latin-1, utf-16. Left out: UTF-8.")] = "utf-8-sig",
     dtype: Annotated[str, typer.Option(help="float32 or float64, of what comes from a CSV file.")] = "float32",
     chunk_rows: Annotated[int | None, typer.Option(min=1, help="Lines in memory at a time. Left out: about a million "
                                                                "cells.")] = None,
@@ -59,7 +60,7 @@ def convert_command(
         check_writable(target)
         shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
                          classes=class_names.split(",") if class_names else classes, chunk_rows=chunk_rows,
-                         delimiter=delimiter, dtype=dtype, overwrite=overwrite, tell=tell)
+                         delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite, tell=tell)
     sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in zip((inputs, targets), shapes))
     say(f"wrote {target}: {', '.join(sizes)}")
 

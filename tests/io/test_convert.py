@@ -137,11 +137,71 @@ def test_a_missing_label(table, target):
 def test_files_that_cannot_be_read_or_written(table, target, tmp_path):
     with pytest.raises(DataError, match="none.csv"):
         convert(tmp_path / "none.csv", target)
-    with pytest.raises(DataError, match="cannot convert .*no/such"):
+    with pytest.raises(DataError, match="there is no folder .*no/such for table.h5: make it first"):
         convert(table("1,2\n"), tmp_path / "no/such/table.h5")
-    (tmp_path / "bytes.csv").write_bytes(b"1,2\n\xff\xfe,3\n")
-    with pytest.raises(DataError, match="decode"):
-        convert(tmp_path / "bytes.csv", target)
+    with pytest.raises(DataError, match="line 1: a quote is opened and not closed"):
+        convert(table('1,"2\n3,4\n'), target)
+    with pytest.raises(DataError, match="cannot convert .* field larger than"):
+        convert(table("1," + "2" * 200_000), target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le", "cp1252"])
+def test_other_encodings_are_named(tmp_path, target, encoding):
+    path = tmp_path / "table.csv"
+    path.write_bytes("größe,kind\n1,Kühe\n2,Bären\n".encode(encoding))
+    with pytest.raises(DataError, match="cannot be read as utf-8-sig after line [01] .*encoding= "):
+        convert(path, target, classes=True)
+    convert(path, target, classes=True, encoding=encoding, target_columns="kind")
+    assert written(target)["names"] == ["Bären", "Kühe"] and written(target)["y"].tolist() == [1, 0]
+    with pytest.raises(DataError, match="cannot be read as klingon"):
+        convert(path, target, encoding="klingon", overwrite=True)
+
+
+def test_line_breaks_within_quotes(table, target):
+    text = 'size,"kind\nof animal"\n1,"big\ncow"\n2,"ant"\n\n3,"big\ncow"\n4,5" tall\n'
+    for chunk_rows in (1, None):
+        shapes = convert(table(text), target, classes=True, target_columns="kind\nof animal", chunk_rows=chunk_rows,
+                         overwrite=True)
+        assert shapes == ((4, 1), (4,)) and written(target)["x"].tolist() == [[1], [2], [3], [4]]
+        assert written(target)["names"] == ['5" tall', "ant", "big\ncow"]
+        assert written(target)["y"].tolist() == [2, 1, 2, 0]
+    with pytest.raises(DataError, match="line 9, column size: 'x' is not a finite number"):
+        convert(table(text.replace("\n4,", "\nx,")), target, classes=True, overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["table.csv", "./a/../table.csv", "soft.h5", "hard.h5", "a/soft.h5"])
+def test_the_target_is_not_the_source(table, tmp_path, monkeypatch, name):
+    source = table("1,2\n3,4\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "soft.h5").symlink_to("table.csv")
+    (tmp_path / "a/soft.h5").symlink_to(tmp_path / "soft.h5")
+    (tmp_path / "hard.h5").hardlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    for overwrite in (True, False):
+        with pytest.raises(DataError, match=f"the target .*{name} is the source itself".replace("./a/../", ".*")):
+            convert("table.csv", name, overwrite=overwrite)
+    assert source.read_text() == "1,2\n3,4\n" and (tmp_path / "soft.h5").is_symlink()
+
+
+def test_columns_of_one_name(table, target):
+    for header, said in (("a,b,a", "columns 0, 2 have one name, 'a'"), ("a,,", "columns 1, 2 have one name, ''")):
+        with pytest.raises(DataError, match=said):
+            convert(table(header + "\n1,2,3\n"), target, target_columns="a")
+
+
+def test_text_targets_without_classes(table, target):
+    with pytest.raises(DataError, match=r"line 2, column kind: 'cow' is not .*; labels of classes need .*--classes"):
+        convert(table("size,kind\n1,cow\n"), target)
+    with pytest.raises(DataError, match=r"line 2, column kind: 'cow' is not a finite number$"):
+        convert(table("size,kind\n1,cow\n"), target, target_columns="size")
+
+
+def test_numbers_too_large_for_the_type(table, target):
+    with pytest.raises(DataError, match="line 2, column 0: -1e39 is too large for float32"):
+        convert(table("1,2\n-1e39,3\n"), target)
+    convert(table("1,2\n-1e39,3\n"), target, dtype="float64")
+    assert written(target)["x"].tolist() == [[1], [-1e39]]
 
 
 def test_an_existing_target_is_left_alone(table, target):
@@ -216,6 +276,13 @@ def test_the_command(command, table, target):
     assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]
     done = command(source, target, "--overwrite", "--target-columns", "a,1")
     assert done.exit_code == 2 and "line 2, column kind: 'cow' is not a finite number" in done.output
+    before = source.read_bytes()
+    done = command(source, source, "--overwrite", "--classes")
+    assert done.exit_code == 2 and "is the source itself" in done.output and source.read_bytes() == before
+    source.write_bytes("größe,kind\n1,cow\n".encode("latin-1"))
+    assert "--encoding" in command(source, target, "--overwrite", "--classes").output
+    done = command(source, target, "--overwrite", "--classes", "--encoding", "latin-1")
+    assert done.exit_code == 0, done.output
 
 
 def test_the_help_teaches(command):

@@ -5,8 +5,10 @@ import pytest
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import CheckpointError
+from pmm3d.io import Checkpoints
 from pmm3d.layout import batch_layout
-from pmm3d.nn.exchange import export_torch, import_torch
+from pmm3d.nn import optim
+from pmm3d.nn.exchange import export_torch, import_torch, load_weights
 
 SIZES = [7, 13, 11, 5]
 
@@ -46,3 +48,54 @@ def test_torch_computes_the_same_and_the_weights_come_back(comm, nranks, shared_
         smaller = nn.MLP(grid, SIZES[1:], nn.gelu, norm=True, dtype="float64")
         with pytest.raises(CheckpointError, match="0.weight"):
             import_torch(smaller, path)
+
+
+class Own(nn.Module):
+    def __init__(self, grid):
+        self.grid, self.inside = grid, nn.Sequential(grid, nn.Linear(grid, 3, 2))
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+def test_networks_that_torch_has_not_have_no_lines(tmp_path):
+    with Grid(shape="ddp") as grid:
+        for network in (Own(grid), nn.Sequential(grid, nn.Linear(grid, 3, 2), lambda x: x * 2),
+                        nn.Sequential(grid, nn.Residual(nn.Linear(grid, 3, 3)))):
+            assert export_torch(network, tmp_path / "net.safetensors") == []
+        lines = export_torch(nn.Sequential(grid, nn.LayerNorm(grid, 3, eps=0.1), nn.relu), tmp_path / "n.safetensors")
+        assert "    torch.nn.LayerNorm(3, eps=0.1)," in lines and "    torch.nn.ReLU()," in lines
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_path, fails):
+    """From a checkpoint, a run's folder, a folder of checkpoints and a file for torch, on another grid."""
+    with Grid(comm, "fsdp") as grid:
+        network = made(grid, seed=3)
+        optimizer = optim.AdamW(network.parameters(), lr=0.1)
+        keeper = Checkpoints(grid, shared_path / "run" / "checkpoints")
+        path = keeper.save(4, {**network.matrices(), **optimizer.matrices()})
+        export_torch(network, shared_path / "net.safetensors")
+        before = {name: matrix.gather() for name, matrix in network.matrices().items()}
+    with Grid(comm, (1, nranks, 1)) as grid:
+        x = DistMatrix.from_global(grid, np.ones((2, 7)), layout=batch_layout("y"))
+        for start in (path, shared_path / "run", path.parent, str(shared_path / "net.safetensors")):
+            other = made(grid, seed=4)
+            other(x)
+            assert str(load_weights(other, start)) == str(start if str(start).endswith("rs") else path)
+            for name, matrix in other.matrices().items():
+                assert np.array_equal(matrix.gather(), before[name])
+        other = made(grid, seed=4)
+        values = {name: matrix.gather() for name, matrix in other.matrices().items()}
+        deeper, narrow = (nn.MLP(grid, sizes, nn.gelu, norm=True, dtype="float64") for sizes in (
+            [*SIZES, 3], [7, 13, 12, 5]))
+        fails(CheckpointError, "is the checkpoint of another network. It lacks '7.bias'", lambda: load_weights(
+            deeper, path))
+        fails(CheckpointError, "It differs in '3.bias'", lambda: load_weights(narrow, path))
+        smaller = nn.MLP(grid, [7, 13], nn.gelu, dtype="float64")
+        fails(CheckpointError, "It also has '1.bias', '1.gain'", lambda: load_weights(smaller, path))
+        fails(CheckpointError, "there is no checkpoint in .*none", lambda: load_weights(other, shared_path / "none"))
+        fails(CheckpointError, "none.safetensors is missing", lambda: load_weights(
+            other, shared_path / "none.safetensors"))
+        for name, matrix in other.matrices().items():
+            assert np.array_equal(matrix.gather(), values[name])

@@ -187,12 +187,12 @@ def test_a_layer_that_is_used_twice(comm):
 def test_names_of_parameters_and_modules(comm):
     def check(grid):
         net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
-        names = ["0.0.weight", "0.0.bias", "0.1.gain", "0.1.bias", "1.0.weight", "1.0.bias", "1.1.gain", "1.1.bias",
-                 "2.weight", "2.bias"]
+        names = ["0.weight", "0.bias", "1.gain", "1.bias", "3.weight", "3.bias", "4.gain", "4.bias", "6.weight",
+                 "6.bias"]
         assert list(net.named_parameters()) == [parameter.name for parameter in net.parameters()] == names
         assert list(net.matrices()) == names
-        assert list(net.random_state()) == ["0.3", "1.3"]
-        assert [name for name, _ in net.named_modules()][:3] == ["", "0", "0"]
+        assert list(net.random_state()) == ["2.dropout", "5.dropout"]
+        assert [name for name, _ in net.named_modules()][:4] == ["", "", "", "0"]
         plain = network_of(grid, CLASSES, bias=False, norm=False)
         assert list(plain.named_parameters()) == ["0.weight", "2.weight", "4.weight"]
         assert plain.size == 7 * 13 + 13 * 11 + 11 * 5

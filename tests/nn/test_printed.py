@@ -11,8 +11,8 @@ from pmm3d.nn import optim
 
 TREE = """\
 MLP
-  0: Recompute
-    module: Sequential
+  Recompute
+    module: Block
       0: Linear
         weight: 7 x 13, rows over y, z, columns over x
         bias: 1 x 13, columns over x
@@ -20,16 +20,16 @@ MLP
         gain: 1 x 13, columns over x
         bias: 1 x 13, columns over x
       2: gelu
-  1: Recompute
-    module: Sequential
-      0: Linear
+  Recompute
+    module: Block
+      3: Linear
         weight: 13 x 11, rows over x, z, columns over y
         bias: 1 x 11, columns over y
-      1: LayerNorm
+      4: LayerNorm
         gain: 1 x 11, columns over y
         bias: 1 x 11, columns over y
-      2: gelu
-  2: Linear
+      5: gelu
+  6: Linear
     weight: 11 x 5, rows over y, z, columns over x
     bias: 1 x 5, columns over x
 366 parameters"""

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 
 import h5py
@@ -15,6 +16,9 @@ from pmm3d import Pmm3dError
 from pmm3d.errors import MissingPackageError
 from pmm3d.layout import GridShape
 from pmm3d.tools.page import write_page
+from pmm3d.tools.page.elements import render
+from pmm3d.tools.page.inputs import read_source
+from pmm3d.tools.page.run_page import run_page
 from pmm3d.tools.page.words import toml
 
 CONFIG = """
@@ -193,6 +197,86 @@ def test_before_the_first_step_there_is_a_page_too(run):
     assert "run.json cannot be read" in words(write_page(run).read_text())
 
 
+WRONG = ("x", None, -1, [], {"a": [1]}, [[None]], 1e999, True)
+
+
+def places(value, path=()):
+    """The path of each value in a document; of the elements of a list the first one's."""
+    yield path
+    below = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, each in below:
+        yield from places(each, (*path, key))
+
+
+def changed(record, path, value):
+    copy = json.loads(json.dumps(record))
+    part = copy
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return copy
+
+
+def test_a_page_is_made_of_a_record_with_any_field_of_a_wrong_type(run):
+    """Of each part of each level; what can be shown still is."""
+    record = record_of(run)
+    found = [path for path in places(record) if path and path != ("format",)]
+    assert len(found) > 100
+    for path in found:
+        for wrong in WRONG:
+            (run / "run.json").write_text(json.dumps(changed(record, path, wrong)))
+            page = render(run_page(read_source(run)))
+            assert "Loss" in page, (path, wrong)
+
+
+@pytest.mark.parametrize("path, wrong, said, gone, left", [
+    (("ranks", "seconds"), 3, "run.json: ranks.seconds is 3: input should be a valid list.", "Time of each", "Grid"),
+    (("ranks", "waited", 0), "x", "run.json: ranks.waited.0 is 'x'", "Time of each rank", "Events"),
+    (("ranks", "waited"), [1.0], "run.json: ranks is", "Time of each rank", "Events"),
+    (("moved", 0, "sent"), [1], "run.json: moved is not of as many ranks as the rest.", "Ledger", "Memory of each"),
+    (("memory", "held", "work"), None, "run.json: memory.held.work is None", "Memory of each rank", "Waits"),
+    (("grid",), {"x": 0}, "run.json: grid.x is 0", "grid 1x2x2", "Waits"),
+    (("grid",), {"x": 1}, "run.json: grid is {'x': 1}: it must name the axes x, y, z, data", "8 ranks on", "Waits"),
+    (("hosts", 0, "ranks"), [[0, 9]], "run.json: hosts is not of as many ranks as the rest.", "on 1 host", "Waits"),
+    (("starts",), [], "run.json: starts is []", "Starts", "Waits"),
+    (("events", 0, "text"), ["y"], "run.json: events.0.text is ['y']: input should be a valid", "anew, on", "Waits"),
+    (("program", "blas"), 1, "run.json: program.blas is 1", "kernel", "Waits"),
+    (("network",), "MLP", "run.json: network is 'MLP'", "12-16-8-3", "Waits"),
+    (("settings",), [1], "run.json: settings is [1]", "Configuration", "Waits"),
+])
+def test_a_field_of_a_wrong_type_is_named_and_its_part_left_out(run, path, wrong, said, gone, left):
+    record = record_of(run)
+    assert gone not in said
+    (run / "run.json").write_text(json.dumps(changed(record, path, wrong)))
+    text = words(write_page(run).read_text())
+    assert said in text and gone not in text and left in text
+
+
+@pytest.mark.parametrize("line, said", [
+    (b'{"step": "6", "loss": 1.0}', "1 of 14 lines are left out; line 13: step is '6': input should be a valid"),
+    (b'{"step": 6, "loss": [1.0]}', "line 13: loss is [1.0]"),
+    (b'{"step": 6, "validation": 3}', "line 13: validation is 3"),
+    (b'{"step": 6, "validation": {"loss": "x"}}', "line 13: validation.loss is 'x'"),
+    (b'[1, 2]', "line 13: is [1, 2]"),
+    (b'{"loss": 1.0}', "line 13: step is missing"),
+    (b'{"step": 6, "l\xff', "line 13: it is not JSON"),
+    (b"[" * 100_000, "line 13: it is not JSON"),
+])
+def test_lines_of_wrong_types_are_left_out_and_told_of(run, line, said):
+    lines = (run / "metrics.jsonl").read_bytes().splitlines()[:12]
+    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines, line, lines[0]]))
+    text = words(write_page(run).read_text())
+    assert said in text and "Loss" in text
+
+
+def test_metrics_and_record_that_are_folders(run):
+    for name, text in (("metrics.jsonl", "metrics.jsonl cannot be read, so there are no curves: Is a directory"),
+                       ("run.json", "run.json cannot be read, so hosts, times, bytes and memory are not known: Is a")):
+        (run / name).unlink()
+        (run / name).mkdir()
+        assert text in words(write_page(run).read_text())
+
+
 def test_what_users_wrote_is_escaped(run, tmp_path):
     record = record_of(run)
     bad = '<script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -244,6 +328,58 @@ def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
     said = words(write_page(run).read_text())
     assert "rank 5, which is busy longest, takes 7.86 times the median, and others wait for it 86" in said, said
     assert "rank 5, the longest, over the median" in said
+
+
+def test_the_page_names_the_network_and_what_trains_it(trained, tmp_path):
+    said = words(write_page(trained, tmp_path / "page.html").read_text())
+    assert "12-16-8-3, gelu, LayerNorm, 403 parameters, float32, numpy" in said
+    assert "adamw, lr 0.001, betas [0.9, 0.999], clip 1.0; rate half a cosine to 0.0 of it" in said
+    assert "50 rows, of" in said and "loss: auto; seed 0" in said
+    assert "weight: 12 x 16, rows over y, z, columns over x" in said
+
+
+def test_a_network_of_ones_own_is_named_by_its_file(run):
+    record = record_of(run)
+    record["settings"]["network"] = {"build": "model.py:build"}
+    del record["network"]["sizes"]
+    record["network"]["kind"] = "Surrogate"
+    (run / "run.json").write_text(json.dumps(record))
+    assert "Surrogate, of model.py:build, 403 parameters" in words(write_page(run).read_text())
+
+
+def test_a_moving_average_of_the_loss(run):
+    values = [float(step % 3) for step in range(1, 121)]
+    (run / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values, 1)))
+    page = write_page(run).read_text()
+    assert "training, mean of 10 values" in page
+    [hover] = [json.loads(unescape(found)) for found in re.findall(r'data-hover="([^"]*)"', page) if "mean of" in found]
+    assert len(hover[1]["points"]) == 111 and hover[1]["points"][0][:2] == [10, f"{sum(values[:10]) / 10:.4g}"]
+
+
+READABLE = """<script>
+const labels = [...document.querySelectorAll(".chart")].map((chart) => [...chart.querySelectorAll(".tick")]
+  .filter((label) => label.textContent).map((label) => label.getBoundingClientRect()));
+const small = labels.flat().filter((box) => box.height < 12).length;
+const meet = (one, other) => one.left < other.right && other.left < one.right && one.top < other.bottom - 2
+  && other.top < one.bottom - 2;
+const overlapping = labels.map((boxes) => boxes.filter(
+  (one) => boxes.some((other) => one !== other && meet(one, other))).length);
+document.documentElement.dataset.labels = [labels.flat().length, small, ...overlapping].join(" ");
+</script></body>"""
+
+
+@pytest.mark.parametrize("steps, scale", [(range(1, 30), 1.0), (range(10**6, 10**8, 10**6), 1e-7),
+                                          (range(1, 90001, 500), 123456.0)])
+def test_labels_are_large_enough_and_apart(run, tmp_path, steps, scale):
+    (run / "metrics.jsonl").write_text("".join(json.dumps(
+        {"step": step, "loss": scale * (3 + index % 7), "lr": scale / (1 + index), "samples_per_second": 1e4 / scale,
+         "waiting": 0.5, "gradient_norm": scale * 1.01**index}) + "\n" for index, step in enumerate(steps)))
+    page = write_page(run, tmp_path / "page.html")
+    page.write_text(page.read_text().replace("</body>", READABLE))
+    document, _ = opened(page, tmp_path / "browser")
+    labels, small, *overlapping = map(int, re.search(r'data-labels="([\d ]+)"', document)[1].split())
+    assert labels > 30 and small == 0 and len(overlapping) == 5 and not any(overlapping)
 
 
 def test_a_long_run_keeps_its_extremes(run):

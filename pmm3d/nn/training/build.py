@@ -25,6 +25,7 @@ from .config import Config
 from .fitting import check_grid, check_steps, rows_to_train
 from .own_network import OwnNetwork
 from .passes import Event
+from .recalled import SAMPLES, Samples, samples_of
 from .rehearsal import Rehearsal
 from .run import Recipe
 from .run_log import RunLog, logger
@@ -60,7 +61,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
-            yield _trainer(config, network, loader, validation, loss, signals or Signals())
+            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss))
 
 
 def _sizes(config: Config, data: DataSet, classes: int | None) -> list[int]:
@@ -107,6 +108,12 @@ def _network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | Non
     activation = getattr(functional, config.network.activation)
     network = MLP(grid, sizes, activation, seed=config.training.seed, **section)
     return network, network.output_layout
+
+
+def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
+    """The network that a configuration says, for such samples. Collective."""
+    own = OwnNetwork(grid, config.network) if config.network.build else None
+    return _network(config, grid, [samples.features, *config.network.hidden, samples.outputs], own)[0]
 
 
 def _optimizer(config: Config, network: Module) -> optim.Optimizer:
@@ -165,7 +172,7 @@ def _predict_memory(config: Config, grid: Grid, sizes: list[int], rows: int, los
 
 
 def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,
-             signals: Signals) -> Trainer:
+             signals: Signals, samples: Samples) -> Trainer:
     section, grid = config.training, network.grid
     optimizer = _optimizer(config, network)
     epochs, steps = check_steps(config, grid, len(loader))
@@ -176,7 +183,7 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
         TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
-        settings=config.model_dump(mode="json"), signals=signals)
+        settings={**config.model_dump(mode="json"), SAMPLES: samples.model_dump()}, signals=signals)
 
 
 def _schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:

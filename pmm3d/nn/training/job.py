@@ -59,7 +59,7 @@ def _warm_start(run: Trainer) -> None:
     """Begin with the weights of training.weights, unless the run goes on from a checkpoint of its own."""
     weights = run.settings["training"]["weights"]
     if weights and not run.step:
-        from ..exchange import load_weights  # type: ignore[attr-defined]
+        from ..exchange import load_weights
 
         load_weights(run.state.network, weights)
     if weights and run.log is not None:

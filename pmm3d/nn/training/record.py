@@ -35,6 +35,8 @@ PATIENCE = 5.0
 """Seconds for what is under way to come to its end."""
 DIGITS = 6
 MOST_EVENTS = 1000
+MOST_LINES = 400
+"""Of the network as a tree."""
 FIGURES = ("calls", "sent", "received", "waited")
 Document = dict[str, Any]
 
@@ -216,11 +218,19 @@ def _program(blas: machine.Blas) -> Document:
 def _network(network: Module) -> Document:
     first = network.parameters()[0]
     described = {"kind": type(network).__name__, "parameters": network.size, "dtype": first.dtype,
-                 "library": first.library.name}
+                 "library": first.library.name, "tree": _shortened(repr(network))}
     if type(network) is MLP:
         shapes = [parameter.shape for parameter in network.parameters() if not parameter.is_vector]
         described["sizes"] = [shapes[0][0], *(cols for _, cols in shapes)]
     return described
+
+
+def _shortened(tree: str) -> str:
+    """The first and the last lines of a tree that is long."""
+    lines, half = tree.splitlines(), MOST_LINES // 2
+    if len(lines) > MOST_LINES:
+        lines[half:-half] = [f"... {len(lines) - 2 * half:,} lines ..."]
+    return "\n".join(lines)
 
 
 def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:

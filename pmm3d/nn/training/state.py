@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,21 +72,23 @@ class TrainState:
         """Write a checkpoint of this step, with what else it is to remember; its folder, which is then on the disk."""
         return checkpoints.save(self.step, self.matrices(), {**self.facts(), **extra})
 
-    def check(self, facts: Facts, accept: Collection[str] = ()) -> None:
+    def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
         """Raises Pmm3dError, on every rank, if these are not the facts of such a training; nothing is changed.
 
-        accept   "network", "data": what may be another one all the same; with other data the epoch begins anew
+        accept     "network", "data": what may be another one all the same; with other data the epoch begins anew
+        settings   of this run, as `save` was given them: compared with the checkpoint's, see `compare.differences`
         """
         with self.network.grid.together("resume", sorted(accept), always=True):
-            if lacking := [key for key in ("step", "optimizer", "random") if key not in facts]:
+            known = facts if isinstance(facts, dict) else {}
+            if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
                 raise Pmm3dError(f"the checkpoint is not of a training: it lacks {', '.join(lacking)}. Save it with "
                                  "TrainState.save")
-            before, now = facts["optimizer"]["kind"], type(self.optimizer).__name__
+            before, now = known["optimizer"].get("kind"), type(self.optimizer).__name__
             if before != now:
                 raise Pmm3dError(f"the checkpoint's optimizer is {before}, this one {now}, which cannot go on from its "
                                  "state; nothing was changed. Take the kind that it was, or begin a new run from its "
                                  "weights alone (training.weights, nn.exchange.load_weights)")
-            refuse(self._batches(facts), accept)
+            refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
 
     def load(self, facts: Facts) -> None:
         """Take the facts, once `check` has let them pass and the matrices are filled with those of the checkpoint."""
@@ -98,27 +101,19 @@ class TrainState:
                 configured = {key: mine[key] for key in CONFIGURED if key in mine}
                 self.schedule.load_state({**mine, "count": self.step, **(facts.get("schedule") or {}), **configured})
             if self.loader is not None and facts.get("loader"):
-                where = facts["loader"] if not self._batches(facts) else _begun(facts["loader"])
-                self.loader.load_state({**self.loader.state(), **where})
+                others: dict[str, Any] = {"other_data": True} if self._batches(facts) else {}
+                self.loader.load_state(facts["loader"], **others)
 
     def resume(self, checkpoints: Checkpoints, path: str | os.PathLike[str] | None = None, *,
                accept: Collection[str] = (), settings: Facts | None = None) -> Facts | None:
         """Go on from a checkpoint, or from the newest good one; its facts, or None if there is none.
 
-        accept     as in `check`
-        settings   of this run, as `save` was given them: compared with the checkpoint's, `compare.differences`
+        accept, settings   as in `check`
 
         Everything is compared before anything is changed. What differs and may is said in a line each. Checkpoints of
         later steps are retired: the branch that they belong to ends here. The facts also have "path" and "retired".
         """
-        found: list[Difference] = []
-
-        def check(facts: Facts) -> None:
-            found[:] = differences(facts.get("settings") or {}, settings or {})
-            with self.network.grid.together("resume", always=True):
-                refuse(found, accept)
-            self.check(facts, accept)
-
+        check = partial(self.check, accept=accept, settings=settings)
         if path is None and checkpoints.latest() is None:
             return None
         matrices = self.matrices()
@@ -131,7 +126,8 @@ class TrainState:
         folder, facts = loaded
         self.load(facts)
         retired = checkpoints.retire(self.step)
-        self._tell([*map(str, found), *map(str, self._batches(facts)), *self._rate(facts)], retired)
+        found = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
+        self._tell([*map(str, found), *self._rate(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
 
     def _batches(self, facts: Facts) -> list[Difference]:
@@ -161,10 +157,3 @@ class TrainState:
 
 def _state(part: Schedule | Loader | None) -> Facts | None:
     return None if part is None else part.state()
-
-
-def _begun(state: Facts) -> Facts:
-    """Where a loader begins anew that was there with other data: at the start of the epoch under way."""
-    first, last = state["rows"]
-    left, size = last - first - state["batch"] * state["batch_size"], state["batch_size"]
-    return {"epoch": state["epoch"] + (left < (size if state.get("drop_last") else 1)), "batch": 0}

@@ -9,7 +9,7 @@ from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section
-from .inputs import Json
+from .schema import Json
 from .svg import Part, bars
 from .words import in_seconds, number, percent
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...comm.words import in_bytes
 from .elements import Cell, Figure, Section, Table, Tile
-from .inputs import Json
+from .schema import Json
 from .svg import Part, bars
 from .words import in_seconds, number, percent
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from math import isfinite
 from statistics import median
 
@@ -10,10 +11,12 @@ from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section, ranks_of
-from .inputs import Json, RunFiles
+from .inputs import RunFiles
+from .network_section import network_facts, network_section, settings_section
 from .rank_sections import memory_section, rank_tiles, time_section, volume_section, wait_section
+from .schema import Json
 from .svg import Point, chart
-from .words import in_seconds, number, percent, toml
+from .words import in_seconds, number, percent
 
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
@@ -22,6 +25,8 @@ CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, Tru
 """Of a step: name in metrics.jsonl, caption, unit, whether the scale is logarithmic, whether it begins at 0."""
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
+AVERAGED = 12
+"""A moving average is over so many values that they cut the curve into so many pieces."""
 MOST_EVENTS = 40
 """A table that one screen shows; run.json has the others."""
 
@@ -29,12 +34,7 @@ MOST_EVENTS = 40
 def run_page(run: RunFiles) -> Page:
     """All that is known of the run; what is not is left out, and the notes say so."""
     record = run.record
-    sections = [_curves(run.metrics)]
-    if record.get("ranks"):
-        sections += [time_section(record), volume_section(record), wait_section(record), memory_section(record)]
-    if record:
-        sections += [grid_section(GridShape(**record["grid"]), record["hosts"], DISTRIBUTION), _history(record),
-                     _settings(record)]
+    sections = [_curves(run.metrics), *(make(record) for make, parts in SECTIONS if record.keys() >= parts)]
     return Page(run.path.absolute().name, "training run", _facts(run), _tiles(run),
                 [section for section in sections if section is not None], run.notes)
 
@@ -42,30 +42,40 @@ def run_page(run: RunFiles) -> Page:
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
     record = run.record
     facts = [("folder", str(run.path.absolute()))]
-    if not record:
-        return facts
-    program, network, hosts, starts = record["program"], record["network"], record["hosts"], record["starts"]
-    grid, began = GridShape(**record["grid"]), starts[-1]["began"]
-    names = names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} cores)"
-                            for host in hosts), MOST_HOSTS)
-    kind = "-".join(map(str, network["sizes"])) if "sizes" in network else network["kind"]
-    start = f", start {len(starts)}" if len(starts) > 1 else ""
-    return [
-        *facts, ("when", f"{_when(began)} to {_when(record.get('written', began))}{start}"),
-        *([("job", record["job"])] if record["job"] else []),
-        ("grid", f"{grid}: {grid.size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"), ("hosts", names),
-        ("network", f"{kind}, {network['parameters']:,} parameters, {network['dtype']}, {network['library']}"),
-        ("BLAS", f"{program['blas']}, kernel {program['kernel']}, {program['threads']} thread(s) a rank"),
-        ("MPI", program["mpi"]), ("CPU", program["cpu"]),
-        ("program", f"pmm3d {program['pmm3d']}, Python {program['python']}: {' '.join(map(str, record['command']))}"),
-    ]
+    if starts := record.get("starts"):
+        began = starts[-1]["began"]
+        start = f", start {len(starts)}" if len(starts) > 1 else ""
+        facts.append(("when", f"{_when(began)} to {_when(record.get('written', began))}{start}"))
+    if record.get("job"):
+        facts.append(("job", record["job"]))
+    facts += [*_place(record), *network_facts(record)]
+    if program := record.get("program"):
+        command = " ".join(record.get("command", ()))
+        facts += [("BLAS", f"{program['blas']}, kernel {program['kernel']}, {program['threads']} thread(s) a rank"),
+                  ("MPI", program["mpi"]), ("CPU", program["cpu"]),
+                  ("program", f"pmm3d {program['pmm3d']}, Python {program['python']}: {command}")]
+    return facts
+
+
+def _place(record: Json) -> list[tuple[str, str]]:
+    """The grid and its hosts."""
+    hosts, facts = record.get("hosts", []), []
+    if "grid" in record:
+        grid = GridShape(**record["grid"])
+        on = f" on {len(hosts)} host{'s' * (len(hosts) > 1)}" if hosts else ""
+        facts.append(("grid", f"{grid}: {grid.size} ranks{on}"))
+    if hosts:
+        facts.append(("hosts", names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} "
+                                               "cores)" for host in hosts), MOST_HOSTS)))
+    return facts
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
     record, metrics, tiles = run.record, run.metrics, []
     if record:
         state = record.get("state", "running")
-        note = f"epoch {record['epoch']} of {record['epochs']}" if "epoch" in record else ""
+        note = f"epoch {record['epoch']}" + (f" of {record['epochs']}" if "epochs" in record else "") \
+            if "epoch" in record else ""
         if state == "running" and run.owner:
             note += f"; the lock names process {run.owner.get('pid')} on {run.owner.get('host')}"
         tiles.append(Tile("state", "not finished" if state == "running" else state, note, STATES.get(state, "")))
@@ -75,12 +85,12 @@ def _tiles(run: RunFiles) -> list[Tile]:
         tiles.append(Tile("loss", number(last), f"{number(first)} at step {steps[0]['step']}",
                           "" if isfinite(last) else "bad"))
         tiles.append(Tile("steps", number(steps[-1]["step"])))
-    validated: Json = next((line["validation"] for line in reversed(metrics) if "validation" in line), {})
+    validated: Json = next((line["validation"] for line in reversed(metrics) if line.get("validation")), {})
     tiles += [Tile(f"validation {name}", number(_number(value))) for name, value in validated.items()]
-    rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :] if "samples_per_second" in line]
+    rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :] if line.get("samples_per_second")]
     if rates:
         tiles.append(Tile("rows per second", number(median(rates)), "median of the later half"))
-    return tiles + (rank_tiles(record) if record.get("ranks") else [])
+    return tiles + (rank_tiles(record) if record.keys() >= {"ranks", "moved", "grid"} else [])
 
 
 def _curves(metrics: list[Json]) -> Section | None:
@@ -88,6 +98,7 @@ def _curves(metrics: list[Json]) -> Section | None:
     validated = [{"step": line["step"], **line["validation"]} for line in metrics
                  if isinstance(line.get("validation"), dict)]
     losses = {"training": _points(steps, "loss")} | ({"validation": _points(validated, "loss")} if validated else {})
+    losses |= _smoothed(losses["training"])
     measures = dict.fromkeys(name for line in validated for name in line if name not in ("step", "loss"))
     figures = [_figure("Loss", "loss", losses, log=True),
                *(_figure(f"Validation: {name}", name, {name: _points(validated, name)}) for name in measures),
@@ -95,6 +106,18 @@ def _curves(metrics: list[Json]) -> Section | None:
                  for name, caption, unit, log, zero in CURVES)]
     drawn = [figure for figure in figures if figure.drawing]
     return Section("Curves", figures=drawn) if drawn else None
+
+
+def _smoothed(points: list[Point]) -> dict[str, list[Point]]:
+    """The mean of each value and those before it, under what it is called; empty where there are few."""
+    width = len(points) // AVERAGED
+    if width < 2:
+        return {}
+    finite = [(step, value) for step, value in points if isfinite(value)]
+    sums = [0.0, *accumulate(value for _, value in finite)]
+    means = [(step, (sums[index + 1] - sums[index + 1 - width]) / width)
+             for index, (step, _) in enumerate(finite) if index + 1 >= width]
+    return {f"training, mean of {width} values": means}
 
 
 def _figure(caption: str, shows: str, series: Mapping[str, list[Point]], unit: str = "", log: bool = False,
@@ -116,12 +139,12 @@ def _number(value: object) -> float:
 def _history(record: Json) -> Section:
     starts = [(_when(start["began"]), Cell(start["state"], STATES.get(start["state"], "")),
                *(number(start.get(name)) for name in ("steps", "from_step", "to_step", "ranks")),
-               str(_shape(start["grid"])), in_seconds(start.get("seconds", 0.0)),
-               percent(start.get("waited", 0.0) / max(1e-9, start.get("seconds", 0.0) * start["ranks"])),
-               in_bytes(start.get("received", 0)), start["job"] or "–") for start in record["starts"]]
-    events = [(_when(event["when"]), number(event["step"]), event["what"],
+               str(_shape(start["grid"])), in_seconds(start["seconds"]),
+               percent(start["waited"] / max(1e-9, start["seconds"] * start["ranks"])),
+               in_bytes(start["received"]), start.get("job") or "–") for start in record["starts"]]
+    events = [(_when(event["when"]), number(event.get("step")), event["what"],
                event["text"] + (f" ({in_seconds(event['seconds'])})" if "seconds" in event else ""))
-              for event in record["events"]]
+              for event in record.get("events", ())]
     caption = f"The last {MOST_EVENTS} of {len(events)} events" if len(events) > MOST_EVENTS else "Events"
     head = ("began", "state", ">steps", ">from", ">to", ">ranks", "grid", ">time", ">waited", ">moved by all", "job")
     return Section("Events", "Figures of ranks on this page are of the last start only." if len(starts) > 1 else "",
@@ -134,11 +157,16 @@ def _shape(grid: Mapping[str, int] | list[int]) -> GridShape:
     return GridShape(**grid) if isinstance(grid, Mapping) else GridShape(*grid)
 
 
-def _settings(record: Json) -> Section | None:
-    settings = record.get("settings") or {}
-    known = settings and all(isinstance(values, dict) for values in settings.values())
-    return Section("Configuration", text=toml(settings)) if known else None
+def _grid(record: Json) -> Section:
+    return grid_section(GridShape(**record["grid"]), record.get("hosts", []), DISTRIBUTION)
 
 
 def _when(stamp: str) -> str:
     return stamp.replace("T", " ")
+
+
+SECTIONS: tuple[tuple[Callable[[Json], Section | None], set[str]], ...] = (
+    (network_section, {"network"}), (time_section, {"ranks", "moved", "grid"}),
+    (volume_section, {"ranks", "moved", "passes"}), (wait_section, {"ranks", "moved"}),
+    (memory_section, {"ranks", "memory"}), (_grid, {"grid"}), (_history, {"starts"}), (settings_section, {"settings"}))
+"""In order; what each needs of the record."""

@@ -6,7 +6,7 @@ for (const chart of document.querySelectorAll("svg[data-hover]")) {
   tip.className = "tip";
   tip.hidden = true;
   cursor.setAttribute("class", "cursor");
-  cursor.setAttribute("y1", 12);
+  cursor.setAttribute("y1", 24);
   cursor.setAttribute("y2", 196);
   chart.parentElement.append(tip);
   const show = (event) => {

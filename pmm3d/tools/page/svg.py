@@ -9,10 +9,11 @@ from math import ceil, floor, isfinite, log10
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from .words import number
+from .words import number, short
 
-WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34
+WIDTH, HEIGHT = 440, 240
+LEFT, RIGHT, TOP, BOTTOM = 62, 16, 24, 44
+MOST_TICKS, FEWEST_TICKS = 5, 3
 MOST_POINTS = 400
 """Of a line: about one a pixel; of more, least and largest of each step are drawn."""
 MOST_DOTS = 40
@@ -50,7 +51,8 @@ def polygon(points: Iterable[Point]) -> str:
 
 def chart(shows: str, series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = False,
           zero: bool = False) -> str:
-    """Lines by step. series: name -> (step, value) of each point; at values that are not finite a line is broken.
+    """Lines by step, the last one on top. series: name -> (step, value) of each point; at values that are not finite a
+    line is broken.
 
     log    a logarithmic scale, where all values are positive;   zero   the scale begins at 0
     Empty if there is nothing to draw.
@@ -66,11 +68,11 @@ def chart(shows: str, series: Mapping[str, Sequence[Point]], unit: str = "", log
     for value in y_ticks:
         y = y_of(value)
         element(svg, "line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y)
-        label(svg, number(value), LEFT - 6, y + 4, "end")
+        label(svg, short(value), LEFT - 6, y + 4, "end")
     for value in x_ticks:
-        label(svg, number(int(value)), x_of(value), HEIGHT - 16)
-    label(svg, "step", WIDTH - RIGHT, HEIGHT - 2, "end")
-    label(svg, unit, LEFT, HEIGHT - 2, "start")
+        label(svg, short(value), x_of(value), HEIGHT - BOTTOM + 18)
+    label(svg, "step", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6)
+    label(svg, unit, LEFT, TOP - 10, "start")
     for index, points in enumerate(thin.values()):
         _draw_line(svg, index, [(x_of(x), y_of(y) if isfinite(y) else y) for x, y in points])
     hover = [{"name": name, "points": [[x, number(y), round(x_of(x), 1), round(y_of(y), 1)] for x, y in points]}
@@ -101,7 +103,7 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     return kept
 
 
-def _scale(low: float, high: float, start: float, stop: float, log: bool = False, count: int = 5,
+def _scale(low: float, high: float, start: float, stop: float, log: bool = False, count: int = MOST_TICKS,
            whole: bool = False) -> tuple[Callable[[float], float], list[float]]:
     """(from values to coordinates, values of ticks). whole: ticks at whole numbers."""
     if log:
@@ -111,7 +113,10 @@ def _scale(low: float, high: float, start: float, stop: float, log: bool = False
         powers = [tick for tick in inside if log10(tick) == round(log10(tick))]
         decade = (stop - start) / (log10(high / low) or 1.0)
         shown = powers if len(inside) > 6 and len(powers) > 1 else inside
-        return lambda value: start + log10(value / low) * decade, shown or [low, high]
+        if len(shown) < FEWEST_TICKS:
+            shown = _scale(low, high, start, stop)[1]
+        apart = ceil(len(shown) / (MOST_TICKS + 1))
+        return lambda value: start + log10(value / low) * decade, shown[::apart]
     span = (high - low) or abs(high) or 1.0
     high = max(high, low + span * 1e-9) if high > low else low + span
     raw = (high - low) / count

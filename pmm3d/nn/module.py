@@ -1,0 +1,212 @@
+"""A network, or a part of one: what it is made of, by name, and what it takes from files."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..comm import Grid
+from ..errors import NoGridError, Pmm3dError
+from ..layout import batch_layout
+from ..product import DistMatrix
+from ..product.matrix import Library
+from .parameter import Parameter
+from .printed import printed
+from .state_dict import check_state, matrix_for
+from .tape import no_grad
+from .tensor import Tensor, as_tensor
+
+
+class Module:
+    """A part of a network. Subclasses set `grid`, have parameters and modules as attributes, and define
+    forward(x: Tensor) -> Tensor.
+
+    What is learned is found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at
+    any depth: "blocks.0.weight", "heads.value.weight". It is not found in a function or its closure. Sets, and objects
+    that are no Modules, are refused where they hold any: their parameters would not be trained.
+
+    training   whether dropout acts; see `train` and `evaluating`
+    calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
+
+        >>> from pmm3d import nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(nn.Residual(nn.Linear(grid, 3, 3)).named_parameters())
+        ['module.weight', 'module.bias']
+    """
+
+    grid: Grid
+    training = True
+    calls: int
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "grid":
+                raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
+                                  "its __init__")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        """The layers as a tree, with sizes and layouts; the number of parameters last."""
+        return printed(self)
+
+    def __call__(self, x: Tensor | DistMatrix) -> Tensor:
+        """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
+        x = as_tensor(x)
+        out = self.forward(x)
+        if x.tape.inspect is not None:
+            x.tape.inspect(self, out)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of whatever this module holds."""
+        return iter(vars(self).items())
+
+    def children(self) -> Iterator[tuple[str, Module | Parameter]]:
+        """(name, module or parameter) of the attributes, those in lists and dicts with their indices and keys."""
+        return found(self.attributes())
+
+    def shown(self) -> Iterator[tuple[str, Any]]:
+        """(name, part) of what a print of the network shows."""
+        return self.children()
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """(name, module) of this one and all below it; one that is used twice has its first name."""
+        return self._below(prefix, set())
+
+    def _below(self, prefix: str, seen: set[Module]) -> Iterator[tuple[str, Module]]:
+        if self not in seen:
+            seen.add(self)
+            yield prefix, self
+            for name, child in self.children():
+                if isinstance(child, Module):
+                    yield from child._below(f"{prefix}.{name}".strip("."), seen)
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Name -> parameter, in order; parameters learn their names here. One used twice has its first name. Raises
+        Pmm3dError for parameters that are held where they are not found, and for two of one name."""
+        named, names = dict[str, Parameter](), dict[Parameter, str]()
+        for prefix, module in self.named_modules():
+            _check_nothing_hides(module)
+            for name, child in module.children():
+                if isinstance(child, Parameter) and child not in names:
+                    names[child] = name = f"{prefix}.{name}".lstrip(".")
+                    if named.setdefault(name, child) is not child:
+                        raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}: the keys of a "
+                                         "dict must differ as text, and from the names of attributes")
+        for child, name in names.items():
+            child.name = name
+        return named
+
+    def parameters(self) -> list[Parameter]:
+        return list(self.named_parameters().values())
+
+    def matrices(self) -> dict[str, DistMatrix]:
+        """Name -> values of the parameters, as a checkpoint takes them; see `loaded`."""
+        return {name: parameter.stored for name, parameter in self.named_parameters().items()}
+
+    def loaded(self) -> None:
+        """To be called once the values in `matrices` were written to."""
+        for parameter in self.parameters():
+            parameter.version += 1
+
+    def state_dict(self) -> dict[str, DistMatrix]:
+        """Name -> values of the parameters: their own matrices, not copies, for a checkpoint or an export."""
+        return self.matrices()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Take the values of parameters by name. Collective.
+
+        state    matrices in any layout, on any grid over the same processes; or arrays of the whole, which all ranks
+                 hold, those of vectors 1 x n or n long. Other real types are converted, as torch does
+        strict   whether the names must be those of the parameters; else the others stay as they are
+
+        Returns (parameters that the state lacks, names that no parameter has); none if strict. Raises LayoutError, on
+        every rank and before anything is changed, for other names, shapes, types or processes.
+
+            >>> import numpy as np; from pmm3d import nn
+            >>> with Grid(shape="ddp") as grid:
+            ...     one, other = (nn.Linear(grid, 3, 2, seed=seed) for seed in (1, 2))
+            ...     one.load_state_dict(other.state_dict())
+            ...     one.load_state_dict({"bias": np.zeros(2), "gain": np.ones(2)}, strict=False)
+            ([], [])
+            (['weight'], ['gain'])
+        """
+        named = self.named_parameters()
+        with self.grid.together("load_state_dict", sorted(map(str, state)), strict):
+            check_state(named, state, strict)
+        for name, parameter in named.items():
+            if name in state:
+                parameter.assign(matrix_for(parameter, state[name]))
+        return [name for name in named if name not in state], [name for name in state if name not in named]
+
+    def train(self, on: bool = True) -> Module:
+        """Whether dropout acts from now on; returns the module."""
+        for _, module in self.named_modules():
+            module.training = on
+        return self
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Module]:
+        """In this context nothing is dropped out and nothing is noted for a backward pass."""
+        before = {module: module.training for _, module in self.named_modules()}
+        self.train(False)
+        try:
+            with no_grad(self.grid):
+                yield self
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
+        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, in the
+        layout of any batch's. Collective; before loading a checkpoint into one's own network."""
+        row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
+                                       layout=batch_layout("y"), library=library)
+        with self.evaluating():
+            return self(row)
+
+    def random_state(self) -> dict[str, int]:
+        """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""
+        return {name: module.calls for name, module in self.named_modules() if hasattr(module, "calls")}
+
+    def set_random_state(self, state: dict[str, int]) -> None:
+        for name, module in self.named_modules():
+            if name in state:
+                module.calls = state[name]
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of the whole network."""
+        return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
+
+
+def found(attributes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Module | Parameter]]:
+    """(name, module or parameter) of some attributes, those in lists and dicts with their indices and keys."""
+    return ((path, item) for name, value in attributes for path, item in _items(name, value)
+            if isinstance(item, (Module, Parameter)))
+
+
+def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """A value, or what lists, tuples and dicts hold at any depth."""
+    if not isinstance(value, (dict, list, tuple)):
+        yield name, value
+    elif not any(value is other for other in above):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _items(f"{name}.{key}", item, (*above, value))
+
+
+def _check_nothing_hides(module: Module) -> None:
+    """Raises Pmm3dError for a parameter or module within something that is not searched."""
+    kinds = Module, Parameter
+    for name, value in (item for attribute in module.attributes() for item in _items(*attribute)):
+        held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
+        if not isinstance(value, kinds) and any(isinstance(each, kinds) for each in held):
+            raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__} that holds parameters or "
+                             "modules where they are not found, and would not be trained: keep them in a list or a "
+                             "dict, or make it a Module")

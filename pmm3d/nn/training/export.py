@@ -1,0 +1,69 @@
+"""A checkpoint of a run as a torch state dict, with the lines that make its network in torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mpi4py import MPI
+
+from ...comm import Grid
+from ...errors import CheckpointError
+from ...io import Checkpoints, export_safetensors
+from ...io.checkpoint import Checkpoint
+from ...layout import Layout
+from ...product import DistMatrix
+from ..exchange import ENDING, export_torch, find_checkpoint, is_state, torch_name
+from .build import network_of
+from .recalled import SAMPLES, Recalled, recalled
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raises CheckpointError unless a .safetensors file may be written there."""
+    if target.suffix != ENDING:
+        raise CheckpointError(f"cannot export to {target}: what is written is a safetensors file, so let its name end "
+                              f"in {ENDING}")
+    if os.path.lexists(target) and not overwrite:
+        raise CheckpointError(f"{target} exists; --overwrite replaces it")
+
+
+def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> tuple[Path, list[str]]:
+    """Write the weights of a checkpoint, or of a run's newest good one, as `export_torch` does. Collective over comm.
+
+    Returns (the checkpoint, the lines that make the network in torch). There are no lines for a network that torch has
+    not or of which the checkpoint does not say how it is made. Each rank holds its share of the rows. Raises
+    CheckpointError, on every rank.
+    """
+    with Grid(comm, "fsdp") as grid:
+        found, keeper = find_checkpoint(grid, checkpoint)
+        try:
+            known = recalled(found)
+        except CheckpointError:
+            return found.path, _export_matrices(grid, keeper, found, target)
+        if known.config.network.build:  # whose file need not be there any more
+            return found.path, _export_matrices(grid, keeper, found, target)
+        return found.path, _export_network(grid, keeper, found, known, target)
+
+
+def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path) -> list[str]:
+    """The network says which of its parameters are vectors."""
+    section = known.config.network.model_copy(update={"library": "numpy"})
+    made = network_of(known.config.model_copy(update={"network": section}), grid, known.samples)
+    keeper.fill(found, made.matrices(), partial=True)
+    made.loaded()
+    said = {"network": section.model_dump(mode="json"), SAMPLES: known.samples.model_dump()}
+    return export_torch(made, target, {"pmm3d": json.dumps(said)})
+
+
+def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> list[str]:
+    """The checkpoint says which are vectors; one that is older says it by their names."""
+    entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
+    matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"))
+                for name, entry in entries.items()}
+    vectors = {torch_name(name) for name, entry in entries.items()
+               if entry.get("vector", name.rpartition(".")[2] in ("gain", "bias"))}
+    keeper.fill(found, matrices, partial=True)
+    weights = {torch_name(name): matrix for name, matrix in matrices.items()}
+    export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)
+    return []

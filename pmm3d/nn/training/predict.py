@@ -1,0 +1,217 @@
+"""What the network of a run says of samples: a file of inputs becomes one of outputs, batch by batch, on any ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from scipy.special import softmax
+
+from ...arrays import take_device
+from ...comm import Grid
+from ...comm.shapes import chosen_shape
+from ...errors import DataError, GridError
+from ...io.disk import file_errors, sync
+from ...io.new_hdf5 import NewHdf5
+from ...io.source import SourceFile
+from ...layout import batch_layout
+from ...product import DistMatrix
+from ..exchange import find_checkpoint
+from ..layers import Module
+from ..tape import unchanged
+from .build import network_of
+from .config import Config
+from .recalled import Recalled, recalled
+
+LARGEST_BATCH = 2**31
+"""Elements of inputs or outputs of a batch, which the first rank gathers."""
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to predict: run is its folder or a checkpoint's; source the HDF5 file with the samples, target the file to
+    write; inputs and batch_size None as the run's."""
+
+    run: Path
+    source: Path
+    target: Path
+    inputs: str | None = None
+    batch_size: int | None = None
+    overwrite: bool = False
+
+
+class Predicted(NamedTuple):
+    """What was done: the checkpoint whose weights, the grid, and the shapes of the data sets written, by name."""
+
+    checkpoint: Path
+    grid: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+def check_files(asked: Asked) -> None:
+    """Raises DataError unless the target may be written: it is not there, and is not the source."""
+    if os.path.exists(asked.target) and os.path.exists(asked.source) and os.path.samefile(asked.source, asked.target):
+        raise DataError(f"{asked.target} is the file of the samples, which would be lost: name another file for the "
+                        "predictions")
+    if os.path.lexists(asked.target) and not asked.overwrite:
+        raise DataError(f"{asked.target} exists; --overwrite replaces it")
+
+
+def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: None) -> Predicted:
+    """Write what the network of a run gives for all samples of a file. Collective over comm.
+
+    The target has "outputs" (samples, columns of the network's output), and for classes "probabilities", of the same
+    shape, and "classes" (samples,), the most probable one, with the attribute class_names if they are known; samples
+    are in the order of the source. It appears, on the disk, once it is whole.
+
+    tell(done, total)   is called on rank 0, with samples
+
+    The grid is the run's if it fits the ranks, else copies of the network on all of them ("ddp"). Raises a Pmm3dError,
+    on every rank, before anything is computed, where checkpoint, samples and batch size do not fit together.
+    """
+    with Grid(comm, "ddp") as reading:
+        found, keeper = find_checkpoint(reading, asked.run)
+        with reading.together("predict", str(asked.run), always=True):
+            known = recalled(found)
+        shape = _shape(known.config, comm.size)
+        with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
+            made = network_of(known.config, grid, known.samples)
+            keeper.fill(found, made.matrices(), partial=True)
+            made.loaded()
+            facts = {"checkpoint": str(found.path), "source": str(asked.source)}
+            with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
+                _run(grid, made, inputs, predictions, tell)
+            return Predicted(found.path, str(grid.shape), predictions.shapes)
+
+
+def _shape(config: Config, ranks: int) -> tuple[str, int]:
+    """Of the run's grid, or that of copies on all ranks."""
+    asked = config.grid.shape, config.grid.data
+    try:
+        fits = chosen_shape(*asked, {}, ranks, None, "float32", None).size == ranks
+    except GridError:
+        fits = False
+    return asked if fits else ("ddp", 1)
+
+
+class Inputs:
+    """The samples in an HDF5 file, as the network takes them, in batches of `size` rows."""
+
+    def __init__(self, grid: Grid, asked: Asked, known: Recalled):
+        data, network = known.config.data, known.config.network
+        self.grid, self.dtype, self.library = grid, network.dtype, grid.library(network.library)
+        self.file = SourceFile(str(asked.source), data.links)
+        self.dataset = self.file.dataset(asked.inputs or data.inputs)
+        self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
+        self.size = data.batch_size if asked.batch_size is None else asked.batch_size
+
+    def batch(self, start: int, rows: int) -> DistMatrix:
+        """So many rows from one on. Collective; raises DataError, on every rank, for numbers that are not finite."""
+        layout = batch_layout("y")
+        box = layout.box((rows, self.features), self.grid.shape, self.grid.coords)
+        part = np.zeros(box.shape, self.dtype)
+        with self.grid.together("predict: reading", self.file.path, start, rows, always=True):
+            if box.size:
+                self._read(start + box.r0, box.c0, part)
+        return DistMatrix(self.grid, self.library.from_numpy(part, self.dtype), (rows, self.features), layout)
+
+    def _read(self, first: int, column: int, part: np.ndarray) -> None:
+        rows, columns = part.shape
+        with self.file.unchanged(), np.errstate(over="ignore"):
+            part[...] = self.dataset[first : first + rows].reshape(rows, -1)[:, column : column + columns]
+        if not np.isfinite(part).all():
+            row, off = np.argwhere(~np.isfinite(part))[0]
+            raise DataError(f"{self.file.path}: row {first + row} of data set {self.dataset.name[1:]!r} holds "
+                            f"{part[row, off]} in column {column + off}, as {self.dtype}")
+
+
+@contextmanager
+def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
+    """The samples, checked against the network. Collective."""
+    with grid.together("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
+        take_device(known.config.network.library, grid.local_rank)
+        inputs = Inputs(grid, asked, known)
+        if inputs.features != known.samples.features:
+            raise DataError(f"{asked.source}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
+                            f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
+                            "it was trained on, in their order, or name another data set (--inputs)")
+        _check_batch(inputs, known.samples.outputs)
+    try:
+        yield inputs
+    finally:
+        inputs.file.h5.close()
+
+
+def _check_batch(inputs: Inputs, outputs: int) -> None:
+    widest = max(inputs.features, outputs)
+    if inputs.size < 1:
+        raise DataError(f"a batch has at least 1 row; got {inputs.size}. Name another --batch-size")
+    if min(inputs.size, inputs.samples) * widest > LARGEST_BATCH:
+        raise DataError(f"batches of {inputs.size:,} rows of {widest:,} columns are too large: name a --batch-size of "
+                        f"at most {max(1, LARGEST_BATCH // widest):,}")
+
+
+def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tell: Tell) -> None:
+    with made.evaluating(), unchanged(grid):
+        for start in range(0, inputs.samples, inputs.size):
+            rows = min(inputs.size, inputs.samples - start)
+            values = made(inputs.batch(start, rows)).gather(0)
+            with grid.together("predict: writing", start, always=True), file_errors(predictions.target, "written"):
+                if values is not None:
+                    predictions.write(start, inputs.library.to_numpy(values))
+                    tell(start + rows, inputs.samples)
+
+
+class Predictions:
+    """The file that rank 0 writes; on other ranks, without a file, what is in it."""
+
+    def __init__(self, target: Path, new: NewHdf5 | None, known: Recalled, samples: int, facts: dict[str, str]):
+        self.target, self._new, self._classes = target, new, known.samples.loss == "cross_entropy"
+        shape = samples, known.samples.outputs
+        self.shapes: dict[str, tuple[int, ...]] = {"outputs": shape}
+        if self._classes:
+            self.shapes |= {"probabilities": shape, "classes": shape[:1]}
+        if new is not None:
+            for name, each in self.shapes.items():
+                new.file.create_dataset(name, each, "int64" if name == "classes" else known.config.network.dtype)
+            new.file.attrs.update(facts)
+            if self._classes and known.samples.class_names is not None:
+                new.file["classes"].attrs["class_names"] = known.samples.class_names
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        """The network's outputs for the samples from one on, on rank 0. Raises OSError."""
+        assert self._new is not None
+        file, rows = self._new.file, slice(start, start + len(values))
+        file["outputs"][rows] = values
+        if self._classes:
+            file["probabilities"][rows] = softmax(values, axis=1)
+            file["classes"][rows] = values.argmax(axis=1)
+        self._new.check()
+
+
+@contextmanager
+def _predictions(grid: Grid, target: Path, known: Recalled, samples: int,
+                 facts: dict[str, str]) -> Iterator[Predictions]:
+    """The file, under another name until it is whole. Collective."""
+    temporary, new = target.with_name(target.name + ".writing"), None
+    try:
+        with grid.together("predict: writing", str(target), always=True), file_errors(target, "written"):
+            new = NewHdf5(temporary) if grid.rank == 0 else None
+            predictions = Predictions(target, new, known, samples, facts)
+        yield predictions
+        with grid.together("predict: completing", always=True), file_errors(target, "written"):
+            if new is not None:
+                new.complete()
+                os.replace(temporary, target)
+                sync(target.absolute().parent)
+    finally:
+        if new is not None:
+            new.abandon()

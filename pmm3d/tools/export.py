@@ -1,0 +1,47 @@
+"""The command `pmm3d export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .outputs import check_writable
+from .ranks import all_ranks, on_first
+from .terminal import say
+
+
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's, whose newest good one is "
+                                                    "taken.")],
+    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+) -> None:
+    """Write the weights of a checkpoint as a torch state dict, and print the lines that load it in torch.
+
+    The lines make the network with its activation, norm, bias and dropout, as the run's configuration says; they are
+    also in the file's metadata ("torch"), beside the configuration ("pmm3d"). TARGET appears only when it is complete.
+
+    [bold]Examples[/]
+
+    pmm3d export runs/digits digits.safetensors
+
+    pmm3d export runs/digits/checkpoints/step-00000300 digits.safetensors --overwrite
+
+    pmm3d export runs/digits digits.safetensors > in_torch.py      the lines as a file
+    """
+    with all_ranks() as comm:
+        from ..nn.training.export import check_target, export_checkpoint
+
+        def first() -> None:
+            check_target(target, overwrite)
+            check_writable(target)
+
+        on_first(comm, first)
+        path, lines = export_checkpoint(comm, checkpoint, target)
+        if comm.rank == 0:
+            say(f"# wrote {target}, the weights of {path}. In torch:")
+            say("\n".join(lines or ["# the network has parts that torch has not, or its checkpoint does not say how it "
+                                    "is made: write it with", "# layers of these names (safetensors.torch.load_file "
+                                    "shows them), with the same activations and settings"]))

@@ -1,0 +1,42 @@
+"""Networks on a grid with an axis of its own: rows of the batch over it, or whole on all of its ranks."""
+
+import numpy as np
+import pytest
+from networks import CLASSES, VECTORS, alone, assert_replicas_agree, batch_of, largest_difference, network_of, spread
+from networks import weights_of as weights
+
+from pmm3d import Grid, nn
+from pmm3d.layout import Layout
+from pmm3d.nn import optim
+
+pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(60)]
+SHAPES = {2: [(1, 1, 1)], 4: [(1, 2, 1), (1, 1, 2)]}
+
+
+def trained(grid, case, rows, **options):
+    """Losses of three steps, and the network."""
+    net = network_of(grid, case, **options)
+    optimizer, losses = optim.AdamW(net.parameters(), lr=1e-2), []
+    for step in range(3):
+        x, y = batch_of(case, step)
+        loss = getattr(nn, case.loss)(net(spread(grid, x, Layout(rows, "y"))), spread(grid, y, Layout(rows)))
+        loss.backward()
+        losses.append(loss.item())
+        assert_replicas_agree(grid, {name: each.grad for name, each in net.named_parameters().items()})
+        optimizer.clip(1.0)
+        optimizer.step()
+    return losses, net
+
+
+@pytest.mark.parametrize("case", [CLASSES, VECTORS], ids=["norm", "plain"])
+@pytest.mark.parametrize("rows", [("data", "z", "seq"), ("data", "z")], ids=["rows over seq", "whole on seq"])
+@pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
+def test_training_is_the_same_with_a_further_axis(comm, case, rows, activations):
+    with alone() as single:
+        expected, net = trained(single, case, ("data", "z"))
+        wanted = weights(net)
+    for shape in SHAPES[comm.size]:
+        with Grid(comm, shape, axes={"seq": 2}) as grid:
+            losses, net = trained(grid, case, rows, activations=activations)
+            assert np.abs(np.subtract(losses, expected)).max() < 1e-12
+            assert largest_difference(weights(net), wanted) < 1e-11

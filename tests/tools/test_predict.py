@@ -1,0 +1,232 @@
+"""`pmm3d predict` and `pmm3d export`: what a run's network gives, here on any ranks and in torch."""
+
+import json
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+PROGRAM = """
+from pmm3d.tools.cli import main
+{before}
+sys.argv[0] = "pmm3d"
+main()
+"""
+NAMES = ["cat", "dog", "eel"]
+
+
+@pytest.fixture
+def pmm3d(job, tmp_path):
+    """pmm3d(*arguments): what the command did in the test's folder."""
+
+    def run(*arguments, ranks=1, before="", env=None):
+        program = f"import os; os.chdir({str(tmp_path)!r})\n" + PROGRAM.format(before=before)
+        return job(ranks, program, *map(str, arguments), timeout=100, env=env)
+
+    return run
+
+
+@pytest.fixture
+def trained(pmm3d, tmp_path):
+    """trained(network, targets): the configuration's [network] lines make a run in `run`; samples in x.h5."""
+
+    def train(network="hidden = [8]", targets="y", features=5, grid="", ranks=1):
+        random = np.random.default_rng(0)
+        x = random.standard_normal((40, features)).astype("float32")
+        with h5py.File(tmp_path / "data.h5", "w") as file:
+            file["x"], file["y"] = x, np.arange(40) % 3
+            file["y"].attrs["class_names"] = NAMES
+            file["v"] = x[:, :1] * 2 + 1
+        with h5py.File(tmp_path / "x.h5", "w") as file:
+            file["x"] = random.standard_normal((13, features)).astype("float32")
+        (tmp_path / "run.toml").write_text(
+            f'[data]\nfile = "data.h5"\ntargets = "{targets}"\nbatch_size = 8\n[network]\n{network}\n'
+            f'[training]\nfolder = "run"\nepochs = 2\n{grid}\n')
+        done = pmm3d("train", "run.toml", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+
+    return train
+
+
+def said(done, text):
+    """The job ended with 2 and said that once."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("pmm3d: ") == 1 and text in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def predicted(path):
+    with h5py.File(path) as file:
+        return {name: file[name][...] for name in file}
+
+
+def in_torch(lines, x, monkeypatch, folder):
+    """What the printed lines make of the samples."""
+    import torch
+
+    monkeypatch.chdir(folder)
+    made = {}
+    exec(lines, made)
+    with torch.no_grad():
+        return made["net"](torch.from_numpy(x)).numpy()
+
+
+NETWORKS = {
+    "gelu": "hidden = [8]",
+    "relu": 'hidden = [8, 6]\nactivation = "relu"\nnorm = true\ndropout = 0.3',
+    "tanh": 'hidden = [4]\nactivation = "tanh"\nbias = false\nrecompute = true\nnorm = true',
+    "silu": 'hidden = [4]\nactivation = "silu"\ndtype = "float64"',
+    "sigmoid": 'hidden = []\nactivation = "sigmoid"',
+}
+
+
+@pytest.mark.parametrize("kind, targets, features", [
+    ("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1)])
+def test_the_lines_that_export_prints_make_the_same_network_in_torch(pmm3d, trained, tmp_path, monkeypatch, kind,
+                                                                     targets, features):
+    trained(NETWORKS[kind], targets, features)
+    done = pmm3d("export", "run", "run.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert pmm3d("predict", "run", "x.h5", "--out", "out.h5", "--batch-size", "5").returncode == 0
+    x = predicted(tmp_path / "x.h5")["x"].astype("float64" if kind == "silu" else "float32")
+    outputs = predicted(tmp_path / "out.h5")["outputs"]
+    assert outputs.shape == (13, 1 if targets == "v" else 3)
+    assert np.allclose(in_torch(done.stdout, x, monkeypatch, tmp_path), outputs, rtol=1e-5, atol=1e-6)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "run.safetensors", "numpy") as file:
+        kept = file.metadata()
+        assert file.get_slice("0.weight" if kind != "tanh" else "0.0.weight").get_shape()[1] == features
+    assert kept["torch"] in done.stdout
+    settings = json.loads(kept["pmm3d"])
+    assert settings["network"]["activation"] == kind and settings["samples"]["features"] == features
+
+
+def test_a_network_of_a_loop_is_exported_without_lines(job, pmm3d, tmp_path):
+    """Its checkpoint says which are vectors, but not how the network is made."""
+    done = job(2, """
+        from pmm3d import Grid, nn
+        from pmm3d.io import Checkpoints
+        with Grid(shape="fsdp") as grid:
+            Checkpoints(grid, sys.argv[1]).save(3, nn.MLP(grid, [1, 4, 1], norm=True).matrices())
+    """, tmp_path / "own")
+    assert done.returncode == 0, done.stderr
+    done = pmm3d("export", "own", "own.safetensors", ranks=2)
+    assert done.returncode == 0 and "does not say how it" in done.stdout and "import torch" not in done.stdout
+    from safetensors.numpy import load_file
+
+    found = {name: tensor.shape for name, tensor in load_file(tmp_path / "own.safetensors").items()}
+    assert found == {"0.weight": (4, 1), "0.bias": (4,), "1.weight": (4,), "1.bias": (4,), "3.weight": (1, 4),
+                     "3.bias": (1,)}
+    said(pmm3d("predict", "own", "x.h5", "--out", "o.h5"), "does not say how its network is made")
+
+
+@pytest.mark.parametrize("name, arguments, text", [
+    ("run.pt", (), "let its name end in .safetensors"),
+    ("there.safetensors", (), "there.safetensors exists; --overwrite replaces it"),
+    ("link.safetensors", (), "link.safetensors exists; --overwrite replaces it"),
+    ("none/x.safetensors", (), "there is no folder"),
+])
+def test_export_refuses(pmm3d, tmp_path, name, arguments, text):
+    (tmp_path / "there.safetensors").write_text("mine")
+    (tmp_path / "link.safetensors").symlink_to("nowhere")
+    before = sorted(os.listdir(tmp_path))
+    said(pmm3d("export", "run", name, *arguments, ranks=2), text)
+    assert sorted(path for path in os.listdir(tmp_path) if not path.startswith("job")) == [
+        path for path in before if not path.startswith("job")]
+    assert (tmp_path / "there.safetensors").read_text() == "mine"
+
+
+def test_export_replaces_what_it_is_told_to_and_follows_no_link(pmm3d, trained, tmp_path):
+    trained()
+    (tmp_path / "precious").write_text("mine")
+    for name in ("run.safetensors", "run.safetensors.writing"):
+        (tmp_path / name).symlink_to("precious")
+    assert pmm3d("export", "run", "run.safetensors", "--overwrite").returncode == 0
+    assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "run.safetensors").is_symlink()
+
+
+def test_predictions_do_not_depend_on_ranks_grids_and_batches(pmm3d, trained, tmp_path):
+    trained("hidden = [8, 7]\nnorm = true\ndropout = 0.5", grid='[grid]\nshape = "2x1x1"', ranks=2)
+    whole = None
+    for ranks, size in ((1, 13), (2, 4), (3, 8), (4, 1), (4, 100)):
+        done = pmm3d("predict", "run", "x.h5", "--out", f"{ranks}-{size}.h5", "--batch-size", size, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        grid = "2x1x1" if ranks == 2 else "1x1x1"
+        assert "outputs 13 x 3, probabilities 13 x 3, classes 13; by run/checkpoints/step-0000001" in done.stdout
+        assert f"on grid {grid}" in done.stdout
+        found = predicted(tmp_path / f"{ranks}-{size}.h5")
+        whole = whole or found
+        assert np.allclose(found["outputs"], whole["outputs"], rtol=1e-5, atol=1e-6)
+        assert np.allclose(found["probabilities"].sum(1), 1, atol=1e-6)
+        assert np.array_equal(found["classes"], found["outputs"].argmax(1))
+    with h5py.File(tmp_path / "1-13.h5") as file:
+        assert list(file["classes"].attrs["class_names"]) == NAMES and file["classes"].dtype == "int64"
+        assert "run/checkpoints/step-" in file.attrs["checkpoint"]
+    with h5py.File(tmp_path / "x.h5", "a") as file:
+        two = file["x"][:2]
+        del file["x"]
+        file["x"] = two
+    assert pmm3d("predict", "run", "x.h5", "--out", "few.h5", ranks=4).returncode == 0
+    assert np.allclose(predicted(tmp_path / "few.h5")["outputs"], whole["outputs"][:2], rtol=1e-5, atol=1e-6)
+
+
+def test_the_newest_good_checkpoint_counts_or_the_one_that_is_named(pmm3d, trained, tmp_path):
+    trained()
+    folder = tmp_path / "run" / "checkpoints"
+    older, newer = sorted(folder.iterdir())
+    for run, name in (("run", newer), (older, older), (folder, newer)):
+        done = pmm3d("predict", run, "x.h5", "--out", f"{len(str(run))}.h5")
+        assert done.returncode == 0 and name.name in done.stdout, done.stderr
+    os.truncate(newer / "rank-00000.h5", 100)
+    done = pmm3d("predict", "run", "x.h5", "--out", "old.h5")
+    assert done.returncode == 0 and older.name in done.stdout and "is passed over" in done.stderr
+    said(pmm3d("predict", newer, "x.h5", "--out", "new.h5"), "is damaged: it has 100 bytes")
+    shutil.rmtree(folder)
+    said(pmm3d("predict", "run", "x.h5", "--out", "new.h5"), "there is no checkpoint in run")
+    assert not (tmp_path / "new.h5").exists()
+
+
+def test_predict_refuses_what_does_not_fit(pmm3d, trained, tmp_path):
+    trained()
+    with h5py.File(tmp_path / "bad.h5", "w") as file:
+        file["x"], file["nan"], file["text"] = np.ones((4, 6)), np.ones((4, 5)), ["a", "b"]
+        file["nan"][3, 2] = np.nan
+    (tmp_path / "there.h5").write_text("mine")
+    data = (tmp_path / "x.h5").read_bytes()
+    for arguments, text in (
+        (("x.h5", "--out", "there.h5"), "there.h5 exists; --overwrite replaces it"),
+        (("x.h5", "--out", "x.h5", "--overwrite"), "x.h5 is the file of the samples, which would be lost"),
+        (("bad.h5", "--out", "o.h5"), "'x' has 6 features a row, the network of run takes 5. Give the columns"),
+        (("bad.h5", "--out", "o.h5", "--inputs", "nan"), "row 3 of data set 'nan' holds nan in column 2"),
+        (("bad.h5", "--out", "o.h5", "--inputs", "text"), "'text' holds strings; needed are real numbers"),
+        (("bad.h5", "--out", "o.h5", "--inputs", "z"), "has no data set 'z'; it has 'nan', 'text', 'x'"),
+        (("none.h5", "--out", "o.h5"), "cannot open none.h5"),
+        (("x.h5", "--out", "none/o.h5"), "there is no folder"),
+    ):
+        said(pmm3d("predict", "run", *arguments, ranks=2), text)
+    done = pmm3d("predict", "run", "x.h5", "--out", "o.h5", "--batch-size", "0")
+    assert done.returncode == 2 and "Invalid value for '--batch-size'" in done.stderr
+    assert not {"o.h5", "o.h5.writing"} & set(os.listdir(tmp_path))
+    assert (tmp_path / "there.h5").read_text() == "mine" and (tmp_path / "x.h5").read_bytes() == data
+
+
+FULL = """
+import resource
+from pmm3d.io import new_hdf5
+begin = new_hdf5.NewHdf5.__init__
+def limited(self, path):
+    begin(self, path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+new_hdf5.NewHdf5.__init__ = limited
+"""
+
+
+def test_a_full_disk_leaves_no_half_predictions(pmm3d, trained, tmp_path):
+    trained()
+    (tmp_path / "o.h5").write_text("mine")
+    done = pmm3d("predict", "run", "x.h5", "--out", "o.h5", "--overwrite", ranks=2, before=FULL)
+    said(done, "o.h5 cannot be written: File too large")
+    assert (tmp_path / "o.h5").read_text() == "mine" and not (tmp_path / "o.h5.writing").exists()
