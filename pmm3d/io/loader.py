@@ -104,8 +104,10 @@ class Loader(AbstractContextManager["Loader"]):
             self._reader.taken()
         data, size = self.data, self._plan.size(self.batch)
         self.batch += 1
-        return (DistMatrix(data.grid, x, (size, data.features), self._layouts[0]),
-                DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1]))
+        inputs = DistMatrix(data.grid, x, (size, data.features), self._layouts[0])
+        targets = DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1])
+        targets.labels_below = data.classes
+        return inputs, targets
 
     def rows(self, batch: int) -> int:
         """Of a batch of an epoch, over all ranks."""
