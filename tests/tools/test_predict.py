@@ -78,12 +78,14 @@ NETWORKS = {
     "relu": 'hidden = [8, 6]\nactivation = "relu"\nnorm = true\ndropout = 0.3',
     "tanh": 'hidden = [4, 3]\nactivation = "tanh"\nbias = false\nrecompute = true\nnorm = true\ndropout = 0.2',
     "silu": 'hidden = [4]\nactivation = "silu"\ndtype = "float64"',
-    "sigmoid": 'hidden = [4]\nactivation = "sigmoid"',
+    "sigmoid": 'hidden = [3]\nactivation = "sigmoid"',
+    "linear": "hidden = []",
 }
 
 
 @pytest.mark.parametrize("kind, targets, features", [
-    ("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1)])
+    ("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1),
+    ("linear", "v", 1)])
 def test_the_lines_that_export_prints_make_the_same_network_in_torch(pmm3d, trained, tmp_path, monkeypatch, kind,
                                                                      targets, features):
     trained(NETWORKS[kind], targets, features)
@@ -101,7 +103,7 @@ def test_the_lines_that_export_prints_make_the_same_network_in_torch(pmm3d, trai
         assert file.get_slice("0.weight").get_shape()[1] == features
     assert kept["torch"] in done.stdout
     settings = json.loads(kept["pmm3d"])
-    assert settings["network"]["activation"] == kind and settings["samples"]["features"] == features
+    assert settings["network"].get("activation", "linear") == kind and settings["samples"]["features"] == features
 
 
 def test_a_network_of_a_loop_is_exported_without_lines(job, pmm3d, tmp_path):
