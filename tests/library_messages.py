@@ -95,7 +95,9 @@ def _speaks(call: ast.Call) -> bool:
     name = _name(call)
     if name in SPEAKERS:
         return len(call.args) == 1  # with two it is a finding of `pmm3d doctor`, which brings its remedy along
-    return name in (*ERRORS, "agree") or name.endswith("Error") and not hasattr(builtins, name)
+    if name == "agree":
+        return len(call.args) == 4  # of pmm3d.comm.agreement; others of that name have no text
+    return name in ERRORS or name.endswith("Error") and not hasattr(builtins, name)
 
 
 def _given(text: ast.AST, function: ast.AST):

@@ -38,5 +38,6 @@ def agree(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 
     """
     numbers = np.array([loss, square, request == SAVE, request == END, look, failed], np.float64)
     with grid.ledger.phase("agreement"):
-        loss, square, saves, ends, looks, failures = grid.everyone.sum_into(numbers, numbers).wait().tolist()
+        total = grid.everyone.all_reduce(numbers, agreed=True).wait()
+    loss, square, saves, ends, looks, failures = total.tolist()
     return Agreed(loss, sqrt(abs(square)), END if ends else SAVE if saves else 0, looks > 0, failures > 0)
