@@ -224,7 +224,13 @@ def test_what_disappears_while_the_run_goes_on_is_said(small, shared_path, comm,
     assert trainer.checkpoints.latest().name == "step-00000012"
 
 
-TAKE = "import sys; from pmm3d.io.lock import RunLock; RunLock(sys.argv[1]).acquire(); print('taken', flush=True); input()"
+TAKE = """
+import sys
+from pmm3d.io.lock import RunLock
+RunLock(sys.argv[1]).acquire()
+print("taken", flush=True)
+input()
+"""
 
 
 @pytest.mark.parallel([2])
