@@ -71,7 +71,7 @@ def _said(tree: ast.Module, is_report: bool):
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Module))]
     for function in reversed(functions):  # inner ones first, where a name means what it was given there
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and node.args and _speaks(node):
+            if isinstance(node, ast.Call) and len(node.args) > _position(node) and _speaks(node):
                 texts = map(quoted, _given(node.args[_position(node)], function))
             elif isinstance(node, ast.expr) and id(node) not in within and (
                 _flat(node).startswith(OURS) or is_report and len(_flat(node).split()) >= WORDS

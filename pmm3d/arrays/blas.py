@@ -12,15 +12,16 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
+Lying = tuple[tuple[int, ...], ...]
 """(address, shape, strides in elements)."""
 
 _ROUTINES = {
@@ -88,6 +89,18 @@ def _routine(name: str) -> Callable[..., None]:
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)(get_pointer(capsule, get_name(capsule)))
 
 
+class _Call(NamedTuple):
+    """A GEMM but for the addresses: its routine, whether A and B change places, and the other arguments."""
+
+    routine: Callable[..., None]
+    swapped: bool
+    first: tuple[Any, ...]
+    lda: Any
+    ldb: Any
+    beta: Any
+    ldc: Any
+
+
 def _leading(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bytes, int]:
     """How a matrix with these strides (in elements) reads as a column-major one: N or T, and its leading dimension."""
     (rows, cols), (row_stride, col_stride) = shape, strides
@@ -104,27 +117,32 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
     Raises ValueError for matrices that have no dim of stride 1. Dims and leading dimensions are at most 2^31 - 1 (LP64
     BLAS). The GIL is free during the call.
     """
-    c_address, (m, n), c_strides = c
-    if m == 0 or n == 0:
+    if 0 in c[1]:
         return
-    if _leading((m, n), c_strides)[0] == b"T":
-        a, b = _transposed(b), _transposed(a)
-        c_address, (m, n), c_strides = _transposed(c)
-    a_address, a_shape, a_strides = a
-    b_address, b_shape, b_strides = b
-    (a_trans, lda), (b_trans, ldb) = _leading(a_shape, a_strides), _leading(b_shape, b_strides)
-    ldc = _leading((m, n), c_strides)[1]
-    k = a_shape[1]
+    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta)
+    a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
+    call.routine(*call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc)
+
+
+@lru_cache(maxsize=1024)
+def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex) -> _Call:
+    """Of matrices with these (shape, strides)."""
+    swapped = _leading(*c)[0] == b"T"
+    if swapped:
+        a, b, c = _transposed(b), _transposed(a), _transposed(c)
+    (m, n), k = c[0], a[0][1]
+    (a_trans, lda), (b_trans, ldb), ldc = _leading(*a), _leading(*b), _leading(*c)[1]
     if max(m, n, k, lda, ldb, ldc) > LARGEST:
         raise ValueError(f"local GEMM {m} x {n} x {k} (leading dimensions {lda}, {ldb}, {ldc}) exceeds 2^31 - 1")
     name, real, parts = _ROUTINES[dtype]
-    _routine(name)(a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha), a_address,
-                   _integer(lda), b_address, _integer(ldb), _scalar(real, parts, beta), c_address, _integer(ldc))
+    first = a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha)
+    return _Call(_routine(name), swapped, first, _integer(lda), _integer(ldb), _scalar(real, parts, beta),
+                 _integer(ldc))
 
 
-def _transposed(matrix: Matrix) -> Matrix:
-    address, shape, strides = matrix
-    return address, shape[::-1], strides[::-1]
+def _transposed(matrix: Lying) -> Lying:
+    shape, strides = matrix
+    return shape[::-1], strides[::-1]
 
 
 def _integer(value: int) -> Any:

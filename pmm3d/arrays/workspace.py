@@ -19,6 +19,12 @@ SMALL_BYTES = 2**12
 """Below this `array` does not count: an allocation costs no more than the pool does."""
 
 
+WASTED_BYTES = 2**16
+"""A buffer serves requests of half its size, or of any if it is no larger: the rest of it lies idle meanwhile."""
+Free = tuple[int, int, Array]
+"""A buffer that is not in use, after its bytes, by which it is found, and a number, so that no arrays are compared."""
+
+
 class Pool(NamedTuple):
     """What buffers may serve each other: those of one kind of memory, messages' apart from arrays that come back by
     themselves. How many of the former are under way depends on the speed of the network; if they took the latter's
@@ -52,7 +58,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._free: dict[Pool, list[Array]] = {}
+        self._free: dict[Pool, list[Free]] = {}
         self._lock = threading.Lock()
         self._returned: deque[tuple[Ticket, int]] = deque()
         self._rehearsed: set[tuple[int, ...]] = set()
@@ -90,7 +96,7 @@ class Workspace:
 
     def give(self, ticket: Ticket) -> None:
         with self._lock:
-            insort(self._free[ticket.pool], ticket.flat, key=_size)
+            insort(self._free[ticket.pool], _entry(ticket.flat))
 
     @contextmanager
     def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Iterator[Array]:
@@ -121,18 +127,18 @@ class Workspace:
         with self._lock:
             self._collect()
             for free in self._free.values():
-                self.allocated -= sum(map(_size, free))
+                self.allocated -= sum(size for size, _, _ in free)
                 free.clear()
 
     def _buffer(self, nbytes: int, pool: Pool) -> Ticket:
         with self._lock:
             self._collect()
             free = self._free.setdefault(pool, [])
-            index = bisect_left(free, nbytes, key=_size)
-            if index < len(free) and _size(free[index]) <= _largest_for(nbytes):
-                return Ticket(pool, free.pop(index))
+            index = bisect_left(free, (nbytes,))
+            if index < len(free) and free[index][0] <= max(2 * nbytes, WASTED_BYTES):
+                return Ticket(pool, free.pop(index)[2])
             if index:
-                self.allocated -= _size(free.pop(index - 1))
+                self.allocated -= free.pop(index - 1)[0]
         flat = self._fresh(nbytes, pool)
         with self._lock:
             self.allocated += nbytes
@@ -146,7 +152,7 @@ class Workspace:
         while self._returned:
             ticket, nbytes = self._returned.popleft()
             self.lent -= nbytes
-            insort(self._free[ticket.pool], ticket.flat, key=_size)
+            insort(self._free[ticket.pool], _entry(ticket.flat))
 
 
 class Slab:
@@ -206,10 +212,5 @@ class _Loan:
         self._returned.append((self._ticket, self._nbytes))
 
 
-def _size(flat: Array) -> int:
-    return flat.shape[0]
-
-
-def _largest_for(nbytes: int) -> int:
-    """Bytes of the largest buffer that may serve a request: the rest of it lies idle meanwhile."""
-    return max(2 * nbytes, 2**16)
+def _entry(flat: Array) -> Free:
+    return flat.shape[0], id(flat), flat

@@ -106,12 +106,16 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
 
     work   memory of `all_reduce_volume`; taken from the workspace if left out
     """
-    flat, flat_out = array.reshape(-1), out.reshape(-1)
-    size, dtype = flat.shape[0], library.dtype(array)
+    size, dtype = prod(array.shape), library.dtype(array)
     if work is None:
         nbytes = all_reduce_volume(size, dtype, link.size, link.rank).work
-        with link.workspace.slab(nbytes, library) as work:
-            return (yield from sum_arrays(link, library, array, out, work))
+        flat_work, ticket = link.workspace.take((nbytes,), "uint8", library)
+        try:
+            yield from sum_arrays(link, library, array, out, Slab(flat_work, library))
+        finally:
+            link.workspace.give(ticket)
+        return out
+    flat, flat_out = array.reshape(-1), out.reshape(-1)
     if sums_whole(size, dtype, link.size):
         yield from _sum_whole(link, library, flat[None, :], flat_out[None, :], work)
         return out
@@ -130,7 +134,7 @@ def _sum_whole(link: Link, library: NumpyLibrary, row: Array, out: Array, work: 
         yield from link.exchange(library, [(rank - 1, row)], [])
         yield from link.exchange(library, [], [(rank - 1, out)])
         return
-    sums = yield from _with_partner(link, library, row, work)
+    sums = (yield from _with_partner(link, library, row, work)) if group.pairs else row
     for stage in stages_of(link.size, rank):
         parts, received = _landing(sums, stage, library, work)
         yield from link.exchange(library, [(stage.peers[other], sums) for other in stage.others],

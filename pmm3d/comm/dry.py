@@ -3,8 +3,8 @@ writes down when each is begun and waited for, a communicator whose ranks all sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -154,9 +154,8 @@ class DryEngine(Engine):
     def poll(self) -> None:
         """Nothing moves by itself."""
 
-    @contextmanager
-    def background(self) -> Iterator[None]:
-        yield
+    def computes(self) -> bool:
+        return False
 
     def close(self) -> None:
         for pending in self.under_way():

@@ -67,7 +67,9 @@ class Pending:
     def _progress(self) -> bool:
         """Resume the generator for as long as its requests are complete; True at its end."""
         try:
-            while self._complete():
+            while not (requests := self._requests) or (
+                    MPI.Request.Testall(requests) if isinstance(requests[0], MPI.Request) else
+                    all(awaited.done for awaited in requests)):
                 self._requests = next(self._generator)
         except StopIteration as end:
             self._result, self.done = end.value, True
@@ -76,13 +78,6 @@ class Pending:
         except Exception as error:
             self._error, self.done = error, True
         return self.done
-
-    def _complete(self) -> bool:
-        if not self._requests:
-            return True
-        if isinstance(self._requests[0], MPI.Request):
-            return MPI.Request.Testall(self._requests)
-        return all(awaited.done for awaited in self._requests)
 
 
 class Engine:
@@ -102,6 +97,7 @@ class Engine:
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
         self._closed = False
+        self._threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
@@ -128,7 +124,11 @@ class Engine:
         begun = time.perf_counter()
         with self.guard:
             try:
-                while not pending.test():
+                while True:
+                    with self._lock:
+                        self._progress()
+                    if pending.done:
+                        break
                     self._pause(pending, begun)
             finally:
                 self._watch.done()
@@ -145,19 +145,29 @@ class Engine:
     @contextmanager
     def background(self) -> Iterator[None]:
         """While this context computes (with the GIL released), a helper thread makes progress."""
-        if not self._active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        helped = self.computes()
+        try:
             yield
-            return
+        finally:
+            if helped:
+                self.computed()
+
+    def computes(self) -> bool:
+        """From now to `computed` this thread computes, with the GIL released: a helper thread makes progress, if there
+        is anything under way, which is what is returned."""
+        if not self._active or not self._threads:
+            return False
         if self._helper is None:
             self._helper = threading.Thread(target=self._drive, name="pmm3d progress", daemon=True)
             self._helper.start()
         self._computing.set()
-        try:
-            yield
-        finally:
-            self._computing.clear()
-            with self._lock:
-                pass
+        return True
+
+    def computed(self) -> None:
+        """The end of what `computes` began."""
+        self._computing.clear()
+        with self._lock:
+            pass
 
     def _drive(self) -> None:
         while not self._closed:

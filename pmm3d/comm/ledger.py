@@ -36,8 +36,11 @@ class Entry:
     computed: float = 0.0
 
     def __iadd__(self, other: Entry) -> Entry:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.calls += other.calls
+        self.sent += other.sent
+        self.received += other.received
+        self.waited += other.waited
+        self.computed += other.computed
         return self
 
 
@@ -107,46 +110,53 @@ class Ledger:
         while len(self.predicted) > PREDICTIONS:
             del self.predicted[next(iter(self.predicted))]
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> InPhase:
         """Collectives begun in this context belong to the phase."""
-        outer, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = outer
+        return InPhase(self, name)
 
     def holding(self, kind: str) -> AbstractContextManager[None]:
         """Arrays made in this context are of that kind ("weights", "gradients", "state"): counted in a dry run."""
         return nullcontext()
 
-    def computing(self, operation: str) -> AbstractContextManager[None]:
-        """Time in this context is computation."""
-        return self._spent(operation, "computed", "compute")
-
-    def waiting(self, operation: str) -> AbstractContextManager[None]:
-        """Time in this context is waiting, for what is no collective: for a file."""
-        return self._spent(operation, "waited", "wait")
+    def computed(self, operation: str, begun: float) -> None:
+        """Count the time since `begun` as computation."""
+        ended, entry = time.perf_counter(), self._entry(Key("", self._phase, operation))
+        entry.calls += 1
+        entry.computed += ended - begun
+        if self.trace:
+            self._event(operation, "compute", begun, ended, {"phase": self._phase})
 
     @contextmanager
-    def _spent(self, operation: str, figure: str, track: str) -> Iterator[None]:
+    def computing(self, operation: str) -> Iterator[None]:
+        """Time in this context is computation."""
         begun = time.perf_counter()
         try:
             yield
         finally:
-            ended = time.perf_counter()
-            entry = self._entry(Key("", self._phase, operation))
+            self.computed(operation, begun)
+
+    @contextmanager
+    def waiting(self, operation: str) -> Iterator[None]:
+        """Time in this context is waiting, for what is no collective: for a file."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended, entry = time.perf_counter(), self._entry(Key("", self._phase, operation))
             entry.calls += 1
-            setattr(entry, figure, getattr(entry, figure) + ended - begun)
+            entry.waited += ended - begun
             if self.trace:
-                self._event(operation, track, begun, ended, {"phase": self._phase})
+                self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
     def begin(self, axis: str, operation: str, number: int, members: Sequence[int]) -> Record:
         return Record(Key(axis, self._phase, operation), number, members, time.perf_counter())
 
     def end(self, record: Record) -> None:
         """Count a collective that has ended."""
-        self._entry(record.key).__iadd__(Entry(1, record.sent, record.received))
+        entry = self._entry(record.key)
+        entry.calls += 1
+        entry.sent += record.sent
+        entry.received += record.received
         if self.log:
             level = logging.INFO if self.rank < LOGGED_RANKS else logging.DEBUG
             logger.log(level, "rank %d: %s: sent %s, received %s bytes", self.rank, record, f"{record.sent:,}",
@@ -182,9 +192,27 @@ class Ledger:
         self.left_out = 0
 
     def _entry(self, key: Key) -> Entry:
-        return self.entries.setdefault(key, Entry())
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self.entries[key] = Entry()
+        return entry
 
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict[str, Any]) -> None:
         self.left_out += len(self.events) == self.events.maxlen
         self.events.append({"name": name, "ph": "X", "pid": self.rank, "tid": track, "args": details,
                             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})
+
+
+class InPhase:
+    """As a context: collectives begun in it belong to a phase. A class, since there are dozens of them in a step."""
+
+    __slots__ = ("_ledger", "_name", "_outer")
+
+    def __init__(self, ledger: Ledger, name: str):
+        self._ledger, self._name = ledger, name
+
+    def __enter__(self) -> None:
+        self._outer, self._ledger._phase = self._ledger._phase, self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger._phase = self._outer

@@ -233,18 +233,19 @@ class Link:
                 receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
         requests: list[MPI.Request] = []
         for peer, array in receives:
-            nbytes = _bytes(library, array)
-            self.record.received += nbytes
-            requests += self._post(self.comm.Irecv, peer, library.address(array), nbytes)
+            self.record.received += self._post(requests, self.comm.Irecv, peer, library, array)
         for peer, array in sends:
-            nbytes = _bytes(library, array)
-            self.record.sent += nbytes
-            requests += self._post(self.comm.Isend, peer, library.address(array), nbytes)
+            self.record.sent += self._post(requests, self.comm.Isend, peer, library, array)
         return requests
 
-    def _post(self, call: Callable[..., MPI.Request], peer: int, address: int, nbytes: int) -> list[MPI.Request]:
-        return [call([MPI.buffer.fromaddress(address + offset, length), length, MPI.BYTE], peer, self._tag)
-                for offset, length in chunks(nbytes)]
+    def _post(self, requests: list[MPI.Request], call: Callable[..., MPI.Request], peer: int, library: NumpyLibrary,
+              array: Array) -> int:
+        """Returns the bytes."""
+        nbytes, address = _bytes(library, array), library.address(array)
+        for offset, length in chunks(nbytes) if nbytes > LARGEST_MESSAGE else [(0, nbytes)] * (nbytes > 0):
+            whole = MPI.buffer.fromaddress(address + offset, length)
+            requests.append(call([whole, length, MPI.BYTE], peer, self._tag))
+        return nbytes
 
 
 def _bytes(library: NumpyLibrary, array: Array) -> int:

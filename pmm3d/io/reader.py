@@ -62,6 +62,7 @@ class Samples(Protocol):
     features: int
     outputs: int
     labelled: bool
+    classes: int | None
     dtype: str
     library: NumpyLibrary
     cache_bytes: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import LayoutError
@@ -107,17 +107,17 @@ class Layout:
 
     __repr__ = __str__
 
-    @property
+    @cached_property
     def splitting(self) -> tuple[str, ...]:
         """The axes that split rows or columns."""
         return self.rows + self.cols
 
-    @property
+    @cached_property
     def named(self) -> tuple[str, ...]:
         """The axes that do not replicate."""
         return self.rows + self.cols + self.sums
 
-    @property
+    @cached_property
     def summed(self) -> Layout:
         """The same, replicated over the axes of `sums`: what all-reduces over them give, and which box a rank holds."""
         return Layout(self.rows, self.cols, units=self.units) if self.sums else self
@@ -167,6 +167,13 @@ class Layout:
         """How many ranks hold each element, or the same part of its sum."""
         self.check_axes(grid)
         return grid.size // grid.along(self.named)
+
+
+@lru_cache(maxsize=4096)
+def layout_of(rows: tuple[str, ...] | str = (), cols: tuple[str, ...] | str = (), sums: tuple[str, ...] | str = (),
+              units: tuple[int, int] = SINGLE) -> Layout:
+    """That layout, made once: for what asks for the same ones in each step."""
+    return Layout(rows, cols, sums, units)
 
 
 Layout.A = Layout(rows=("z", "x"), cols=("y",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..layout import LOW_PRECISION, aligned, itemsize, part_sizes
@@ -90,6 +91,7 @@ def sums_whole(size: int, dtype: str, ranks: int) -> bool:
     return size * itemsize(dtype) * sum(stages(ranks).radices) <= SMALL_BYTES
 
 
+@lru_cache(maxsize=4096)
 def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int) -> Volume:
     """Of an all-reduce of that many elements.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
@@ -18,6 +20,22 @@ with needs("train", "networks"):
 
 CHUNK = 2**15
 """Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
+
+LEAST_WORK = 2**21
+"""Operations, some 100 us of a core, below which a computation is over before a helper thread has run."""
+PER_ELEMENT = 32
+"""Operations that an elementwise function takes, about."""
+
+
+@contextmanager
+def changed(thing: Any, **values: Any) -> Iterator[None]:
+    """Attributes of an object, changed for as long as the context lasts."""
+    before = {name: getattr(thing, name) for name in values}
+    vars(thing).update(values)
+    try:
+        yield
+    finally:
+        vars(thing).update(before)
 
 
 @dataclass(frozen=True)
@@ -76,16 +94,28 @@ class Form:
         return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
-@contextmanager
-def computing(grid: Grid, what: str) -> Iterator[None]:
-    """Time in this context is computation, and collectives go on under it."""
-    with grid.ledger.computing(what), grid.engine.background():
-        yield
+class computing:  # noqa: N801
+    """As a context: time in it is computation, and collectives go on under it, unless it is too short for that: of
+    fewer than `LEAST_WORK` operations. A class, since there are dozens of them in a step."""
+
+    __slots__ = ("_begun", "_grid", "_helped", "_what", "_work")
+
+    def __init__(self, grid: Grid, what: str, work: int = LEAST_WORK):
+        self._grid, self._what, self._work = grid, what, work
+
+    def __enter__(self) -> None:
+        self._begun = perf_counter()
+        self._helped = self._work >= LEAST_WORK and self._grid.engine.computes()
+
+    def __exit__(self, *_: object) -> None:
+        if self._helped:
+            self._grid.engine.computed()
+        self._grid.ledger.computed(self._what, self._begun)
 
 
 def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0) -> None:
     """C = A B + beta C on this rank."""
-    with computing(form.grid, "gemm"):
+    with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace)
         elif beta == 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..arrays import Array
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
-from ..layout.layout import SINGLE
+from ..layout.layout import SINGLE, layout_of
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
@@ -73,10 +73,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     x = _split_over(x, k, n, inner)
     row_unit, rows = x.layout.units[0], tuple(axis for axis in x.layout.rows if axis != n)
     if sharded is None:
-        weight = relayout(weight, Layout(k, n, units=(inner, outer)))
+        weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
     if bias is not None:
-        bias = relayout(bias, Layout((), n, units=(1, outer)))
-    output = Layout((*rows, k) if activations == "sharded" else rows, n, units=(row_unit, outer))
+        bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
+    output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
                          sharded, x.tape.parallel.overlap.regather_inputs, bias is not None)
     inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
@@ -111,12 +111,12 @@ class _Schedule:
     @property
     def input(self) -> Layout:
         """Of I as the GEMMs see it."""
-        return Layout(self.rows, self.k, units=self.came.layout.units)
+        return layout_of(self.rows, (self.k,), (), self.came.layout.units)
 
     @property
     def result(self) -> Layout:
         """Of O as the GEMMs make it, but for its sum over k's axis."""
-        return Layout(self.rows, self.n, units=self.out.layout.units)
+        return layout_of(self.rows, (self.n,), (), self.out.layout.units)
 
     def full(self, kept: Sequence[Array], phase: str) -> Array:
         """The block of the weight: kept, or gathered."""
@@ -139,7 +139,7 @@ class _Schedule:
             gemm(self.out, inputs[part], full, out, beta)
 
         size = inputs.shape[0], full.shape[1]
-        natural = Layout(self.rows, self.n, self.k, self.out.layout.units)
+        natural = layout_of(self.rows, (self.n,), (self.k,), self.out.layout.units)
         return formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout).wait()
 
     def gradients(self, gradient: Array, inputs: Array, *full: Array) -> list[Product | None]:
@@ -152,18 +152,19 @@ class _Schedule:
         of_input = None
         if self.wanted:
             whole = self.full(full, "backward")
-            of_input = Product(Layout(self.rows, self.k, self.n, units), (m, k), lambda out, beta, part: gemm(
+            of_input = Product(layout_of(self.rows, (self.k,), (self.n,), units), (m, k), lambda out, beta, part: gemm(
                 form, gradient[part], whole.T, out, beta), "reduce dI")
-        of_weight = Product(Layout(self.k, self.n, self.rows, (units[1], outer)), (k, n), lambda out, beta, _: gemm(
-            form, inputs.T, gradient, out, beta), "reduce dW")
-        of_bias = Product(Layout((), self.n, self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
+        weights = layout_of((self.k,), (self.n,), self.rows, (units[1], outer))
+        of_weight = Product(weights, (k, n), lambda out, beta, _: gemm(form, inputs.T, gradient, out, beta),
+                            "reduce dW")
+        of_bias = Product(layout_of((), (self.n,), self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
             form, gradient, out, beta), "reduce dW")
         return [of_input, of_weight, of_bias] if self.biased else [of_input, of_weight]
 
 
 def weight_layout(k: str, units: tuple[int, int] = SINGLE) -> Layout:
     """Of a layer's weight whose input's columns are split by that axis, in units of its rows and columns."""
-    return Layout((k, "z"), OTHER[k], units=units)
+    return layout_of((k, "z"), (OTHER[k],), (), units)
 
 
 def _lies_as(weight: Tensor, k: str) -> bool:
@@ -187,4 +188,4 @@ def _split_over(x: Tensor, k: str, n: str, unit: int) -> Tensor:
         rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
     units = x.layout.units[0], unit
     rows = (*rows, n) if x.layout.rows == (*rows, n) else rows
-    return relayout(x, Layout(rows, k, units=units))
+    return relayout(x, layout_of(rows, (k,), (), units))

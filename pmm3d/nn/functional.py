@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from math import pi, sqrt
+from math import pi, prod, sqrt
 from types import ModuleType
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, random
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
-from .compute import Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
 from .contract import Product
 from .statistics import moments, total
 from .tensor import Tensor, relayout, whole
@@ -95,12 +95,12 @@ def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_o
     """The derivative is taken of the input, or of the output, which is then all that is kept."""
     x = whole(x)
     form, local = x.form, x.shard
-    xp = array_namespace(local)
-    with computing(form.grid, "elementwise"):
+    xp, work = array_namespace(local), PER_ELEMENT * prod(form.local_shape)
+    with computing(form.grid, "elementwise", work):
         out = elementwise(form, lambda part: function(part, xp), local)
 
     def rule(gradient: Array, kept: Array) -> tuple[Array]:
-        with computing(form.grid, "elementwise"):
+        with computing(form.grid, "elementwise", work):
             return (elementwise(form, lambda g, part: g * derivative(part, xp), gradient, kept),)
 
     return x.made(out, (x,), rule, keep=[out if of_output else local])
@@ -138,7 +138,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     mask = _kept(form, x.box, p, seed, stream)
 
     def masked(array: Array, mask: Array) -> Array:
-        with computing(form.grid, "elementwise"):
+        with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape)):
             return elementwise(form, lambda part, keep: part * keep * (1 / (1 - p)), array, mask)
 
     return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])

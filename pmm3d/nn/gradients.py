@@ -17,6 +17,7 @@ from ..comm import Axis, Grid, Pending
 from ..comm.forms import coalesced_work
 from ..errors import Pmm3dError
 from ..layout import FIRST, Layout, itemsize, offsets
+from ..layout.layout import layout_of
 from ..model.volumes import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks
@@ -73,7 +74,7 @@ class Accumulated:
     def layout(self) -> Layout:
         """That the array, or the part of it that counts, is in."""
         rows, cols = self.form.layout.rows, self.form.layout.cols
-        return self.split_layout if self.split else Layout(rows, cols, self.sums, self.form.layout.units)
+        return self.split_layout if self.split else layout_of(rows, cols, self.sums, self.form.layout.units)
 
     @cached_property
     def split_layout(self) -> Layout:

@@ -7,6 +7,8 @@ on in the background until `item` is asked for, or is left to be done (`Tape.sum
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from math import prod
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from ..arrays import Array
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import Form, array_namespace, by_rows, computing, elementwise
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise
 from .functional import Elementwise
 from .statistics import across, added, log_sum_exp, total
 from .tape import Rule
@@ -97,7 +99,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
     def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array) -> tuple[Array]:
         factor = float(gradient[0, 0]) * weight
         dx = form.new()
-        with computing(form.grid, "loss"):
+        with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape)):
             by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
             dx[rows, columns] -= factor
         return (dx,)
@@ -130,7 +132,8 @@ def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
     if not labels.library.has_data:
         return None
     host = labels.library.to_numpy(labels.local).reshape(-1)
-    with grid.together("cross_entropy"):
+    known = labels.labels_below is not None and labels.labels_below <= classes
+    with nullcontext() if known else grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
             raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}")
         wrong = np.flatnonzero((host < 0) | (host >= classes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from math import inf, isfinite, sqrt
+from math import inf, isfinite, prod, sqrt
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
-from .compute import array_namespace, chunks, computing
+from .compute import PER_ELEMENT, array_namespace, chunks, computing
 from .gradients import State
 from .parameter import Parameter
 
@@ -129,7 +129,7 @@ class Optimizer:
         self.missed.update(parameter for parameter in self.parameters if parameter not in filled)
         with self.grid.ledger.phase("optimizer"):
             for parameter in self._in_groups(filled):
-                with computing(self.grid, "update"):
+                with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
                     self._change(parameter)
                 parameter.version += 1
                 if self._splits(parameter):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 
 import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid, Pending
-from .compute import Form, array_namespace, by_rows, computing, stacked
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, stacked
 
 Combine = Callable[[Array, Sequence[int]], Array]
 """combine(gathered, counts): from the statistics of all ranks along an axis, (ranks, kinds, rows), and of how many
@@ -47,7 +48,7 @@ def log_sum_exp(form: Form, local: Array, dim: int, more: Array = None) -> tuple
     the sum over all ranks of `more`, a number for each."""
     xp, work = array_namespace(local), form.new()
     own = form.new((2 + (more is not None), local.shape[1 - dim]))
-    with computing(form.grid, "statistics"):
+    with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape)):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
         by_rows(lambda part, largest: xp.exp(part - largest), work, local, beside(_finite(own[0]), dim))
         own[1] = xp.sum(work, axis=dim)

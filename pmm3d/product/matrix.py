@@ -48,6 +48,7 @@ class DistMatrix(StoredMatrix):
     local     this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
               `order` is "F" (after .T)
     box       which rows and columns those are
+    labels_below   of integers that all ranks know to be at least 0 and below: how many classes; else None
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
     `library`: "numpy", "torch", "torch:DEVICE" or "cupy". Bad arguments raise on every rank: LayoutError, DTypeError,
@@ -63,6 +64,8 @@ class DistMatrix(StoredMatrix):
         array([[ 0.,  1.,  2.],
                [10., 11., 12.]])
     """
+
+    labels_below: int | None = None
 
     @classmethod
     def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,

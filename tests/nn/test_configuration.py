@@ -102,7 +102,7 @@ def test_every_key_has_a_meaning_and_values():
 def test_what_is_shown_can_be_read_back(given):
     config = checked({"data": FILE} | given)
     shown = as_toml(config)
-    assert checked(tomllib.loads(shown)) == config
+    assert checked(tomllib.loads(shown)) == config == checked(config.settings())
     for key in keys_of(Config):
         assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
 

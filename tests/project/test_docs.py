@@ -69,7 +69,13 @@ def test_the_ten_lines_of_the_first_page_are_those_of_the_readme():
 
 def test_the_configuration_of_the_readme_is_one():
     [text] = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert checked(tomllib.loads(text)).grid.shape == "2x2x1"
+    assert checked(tomllib.loads(text)).grid.shape == "2x1x1"
+
+
+def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    made = import_module("configuration")
+    assert made.PAGE.read_text() == made.page(), "python docs/configuration.py writes it anew"
 
 
 def test_the_loop_of_training_runs(job, tmp_path):

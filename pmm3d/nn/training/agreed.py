@@ -30,7 +30,7 @@ class Agreed(NamedTuple):
 def agree(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
           failed: bool = False) -> Agreed:
     """From what each rank has to say: its parts of the loss and of the square of the gradient's norm, and the rest as
-    it is here. Collective: one all-reduce of six numbers.
+    it is here. Collective: one all-reduce of six numbers, which are arbitrary in a dry run.
 
         >>> with Grid() as grid:
         ...     agree(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
@@ -38,5 +38,6 @@ def agree(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 
     """
     numbers = np.array([loss, square, request == SAVE, request == END, look, failed], np.float64)
     with grid.ledger.phase("agreement"):
-        loss, square, saves, ends, looks, failures = grid.everyone.sum_into(numbers, numbers).wait().tolist()
-    return Agreed(loss, sqrt(square), END if ends else SAVE if saves else 0, looks > 0, failures > 0)
+        total = grid.everyone.all_reduce(numbers, agreed=True).wait()
+    loss, square, saves, ends, looks, failures = total.tolist()
+    return Agreed(loss, sqrt(abs(square)), END if ends else SAVE if saves else 0, looks > 0, failures > 0)

@@ -187,6 +187,11 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     overlap: OverlapSection = OverlapSection()
 
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The keys that count, section by section, as JSON has them. `checked` makes the same configuration of them."""
+        return {name: {key: value for key, value in values.items() if not getattr(self, name).idle(key)}
+                for name, values in self.model_dump(mode="json").items()}
+
     @field_validator("network", mode="before")
     @classmethod
     def _short(cls, network: Any) -> Any:

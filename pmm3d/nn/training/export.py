@@ -14,7 +14,7 @@ from ...io import Checkpoints, export_safetensors
 from ...io.checkpoint import Checkpoint
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, export_torch, find_checkpoint, is_state, torch_name
+from ..exchange import ENDING, export_torch, fill_weights, find_checkpoint, is_state, torch_name
 from .build import network_of
 from .recalled import SAMPLES, Recalled, recalled
 
@@ -50,8 +50,7 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
     """The network says which of its parameters are vectors."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     made = network_of(known.config.model_copy(update={"network": section}), grid, known.samples)
-    keeper.fill(found, made.matrices(), partial=True)
-    made.loaded()
+    fill_weights(made, found, keeper)
     said = {"network": section.model_dump(mode="json"), SAMPLES: known.samples.model_dump()}
     return export_torch(made, target, {"pmm3d": json.dumps(said)})
 

@@ -115,8 +115,7 @@ class Evaluation:
         is no score but the metrics. Collective."""
         grid, rows = self._network.grid, max(1, self._rows)
         with grid.ledger.phase("agreement"):
-            total = self._sums.copy()
-            loss, right = grid.everyone.sum_into(total, total).wait().tolist()
+            loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
         score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
         return {"loss": loss / rows, **score} | {name: value / rows for name, value in self._means.items()}
 

@@ -23,7 +23,7 @@ from ...io.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
 from ...layout import batch_layout
 from ...product import DistMatrix
-from ..exchange import find_checkpoint
+from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
 from .build import network_of
@@ -84,8 +84,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         shape = _shape(known.config, comm.size)
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
-            keeper.fill(found, made.matrices(), partial=True)
-            made.loaded()
+            fill_weights(made, found, keeper)
             facts = {"checkpoint": str(found.path), "source": str(asked.source)}
             with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
                 _run(grid, made, inputs, predictions, tell)

@@ -1,0 +1,174 @@
+"""What a step of a training agrees on, and when: nothing that is not finite enters a weight; rows weigh alike."""
+
+import h5py
+import numpy as np
+import pytest
+from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, on_each_grid, spread, weights_of
+
+from pmm3d import DistMatrix, Grid, Pmm3dError, nn
+from pmm3d.io import DataSet
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.training import NonFiniteLossError, Recipe, Trainer, TrainState, evaluate
+from pmm3d.nn.training.agreed import Agreed, agree
+from pmm3d.nn.training.passes import train_step
+from pmm3d.nn.training.signals import END, SAVE
+
+some = pytest.mark.parallel([1, 2, 4])
+
+
+@pytest.fixture
+def samples(comm, tmp_path):
+    """A file of 50 rows with labels of 5 classes."""
+    path = comm.bcast(str(tmp_path / "data.h5"))
+    if comm.rank == 0:
+        with h5py.File(path, "w") as file:
+            file["x"] = np.random.default_rng(0).standard_normal((50, 4))
+            file["y"] = np.arange(50) % 5
+    comm.Barrier()
+    return path
+
+
+@pytest.mark.parallel([1, 2, 6, 8])
+def test_the_ranks_agree_on_all_at_once(comm):
+    with Grid(comm, shape="ddp") as grid:
+        last = grid.rank == grid.size - 1
+        before = grid.ledger.total(axis="all").calls
+        found = agree(grid, 2.0, 4.0 if last else 0.0, request=SAVE if last else 0, look=last, failed=last)
+        assert found == Agreed(2.0 * grid.size, 2.0, SAVE, True, True)
+        assert grid.ledger.total(axis="all").calls == before + 1
+        assert agree(grid, request=END if last else SAVE).request == END
+        assert agree(grid) == Agreed(0.0, 0.0, 0, False, False)
+        assert np.isnan(agree(grid, float("nan") if last else 1.0).loss)
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_costs_one_agreement_and_the_comparison_of_what_it_uses(comm, samples, clip):
+    def check(grid):
+        with DataSet(grid, samples) as data:
+            net = nn.MLP(grid, [4, 8, 5], dtype="float32")
+            state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
+            trainer, calls = Trainer(state, Recipe("cross_entropy", epochs=2, clip=clip)), []
+            step = trainer._step
+
+            def counted(rows):
+                before = {key: entry.calls for key, entry in grid.ledger.entries.items() if key.axis == "all"}
+                done = step(rows)
+                calls.append(sorted((key.operation, entry.calls - before.get(key, 0))
+                                    for key, entry in grid.ledger.entries.items()
+                                    if key.axis == "all" and entry.calls > before.get(key, 0)))
+                return done
+
+            trainer._step = counted
+            assert trainer.run()
+            assert calls[1:] == 9 * [[("agreement on backward", 1), ("all_reduce", 1)]]
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@some
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samples, wrong):
+    """With a finite loss, and without clipping."""
+
+    def spoiled(out, y):
+        loss = nn.cross_entropy(out, y)
+        if trainer.step == 3:
+            return loss.made(loss.shard, (loss,), lambda gradient: (gradient * wrong,), layout=loss.layout)
+        return loss
+
+    with Grid(comm, shape="ddp") as grid, DataSet(grid, samples) as data:
+        net = nn.MLP(grid, [4, 8, 5])
+        state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
+        trainer = Trainer(state, Recipe("cross_entropy", steps=3))
+        assert trainer.run()
+        before = weights_of(net)
+        trainer = Trainer(state, Recipe(spoiled, steps=9))
+        with pytest.raises(NonFiniteLossError, match=r"step 4: the gradient's norm is (nan|inf)"):
+            trainer.run()
+        assert bits(weights_of(net)) == bits(before) and state.step == 3
+
+
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_the_batches_of_a_step_weigh_by_their_rows(comm):
+    """20 + 20 + 10 rows have the gradient of the mean over 50, as one batch has."""
+    x, y = batch_of(VECTORS, 0, 50)
+    cuts = [slice(0, 20), slice(20, 40), slice(40, 50)]
+
+    def check(grid):
+        found = []
+        for parts in ([slice(0, 50)], cuts):
+            net = network_of(grid, VECTORS)
+            batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
+            value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse,
+                                     [part.stop - part.start for part in parts], batches)
+            found.append([np.array([value, norm]), *weights_of(net).values()])
+        for whole, parts in zip(*found, strict=True):
+            assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@some
+def test_metrics_of_ones_own_are_means_over_rows(comm):
+    def check(grid):
+        net = network_of(grid, CLASSES)
+        batches, expected, rows = [], 0.0, (13, 6)
+        for step, count in enumerate(rows):
+            x, y = batch_of(CLASSES, step, count)
+            batches.append((spread(grid, x), spread(grid, y, batch_layout(None))))
+            with nn.no_grad(grid):
+                logits = net(batches[-1][0]).gather()
+            top = np.argsort(-logits, axis=1)[:, :2]
+            expected += np.sum(top == y)
+
+        def in_two(out, y):
+            logits, labels = out.gather(), y.gather()
+            return float(np.mean(np.any(np.argsort(-logits, axis=1)[:, :2] == labels, axis=1)))
+
+        figures = evaluate(net, batches, nn.cross_entropy, {"top 2": in_two})
+        assert set(figures) == {"loss", "accuracy", "top 2"}
+        assert figures["top 2"] == pytest.approx(expected / sum(rows), rel=1e-12)
+        with pytest.raises(Pmm3dError, match="metrics: accuracy is what an evaluation has already"):
+            evaluate(net, batches, nn.cross_entropy, {"accuracy": in_two})
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@some
+def test_a_loss_of_ones_own_takes_labels_in_memory(comm):
+    """Its figures are the loss and the metrics: nothing is made of labels that it alone understands."""
+
+    def check(grid):
+        net = network_of(grid, CLASSES)
+        x, y = batch_of(CLASSES, 0, 11)
+        labels = DistMatrix.from_global(grid, y, layout=batch_layout(None))
+        batch = spread(grid, x), labels
+
+        def smooth(out, y):
+            return nn.cross_entropy(out, y) * 0.9 + nn.sum(nn.mean(out * out, 0), 1) * 0.1
+
+        value, _ = train_step(net, optim.SGD(net.parameters(), 0.1), smooth, [11], [batch])
+        figures = evaluate(net, [batch], smooth, {"accuracy 1": nn.accuracy})
+        assert set(figures) == {"loss", "accuracy 1"} and figures["loss"] < value
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([2])
+def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_after_the_step_before(comm, samples, fails):
+    with Grid(comm, shape="ddp") as grid, DataSet(grid, samples) as data:
+        net = nn.MLP(grid, [4, 8, 5])
+        state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
+        fetch = state.loader.fetch
+
+        def failing():
+            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
+
+        state.loader.fetch = failing
+        fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
+              lambda: Trainer(state, Recipe("cross_entropy", epochs=1)).run())
+        assert state.step == 2
+        state.loader.fetch = fetch
+        assert Trainer(state, Recipe("cross_entropy", epochs=1)).run() and state.step == 5
