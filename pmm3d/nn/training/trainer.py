@@ -16,7 +16,7 @@ from ...errors import Pmm3dError
 from ...product import DistMatrix
 from ..layers import Module
 from ..tape import unchanged
-from .agreed import Agreed, agree
+from .agreed import Agreed, step_agreement
 from .finite import NonFiniteLossError, first_non_finite
 from .folder import RunFolder
 from .observer import Observer, Stepped
@@ -166,7 +166,7 @@ class Trainer(Run):
     def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
         """At the end of a step, or before a batch: what all ranks must know to go on. Collective."""
         self._problem = loader.fetch()
-        agreed = agree(self.grid, loss, square, request=self.signals.taken(), look=self._observer.pace.due(),
+        agreed = step_agreement(self.grid, loss, square, request=self.signals.taken(), look=self._observer.pace.due(),
                        failed=self._problem is not None)
         self._request, self._failed = max(self._request, agreed.request), agreed.failed
         if agreed.look:
