@@ -17,7 +17,7 @@ HEAD = """# The configuration of `pmm3d train`
 A TOML file. `pmm3d train x.toml --show` prints it with every key, its meaning and its value, to be read back. Unknown
 keys, values that make no sense and keys that have no effect beside others are errors, before anything is trained.
 Relative paths begin where the command runs; `~` and `$NAME` are expanded. What a run that goes on takes from here and
-what from its checkpoint: [training](../training.md#checkpoints).
+what from its checkpoint: [training](../training.md#what-a-resume-takes-from-where).
 
 This page is made by `python docs/configuration.py`.
 """

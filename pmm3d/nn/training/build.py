@@ -45,7 +45,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     """
     with Grid(comm, config.grid.shape, config.grid.data, **options) as grid:
         check_grid(config, grid)
-        take_device(config.network.library, grid.local_rank)
+        with grid.together("training", config.network.library, always=True):
+            take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = OwnNetwork(grid, config.network) if config.network.build else None
         with _data(config, grid) as ((data, rows), held_out):
