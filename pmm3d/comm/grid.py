@@ -136,7 +136,8 @@ class Grid:
         made.callback(self._watch.stop)
         self._comm.waiting = self._waiting
         transport = Transport(settings.device_transport, self.workspace, self._processes)
-        self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check)
+        crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)
+        self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
         self._axes = {"everyone": self.everyone}
         made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)

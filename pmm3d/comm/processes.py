@@ -78,6 +78,10 @@ class Processes(Sequence[Process]):
         """Its number among the ranks of its host."""
         return int(np.count_nonzero(self._host[:rank] == self._host[rank]))
 
+    def beside(self, rank: int) -> int:
+        """How many ranks its host has."""
+        return int(np.count_nonzero(self._host == self._host[rank]))
+
     def first_near(self, rank: int, ranks: Sequence[int]) -> int:
         """The first of these ranks on the same host as `rank`, which is one of them."""
         return ranks[int(np.argmax(self._host[np.asarray(ranks)] == self._host[rank]))]

@@ -94,6 +94,14 @@ def new_file(path: Path) -> BufferedWriter:
     return open(path, "xb")
 
 
+def check_replaceable(path: Path, overwrite: bool) -> None:
+    """Raises CheckpointError unless nothing is there, or a file or link that may be replaced."""
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists; --overwrite replaces it")
+    with file_errors(path, "replaced"):
+        check_regular(path)
+
+
 def replace_file(path: Path, contents: bytes) -> None:
     """Write a file as a whole: under another name first. A link in its place is replaced, not followed. Raises
     OSError; what was there is there then."""

@@ -10,7 +10,7 @@ from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import NonFiniteLossError, Recipe, Trainer, TrainState, evaluate
-from pmm3d.nn.training.agreed import Agreed, agree
+from pmm3d.nn.training.agreed import Agreed, step_agreement
 from pmm3d.nn.training.passes import train_step
 from pmm3d.nn.training.signals import END, SAVE
 
@@ -34,12 +34,12 @@ def test_the_ranks_agree_on_all_at_once(comm):
     with Grid(comm, shape="ddp") as grid:
         last = grid.rank == grid.size - 1
         before = grid.ledger.total(axis="all").calls
-        found = agree(grid, 2.0, 4.0 if last else 0.0, request=SAVE if last else 0, look=last, failed=last)
+        found = step_agreement(grid, 2.0, 4.0 if last else 0.0, request=SAVE if last else 0, look=last, failed=last)
         assert found == Agreed(2.0 * grid.size, 2.0, SAVE, True, True)
         assert grid.ledger.total(axis="all").calls == before + 1
-        assert agree(grid, request=END if last else SAVE).request == END
-        assert agree(grid) == Agreed(0.0, 0.0, 0, False, False)
-        assert np.isnan(agree(grid, float("nan") if last else 1.0).loss)
+        assert step_agreement(grid, request=END if last else SAVE).request == END
+        assert step_agreement(grid) == Agreed(0.0, 0.0, 0, False, False)
+        assert np.isnan(step_agreement(grid, float("nan") if last else 1.0).loss)
 
 
 @pytest.mark.parallel([1, 4])

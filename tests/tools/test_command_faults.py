@@ -102,6 +102,10 @@ def place(tmp_path):
         (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: name a checkpoint's folder"),
         (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, which would be lost"),
         (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
+        (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
+        (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
+         "/dev/full cannot be replaced: it is a device"),
+        (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
         (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: name a checkpoint's folder"),
     ],
 )

@@ -27,13 +27,13 @@ class Agreed(NamedTuple):
     failed: bool
 
 
-def agree(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
+def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
           failed: bool = False) -> Agreed:
     """From what each rank has to say: its parts of the loss and of the square of the gradient's norm, and the rest as
     it is here. Collective: one all-reduce of six numbers, which are arbitrary in a dry run.
 
         >>> with Grid() as grid:
-        ...     agree(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
+        ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
         Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
     """
     numbers = np.array([loss, square, request == SAVE, request == END, look, failed], np.float64)

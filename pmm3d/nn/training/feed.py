@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .agreed import Agreed, agree
+from .agreed import Agreed, step_agreement
 from .observer import Observer
 from .passes import Batch
 from .run import Run
@@ -26,8 +26,8 @@ class Feed:
         """At the end of a step, or before a batch. loss, square: this rank's parts of the loss and of the square of the
         gradient's norm."""
         self._problem = loader.fetch()
-        agreed = agree(self._run.grid, loss, square, request=self._run.signals.taken(),
-                       look=self._observer.pace.due(), failed=self._problem is not None)
+        agreed = step_agreement(self._run.grid, loss, square, request=self._run.signals.taken(),
+                                look=self._observer.pace.due(), failed=self._problem is not None)
         self._request, self._failed = max(self._request, agreed.request), agreed.failed
         if agreed.look:
             self._observer.pace.look()

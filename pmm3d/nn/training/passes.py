@@ -19,7 +19,7 @@ from ..layers import Module
 from ..optim import Optimizer
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
-from .agreed import Agreed, agree
+from .agreed import Agreed, step_agreement
 
 Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[[Tensor, DistMatrix], Tensor]
@@ -44,12 +44,12 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
     the gradient, before it was clipped.
 
     batches     are taken one after the other, each after the agreement of the one before
-    agreement   agreement(this rank's part of the loss, that of the square of the norm): `agree`; once a batch, after
-                its backward pass, and before the weights are changed
+    agreement   agreement(this rank's part of the loss, that of the square of the norm), as `step_agreement`: once a
+                batch, after its backward pass, and before the weights are changed
     check       check(input, what, value) may raise then
     """
     grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
-    agreement, waiting = agreement or partial(agree, grid), iter(batches)
+    agreement, waiting = agreement or partial(step_agreement, grid), iter(batches)
     with unchanged(grid), tape.set(summing=False):
         for index, count in enumerate(rows):
             last = index == len(rows) - 1

@@ -11,7 +11,7 @@ from ..dry import dry_grid, memory, twin, untouched
 from ..layers import Module
 from ..optim import Optimizer
 from ..tape import unchanged
-from .agreed import agree
+from .agreed import step_agreement
 from .passes import Evaluation, Event, Loss, Metrics, Passes, loss_named, train_step
 
 Volume = dict[Key, Entry]
@@ -48,7 +48,7 @@ class Rehearsal:
         elif event.what == "evaluated" and self._evaluation is not None:
             self._evaluation.figures()
         elif event.what == "asked":
-            agree(self.grid)
+            step_agreement(self.grid)
         self._last = event if batches else self._last
 
     def moved(self, before: Event | None, event: Event) -> Volume:

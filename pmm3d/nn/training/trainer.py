@@ -108,6 +108,9 @@ class Trainer(Run):
                     self.save()
                 if request >= END:
                     return False
+            request = self._feed.wanted()
+            if request:
+                self.save()
         if request < END:
             self.save()
         return request < END
