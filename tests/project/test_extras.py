@@ -40,7 +40,7 @@ MISSING = [
     ("from pmm3d import nn; nn.MLP", "array_api_compat", "train"),
     ("sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config", "pydantic", "train"),
     ("from pmm3d.tools.page import write_page; from pathlib import Path; "
-     "Path('metrics.jsonl').write_text(sys.argv[1]); write_page('.')", "jinja2", "report"),
+     "Path('metrics.jsonl').write_text(sys.argv[1]); write_page('.')", "pydantic", "report"),
     (COMMAND.format("bench"), "typer", "cli"),
     (COMMAND.format("doctor"), "typer", "cli"),
 ]
