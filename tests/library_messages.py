@@ -71,7 +71,7 @@ def _said(tree: ast.Module, is_report: bool):
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Module))]
     for function in reversed(functions):  # inner ones first, where a name means what it was given there
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and node.args and _speaks(node):
+            if isinstance(node, ast.Call) and len(node.args) > _position(node) and _speaks(node):
                 texts = map(quoted, _given(node.args[_position(node)], function))
             elif isinstance(node, ast.expr) and id(node) not in within and (
                 _flat(node).startswith(OURS) or is_report and len(_flat(node).split()) >= WORDS
@@ -95,7 +95,9 @@ def _speaks(call: ast.Call) -> bool:
     name = _name(call)
     if name in SPEAKERS:
         return len(call.args) == 1  # with two it is a finding of `pmm3d doctor`, which brings its remedy along
-    return name in (*ERRORS, "agree") or name.endswith("Error") and not hasattr(builtins, name)
+    if name == "agree":
+        return len(call.args) == 4  # of pmm3d.comm.agreement; others of that name have no text
+    return name in ERRORS or name.endswith("Error") and not hasattr(builtins, name)
 
 
 def _given(text: ast.AST, function: ast.AST):

@@ -1,4 +1,4 @@
-"""Directives for what the program itself says: its commands, environment variables and configuration."""
+"""Directives for what the program itself says: its commands and environment variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def setup(app):
     app.add_directive("commands", Commands)
     app.add_directive("said-by", SaidBy)
     app.add_directive("environment-variables", EnvironmentVariables)
-    app.add_directive("configuration", Configuration)
     return {"parallel_read_safe": True}
 
 
@@ -69,22 +68,6 @@ class EnvironmentVariables(SphinxDirective):
         return [_table(("variable", "meaning", "default"), rows)]
 
 
-class Configuration(SphinxDirective):
-    """A table for each section of the configuration of `pmm3d train`."""
-
-    def run(self):
-        from pmm3d.nn.training.config import Config
-
-        made = []
-        for name, field in Config.model_fields.items():
-            section = field.annotation
-            made.append(nodes.rubric(text=f"[{name}]"))
-            if section.__doc__:
-                made.append(nodes.paragraph("", "", *_inline(_one_line(section.__doc__))))
-            made.append(_table(("key", "type", "default"), _keys(section)))
-        return made
-
-
 def _help(text: str):
     """The nodes of a command's help: paragraphs, headings in [bold], lines of programs."""
     for is_program, paragraphs in groupby(inspect.cleandoc(text).split("\n\n"), lambda text: text.startswith(PROGRAMS)):
@@ -101,21 +84,6 @@ def _parameter(parameter) -> tuple[str, str, str]:
     name = names if parameter.param_type_name == "option" else parameter.name.upper()
     default = "needed" if parameter.required else _plain(parameter.default, ("off", "on"))
     return name, getattr(parameter, "help", "") or "", default
-
-
-def _keys(section):
-    for key, field in section.model_fields.items():
-        kind = field.annotation
-        name = kind.__name__ if type(kind) is type else str(kind).replace("pathlib.", "")
-        name = re.sub(r"typing\.Literal\[(.*)\]", r"\1", name)
-        bounds = [_bound(bound) for bound in field.metadata]
-        yield key, ", ".join([name, *bounds]), "needed" if field.is_required() else _plain(field.default)
-
-
-def _bound(bound) -> str:
-    signs = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
-    name = type(bound).__name__
-    return f"{signs[name]} {getattr(bound, name.lower()):g}" if name in signs else str(bound)
 
 
 def _plain(value, switch=("false", "true")) -> str:

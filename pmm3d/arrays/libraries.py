@@ -93,7 +93,7 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
     if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":
         torch: Any = library.xp
         found, number = torch.cuda.device_count(), torch.device(library.device).index or 0
-        if number >= found:
+        if not 0 <= number < found:  # torch keeps 8 bits of a number
             raise Pmm3dError(f"library {name!r}: torch finds {found} CUDA devices here")
     return library
 
@@ -148,14 +148,14 @@ def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
 
     Local rank r takes device r, and ranks share devices where there are fewer. All devices of a node must be visible to
     all its ranks: with one each, as a launcher's GPU binding leaves them, MPI cannot move data from device to device
-    (open-mpi/ompi#11949).
+    (open-mpi/ompi#11949). Raises Pmm3dError where there is no such device.
 
         >>> take_device("numpy", local_rank=3)
     """
     from .device_library import DeviceLibrary
     from .torch_library import TorchLibrary
 
-    library = library_named(name)
+    library = library_here(name)
     if isinstance(library, DeviceLibrary):
         cuda = import_module(library.module).cuda
         number = local_rank % cuda.runtime.getDeviceCount()

@@ -146,7 +146,7 @@ class _Table:
     def __init__(self, path: Path, target_columns: Columns, delimiter: str | None, encoding: str, dtype: str,
                  labels: _Labels | None):
         self._path, self._delimiter, self._encoding, self._dtype = path, delimiter, encoding, dtype
-        self._labels = labels
+        self._labels, self._written = labels, _times(path)
         if not (first := next((text for _, text in self._lines()), "")):
             raise DataError(f"{path} is empty")
         commonest = max(DELIMITERS, key=first.count)
@@ -230,12 +230,14 @@ class _Table:
         y = file.create_dataset(targets, shape, kind)
         step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._names))
         lines, done = self._lines(self._header), 0
-        while chunk := list(islice(lines, step)):
+        while (chunk := list(islice(lines, step))) and _times(self._path) == self._written:
             values, rows = self._parse(chunk), slice(done, done + len(chunk))
             x[rows] = values[:, self._inputs]
             y[rows] = values[:, self._targets].reshape(len(chunk), *y.shape[1:])
             done += len(chunk)
             tell(done, total)
+        if done != total or _times(self._path) != self._written:
+            raise DataError(f"{self._path} was written to while it was read: convert a copy of it")
         return x.shape, y.shape
 
     def _parse(self, chunk: list[tuple[int, str]]) -> np.ndarray:
@@ -270,7 +272,6 @@ class _Table:
                 except DataError as error:
                     raise DataError(f"{self._path}, line {number}, column {self._names[column]}: {error}") from None
 
-
     def _check_number(self, cell: str, is_target: bool) -> None:
         if not _is_number(cell) and cell and is_target:
             raise DataError(f"{cell!r} is not a finite number; labels of classes need classes=True (--classes)")
@@ -278,6 +279,12 @@ class _Table:
             raise DataError(f"{cell!r} is not a finite number")
         if self._dtype == "float32" and abs(float(cell)) > LARGEST_FLOAT32:
             raise DataError(f"{cell} is too large for float32: dtype=\"float64\" (--dtype) holds it")
+
+
+def _times(path: Path) -> tuple[int, int]:
+    """By which a file that is written to is known: its bytes, and when it was."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_number(text: str) -> bool:
@@ -307,7 +314,8 @@ def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str, labe
         y = np.array([labels.number(str(label)) for label in y.reshape(-1)], np.int64)
     for name, array in ((inputs, x), (targets, y)):
         if array.size == 0 or array.ndim == 0 or array.dtype.kind not in "fiu":
-            raise DataError(f"{source}: array {name!r} is {array.dtype} {array.shape}; needed are rows of real numbers")
+            raise DataError(f"{source}: array {name!r} is {array.dtype} {array.shape}; needed are rows of real "
+                            "numbers, or labels with classes=True (--classes)")
         if not np.isfinite(array).all():
             row = np.argwhere(~np.isfinite(array))[0][0]
             raise DataError(f"{source}: row {row} of array {name!r} is not finite")

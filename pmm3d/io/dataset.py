@@ -90,6 +90,9 @@ class DataSet(AbstractContextManager["DataSet"]):
         """As given or by the names in the file; None where only the labels say it, or for vectors."""
         if classes is None:
             names = self.targets.attrs.get("class_names") if self.labelled else None
+            if names is not None and (np.ndim(names) != 1 or len(names) == 0):
+                raise DataError(f"{self.path}: the attribute class_names of data set {self.targets.name[1:]!r} is no "
+                                f"list of names: {names!r}. Write one name for each class, or remove it")
             return None if names is None else len(names)
         if not self.labelled:
             raise DataError(f"{self.path}: classes is {classes!r}, but the targets are no labels: data set "

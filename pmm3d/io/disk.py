@@ -94,6 +94,32 @@ def new_file(path: Path) -> BufferedWriter:
     return open(path, "xb")
 
 
+def check_replaceable(path: Path, overwrite: bool) -> None:
+    """Raises CheckpointError unless nothing is there, or a file or link that may be replaced."""
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists; --overwrite replaces it")
+    with file_errors(path, "replaced"):
+        check_regular(path)
+
+
+def replace_file(path: Path, contents: bytes) -> None:
+    """Write a file as a whole: under another name first. A link in its place is replaced, not followed. Raises
+    OSError; what was there is there then."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with new_file(temporary) as file:
+            file.write(contents)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def not_following(path: str, flags: int) -> int:
+    """An `opener` for open() that refuses a symbolic link (OSError)."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def file_errors(path: Path, doing: str) -> Iterator[None]:
     """What goes wrong with a file in this context becomes a CheckpointError that names it."""

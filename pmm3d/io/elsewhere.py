@@ -23,11 +23,13 @@ class Reference(NamedTuple):
     file: str | None = None
 
 
-def elsewhere(file: h5py.File, name: str, hops: int = 0) -> Iterator[Reference]:
-    """What the data set of that name refers to, in the order in which it is found: each before it is opened.
+def elsewhere(file: h5py.File, name: str, hops: int = 0, known: set[str] | None = None) -> Iterator[Reference]:
+    """What the data set of that name refers to, in the order in which it is found: each before it is opened. Those data
+    sets of the file whose names are `known` have been looked at.
 
     Raises OSError for links without an end.
     """
+    known = set() if known is None else known
     if hops > MOST_LINKS:
         raise OSError(f"more than {MOST_LINKS} links one after the other")
     group, path = file, "/"
@@ -37,19 +39,20 @@ def elsewhere(file: h5py.File, name: str, hops: int = 0) -> Iterator[Reference]:
             yield Reference(f"an external link to {link.filename}", link.filename)
         elif isinstance(link, h5py.SoftLink):
             yield Reference(f"a soft link to {link.path!r}")
-            yield from elsewhere(file, posixpath.join(posixpath.dirname(path), link.path), hops + 1)
+            yield from elsewhere(file, posixpath.join(posixpath.dirname(path), link.path), hops + 1, known)
         group, path = (group.get(part) if link is not None else None), f"{path}/"
     if isinstance(group, h5py.Dataset):
-        yield from _storage(file, group, hops)
+        yield from _storage(file, group, hops, known)
 
 
-def _storage(file: h5py.File, dataset: h5py.Dataset, hops: int) -> Iterator[Reference]:
+def _storage(file: h5py.File, dataset: h5py.Dataset, hops: int, known: set[str]) -> Iterator[Reference]:
     for name, _, _ in dataset.external or ():
         yield Reference(f"external storage in {name}", os.path.abspath(name))
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
-        if source.file_name == ".":
-            yield from elsewhere(file, source.dset_name, hops + 1)
-        else:
+        if source.file_name == "." and source.dset_name not in known:
+            yield from elsewhere(file, source.dset_name, hops + 1, known)
+            known.add(source.dset_name)
+        elif source.file_name != ".":
             yield Reference(f"a virtual data set over {source.file_name}", source.file_name)
 
 
@@ -63,8 +66,15 @@ def located(reference: Reference, path: str) -> list[str]:
     return there
 
 
-def parts_of(dataset: h5py.Dataset) -> list[h5py.Dataset]:
-    """The data set, and those of its own file that it is a virtual view of."""
-    sources = dataset.virtual_sources() if dataset.is_virtual else []
-    inside = [dataset.file[source.dset_name] for source in sources if source.file_name == "."]
-    return [dataset, *(part for source in inside for part in parts_of(source))]
+def parts_of(file: h5py.File, dataset: h5py.Dataset) -> list[h5py.Dataset]:
+    """The data set, and those of the file that it is a virtual view of. Raises OSError for one that is not there."""
+    found, names = [dataset], {dataset.name}
+    for part in found:
+        for source in part.virtual_sources() if part.is_virtual else ():
+            inside = file.get(source.dset_name) if source.file_name == "." else None
+            if source.file_name == "." and not isinstance(inside, h5py.Dataset):
+                raise OSError(f"the data set {source.dset_name!r}, of which it is a view, is not there")
+            if inside is not None and inside.name not in names:
+                found.append(inside)
+                names.add(inside.name)
+    return found

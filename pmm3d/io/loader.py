@@ -41,6 +41,7 @@ class Loader(AbstractContextManager["Loader"]):
     whether all ranks have their part: they send no messages.
 
         >>> import tempfile, h5py
+        >>> from pmm3d import Grid
         >>> from pmm3d.io import DataSet
         >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
         ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
@@ -113,7 +114,10 @@ class Loader(AbstractContextManager["Loader"]):
         return self._plan.size(batch)
 
     def next_epoch(self) -> None:
-        """To the start of the next epoch, as the end of an iteration does; on all ranks."""
+        """To the start of the next epoch, as the end of an iteration does; on all ranks. What is left of this one is
+        passed over."""
+        if self.batch < len(self):
+            self._stop()
         self.epoch, self.batch = self.epoch + 1, 0
 
     def _read(self) -> Shards:

@@ -118,15 +118,20 @@ class RunLock:
         except OSError as error:
             logger.warning(f"{self.path} cannot be kept fresh: {error.strerror}")
 
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
     def renew(self) -> None:
         """Take it anew, with a warning, if its file is no longer at its path: others would not see it. Raises as
-        `acquire` does."""
-        if self._file is None or self._is_there(self._file):
-            return
-        logger.warning(f"{self.path} has been removed, renamed or replaced while this job has the folder: it is taken "
-                       "anew")
-        os.close(self._file)
-        self._file = None
+        `acquire` does; it is not held then."""
+        if self._file is not None:
+            if self._is_there(self._file):
+                return
+            logger.warning(f"{self.path} has been removed, renamed or replaced while this job has the folder: it is "
+                           "taken anew")
+            os.close(self._file)
+            self._file = None
         self.acquire()
 
     def _is_there(self, file: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import needs
 from .disk import file_errors
 
-with needs("io", "HDF5 files"):
+with needs("io", "checkpoints"):
     import h5py
 
 

@@ -56,8 +56,6 @@ class SourceFile:
         if dataset.dtype.kind not in "fiu":
             kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
             raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
-        for part in parts_of(dataset):
-            self._check_written(part)
         return dataset
 
     def _opened(self, name: str) -> h5py.Dataset | None:
@@ -71,7 +69,10 @@ class SourceFile:
                 for file in located(reference, self.path):
                     check_regular(file)
                     self._identities[file] = _identity(file)
-            return self.h5.get(name)
+            dataset = self.h5.get(name)
+            for part in parts_of(self.h5, dataset) if isinstance(dataset, h5py.Dataset) and dataset.shape else ():
+                self._check_written(part)
+            return dataset
         except (OSError, RuntimeError, KeyError, ValueError) as error:
             raise DataError(f"{self.path}: cannot open data set {name!r}: {error}") from None
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
@@ -23,6 +25,17 @@ LEAST_WORK = 2**21
 """Operations, some 100 us of a core, below which a computation is over before a helper thread has run."""
 PER_ELEMENT = 32
 """Operations that an elementwise function takes, about."""
+
+
+@contextmanager
+def changed(thing: Any, **values: Any) -> Iterator[None]:
+    """Attributes of an object, changed for as long as the context lasts."""
+    before = {name: getattr(thing, name) for name in values}
+    vars(thing).update(values)
+    try:
+        yield
+    finally:
+        vars(thing).update(before)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +10,7 @@ from ..comm import Grid
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
+from .compute import changed
 from .gradients import Accumulated
 from .module import Module
 from .optim import Optimizer
@@ -77,15 +77,9 @@ def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     return copy
 
 
-@contextmanager
-def untouched(grid: Grid) -> Iterator[None]:
+def untouched(grid: Grid) -> AbstractContextManager[None]:
     """In this context nothing may use the grid: a function that a twin calls may still hold what is on it."""
-    guard = grid.engine.guard
-    before, guard.closed = guard.closed, True
-    try:
-        yield
-    finally:
-        guard.closed = before
+    return changed(grid.engine.guard, closed=True)
 
 
 def memory(grid: Grid) -> dict[str, int]:

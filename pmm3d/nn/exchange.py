@@ -94,14 +94,19 @@ def load_weights(network: Module, path: StrPath) -> Path:
         import_torch(network, path)
         return path
     found, keeper = find_checkpoint(network.grid, path)
+    fill_weights(network, found, keeper)
+    return found.path
+
+
+def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints) -> None:
+    """As `load_weights` does."""
     matrices = network.matrices()
-    with network.grid.together("load_weights", str(path), always=True):
+    with network.grid.together("load_weights", str(found.path), always=True):
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
     keeper.fill(found, matrices, partial=True)
     network.loaded()
-    return found.path
 
 
 def is_state(name: str) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -12,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 from ..arrays import Array
 from ..comm import Grid, Pending
 from ..model.machine import available_memory
-from .compute import Form
+from .compute import Form, changed
 from .overlap import Overlap
 
 IDLE_PAUSES = 8
@@ -102,15 +101,9 @@ class Weights:
             if gathered.number not in self._kept:
                 gathered.block = None
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> AbstractContextManager[None]:
         """In this context no values change: what is gathered, and kept, serves all forward passes in it."""
-        outer = self._promise
-        self._promise = outer or object()
-        try:
-            yield
-        finally:
-            self._promise = outer
+        return changed(self, _promise=self._promise or object())
 
     def _of(self, weight: Weight) -> Gathered:
         """What there is of its present values; what is out of date is dropped."""

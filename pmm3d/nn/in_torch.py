@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import functional
@@ -34,7 +34,8 @@ def torch_lines(network: Module, path: str = "PATH") -> list[str]:
     if made is None:
         return []
     dtypes = {parameter.dtype for parameter in network.parameters()} - {"float32"}
-    return ["import torch", "from safetensors.torch import load_file", "", f"net = {made}",
+    return ["import torch", *["from collections import OrderedDict"] * ("OrderedDict" in made),
+            "from safetensors.torch import load_file", "", *f"net = {made}".splitlines(),
             *(f"net.to(torch.{dtype})" for dtype in sorted(dtypes)), f"net.load_state_dict(load_file({path!r}))",
             "net.eval()"]
 
@@ -53,10 +54,24 @@ def _layer(layer: Any, indent: str) -> str | None:
 
 
 def _sequence(layers: Sequential, indent: str) -> str | None:
-    made = [_layer(layer, indent + "    ") for _, layer in layers.shown()]
+    """With names where they are not 0, 1, ... as torch would number them."""
+    numbered = list(_flat(layers))
+    made = [_layer(layer, indent + "    ") for _, layer in numbered]
     if None in made or type(layers).forward is not Sequential.forward:
         return None
-    return "\n".join(["torch.nn.Sequential(", *(f"{indent}    {one}," for one in made), f"{indent})"])
+    if [name for name, _ in numbered] == [str(number) for number in range(len(made))]:
+        return "\n".join(["torch.nn.Sequential(", *(f"{indent}    {one}," for one in made), f"{indent})"])
+    named = (f"{indent}    ({name!r}, {one})," for (name, _), one in zip(numbered, made))
+    return "\n".join(["torch.nn.Sequential(OrderedDict([", *named, f"{indent}]))"])
+
+
+def _flat(layers: Sequential) -> Iterator[tuple[str, Any]]:
+    """(name, layer), those of blocks that are computed again among the others, whose numbers they continue."""
+    for name, layer in layers.numbered():
+        if not name and isinstance(layer, Recompute) and isinstance(layer.module, Sequential):
+            yield from _flat(layer.module)
+        else:
+            yield name.replace(".", "_"), layer
 
 
 def _linear(layer: Linear) -> str:

@@ -44,15 +44,6 @@ class Parallel:
         return grid.attached[cls]
 
     @contextmanager
-    def deferring(self, taker: Callable[[Leaf, Part], None] | None) -> Iterator[None]:
-        """In this context that one takes the gradients of parameters."""
-        before, self.deferred = self.deferred, taker
-        try:
-            yield
-        finally:
-            self.deferred = before
-
-    @contextmanager
     def backward(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
         """A backward pass that brings so many parts to each leaf; at its end all gradients are there. Raises
         DisagreementError, on every rank, if the ranks' networks differ."""

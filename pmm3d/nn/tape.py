@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -13,7 +13,7 @@ from weakref import ref
 from ..arrays import Array
 from ..comm import Grid
 from ..errors import Pmm3dError
-from .compute import Form
+from .compute import Form, changed
 from .contract import Part
 from .forming import Coming, brought
 from .gradients import Leaf
@@ -62,15 +62,9 @@ class Tape:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
-    @contextmanager
-    def set(self, **values: Any) -> Iterator[None]:
+    def set(self, **values: Any) -> AbstractContextManager[None]:
         """Attributes of the tape, changed for as long as the context lasts."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
+        return changed(self, **values)
 
 
 def _leaf_of(node: Node | None) -> Leaf | None:
@@ -232,8 +226,7 @@ def no_grad(grid: Grid) -> Iterator[None]:
         tape.parallel.weights.pause()
 
 
-@contextmanager
-def no_sync(grid: Grid) -> Iterator[None]:
+def no_sync(grid: Grid) -> AbstractContextManager[None]:
     """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
     last of several batches of one step.
 
@@ -241,8 +234,7 @@ def no_sync(grid: Grid) -> Iterator[None]:
         ...     Tape.of(grid).syncing
         False
     """
-    with Tape.of(grid).set(syncing=False):
-        yield
+    return Tape.of(grid).set(syncing=False)
 
 
 class WeightProducts:
@@ -265,7 +257,7 @@ class WeightProducts:
         """Do them all; then the gradients are as after a backward pass. Collective."""
         tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
         uses = Counter(parameter for parameter, _ in waiting)
-        with tape.parallel.deferring(None), tape.parallel.backward(tape.syncing, uses):
+        with changed(tape.parallel, deferred=None), tape.parallel.backward(tape.syncing, uses):
             while waiting:
                 parameter, part = waiting.pop(0)
                 parameter.receive(part)
@@ -275,8 +267,7 @@ class WeightProducts:
                 parameter.accumulated.waiting.discard(self._mark)
 
 
-@contextmanager
-def unchanged(grid: Grid) -> Iterator[None]:
+def unchanged(grid: Grid) -> AbstractContextManager[None]:
     """In this context no weight changes: where gathered weights are kept (`Overlap.reshard_after_forward`), they serve
     all forward passes in it, not only the backward pass after each. For the batches of one step, or of an evaluation.
 
@@ -286,8 +277,7 @@ def unchanged(grid: Grid) -> Iterator[None]:
         ...     (net(x) - net(x)).gather().any()
         np.False_
     """
-    with Tape.of(grid).parallel.weights.unchanged():
-        yield
+    return Tape.of(grid).parallel.weights.unchanged()
 
 
 @contextmanager
@@ -306,6 +296,6 @@ def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
         (None, (3, 2))
     """
     queue = WeightProducts(grid)
-    with Tape.of(grid).parallel.deferring(queue.put):
+    with changed(Tape.of(grid).parallel, deferred=queue.put):
         yield queue
 

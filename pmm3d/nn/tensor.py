@@ -74,13 +74,10 @@ class Tensor:
 
     @property
     def value(self) -> DistMatrix:
-        self._arrive()
-        return self._value
-
-    def _arrive(self) -> None:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        return self._value
 
     @property
     def local(self) -> Array:
@@ -89,8 +86,7 @@ class Tensor:
     @property
     def shard(self) -> Array:
         """`local`, to be read only: what operations take."""
-        self._arrive()
-        return self._value.local
+        return self.value.local
 
     @property
     def box(self) -> Box:
@@ -198,8 +194,7 @@ class Tensor:
 
     def gather(self, root: int | None = None) -> Array:
         """The whole matrix as one array; see `DistMatrix.gather`."""
-        self._arrive()
-        return self._value.gather(root)
+        return self.value.gather(root)
 
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("subtract")

@@ -41,21 +41,32 @@ def _pmm3d() -> None:
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(help="TOML file; apps/digits.toml is one, with every section.")],
-    resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, if there is "
-                                             "one; never: from the start, if there is none; or the path of a "
-                                             "checkpoint.")] = "never",
-    accept: Annotated[list[Accepted] | None, typer.Option(help="Go on although this is another one than that of the "
-                                                               "checkpoint; may be given twice.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the configuration with defaults; do nothing.")] = False,
+    config: Annotated[Path, typer.Argument(help="TOML file; --show prints it with every key and its meaning.")],
+    resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, or from the "
+                                             "start if there is none; never: from the start, refused if there is one; "
+                                             "or the path of a checkpoint: later ones are set aside.")] = "never",
+    accept: Annotated[list[Accepted] | None, typer.Option(help="Go on although the network, or the data, is not that "
+                                                               "of the checkpoint, which is refused otherwise; may be "
+                                                               "given twice.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the configuration as TOML, with the meaning and the "
+                                                      "allowed values of every key; train nothing.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
 ) -> None:
-    """Train a fully connected network on data in HDF5, as a configuration says.
+    """Train a network on data in HDF5, as a configuration says.
 
     Writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder, which belongs to this job until it
     ends: another one refuses. `pmm3d report` makes a page of them. Batches, weights and checkpoints do not depend on
-    the grid: a run may be resumed on another number of ranks. SIGUSR1 has a checkpoint written, SIGTERM and Ctrl-C have
-    one written and end the run with exit code 75: not finished, start again with --resume auto.
+    the grid: a run may be resumed on another number of ranks.
+
+    A run that is resumed takes weights, the optimizer's state and its place in the data from the checkpoint, and all
+    else from the configuration; what differs is said. SIGUSR1 has a checkpoint written; SIGTERM and Ctrl-C have one
+    written and end the run.
+
+    [bold]Exit codes[/]
+
+    0: trained to the end, also where curves or a page could not be drawn; 75: ended by a signal, with a checkpoint:
+    start it again with --resume auto; 2: something to be mended, said in a line; 1: an error that nobody foresaw, with
+    its traceback; 70: ranks that did not come, said with where they are.
 
     [bold]Examples[/]
 
@@ -63,7 +74,7 @@ def train_command(
 
     srun -n 64 pmm3d train surrogate.toml --resume auto
 
-    pmm3d train x.toml --show                          every key with its default
+    pmm3d train x.toml --show > every_key.toml
     """
     with all_ranks() as comm:
         from ..nn.training import config as configuration

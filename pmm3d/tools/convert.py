@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def convert_command(
     """
     if task_rank(os.environ) > 0:
         return
-    columns = target_columns and [int(name) if name.lstrip("-").isdigit() else name
+    columns = target_columns and [int(name) if re.fullmatch("-?[0-9]+", name) else name
                                   for name in target_columns.split(",")]
     with complaining(), _bar(source) as tell:
         check_writable(target)

@@ -27,9 +27,9 @@ def export_command(
 
     pmm3d export runs/digits digits.safetensors
 
-    pmm3d export runs/digits/checkpoints/step-00000300 digits.safetensors --overwrite
+    pmm3d export runs/digits/checkpoints/step-00000300 d.safetensors --overwrite
 
-    pmm3d export runs/digits digits.safetensors > in_torch.py      the lines as a file
+    pmm3d export runs/digits digits.safetensors > net.py   the lines as a file
     """
     with all_ranks() as comm:
         from ..nn.training.export import check_target, export_checkpoint

@@ -39,9 +39,9 @@ def predict_command(
 
     pmm3d predict runs/digits new.h5 --out predicted.h5
 
-    pmm3d predict runs/digits/checkpoints/step-00000300 new.h5 --out predicted.h5 --inputs images --batch-size 4096
+    pmm3d predict runs/digits new.h5 --out p.h5 --inputs images --batch-size 4096
 
-    srun -n 64 pmm3d predict runs/surrogate samples.h5 --out outputs.h5 --overwrite
+    srun -n 64 pmm3d predict runs/flow/checkpoints/step-00000300 x.h5 --out y.h5
     """
     with all_ranks() as comm:
         from ..nn.training.predict import Asked, check_files, predict

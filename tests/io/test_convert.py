@@ -224,6 +224,18 @@ def test_an_interrupted_conversion_leaves_nothing(table, target):
     assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
 
 
+@pytest.mark.parametrize("more", ["5,6\n", "", "x"])
+def test_a_table_that_is_written_to_meanwhile(table, target, more):
+    def write(done, total):
+        with open(target.with_suffix(".csv"), "a" if more else "w") as file:
+            file.write(more or "1,2\n9,4\n")
+
+    for chunk_rows in (1, None):
+        with pytest.raises(DataError, match="was written to while it was read: convert a copy"):
+            convert(table("1,2\n3,4\n"), target, chunk_rows=chunk_rows, tell=write)
+    assert not target.exists()
+
+
 def test_arrays_of_a_npz_file_keep_their_type_and_dims(tmp_path, target):
     x, y = integers((6, 4, 4)).astype("uint8"), np.arange(6, dtype="int32") % 3
     np.savez_compressed(tmp_path / "a.npz", images=x, y=y, words=np.array(list("babacb")))
@@ -274,6 +286,8 @@ def test_the_command(command, table, target):
     assert f"{target} exists" in command(source, target).output
     done = command(source, target, "--overwrite", "--class-names", "cow,ant", "--target-columns", "-1")
     assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]
+    for columns in ("--1", "²", ""):
+        assert "no column" in command(source, target, "--overwrite", f"--target-columns={columns},a").output
     done = command(source, target, "--overwrite", "--target-columns", "a,1")
     assert done.exit_code == 2 and "line 2, column kind: 'cow' is not a finite number" in done.output
     before = source.read_bytes()

@@ -252,6 +252,10 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
             found.append(taken)
         assert sent() == before
         assert [[rows_of(x) for x, _ in taken] for taken in found] == expected
+        assert halves.fetch() is None
+        halves.next_epoch()  # without what was fetched
+        epoch_of(whole)
+        assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
 
 
 def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):
@@ -318,7 +322,7 @@ def test_ranks_that_a_grid_leaves_idle_hold_nothing(some_grid, path, monkeypatch
             assert grid.active or (x.local.shape, y.local.shape) == ((0, 0), (0, 0))
 
 
-def test_the_classes_are_counted_named_or_given(some_grid, path, write):
+def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
     assert DataSet(some_grid, path, classes=9).classes == 9
     named = write("named.h5", x=X, y=LABELS)
     if some_grid.rank == 0:
@@ -326,6 +330,13 @@ def test_the_classes_are_counted_named_or_given(some_grid, path, write):
             file["y"].attrs["class_names"] = list("abcdefg")
     some_grid.comm.barrier()
     assert DataSet(some_grid, named).classes == 7
+    for number, names in enumerate((7, "abc", np.zeros((2, 2)), [])):
+        odd = write(f"odd{number}.h5", x=X, y=LABELS)
+        if some_grid.rank == 0:
+            with h5py.File(odd, "a") as file:
+                file["y"].attrs["class_names"] = names
+        some_grid.comm.barrier()
+        fails(DataError, "class_names of data set 'y' is no list of names", lambda: DataSet(some_grid, odd))
 
 
 def test_files_and_data_sets_that_cannot_be_used(some_grid, write, shared_path, fails):

@@ -38,12 +38,19 @@ def refer(file, folder):
     file["dangling"] = h5py.SoftLink("/none")
     file["linked"], file["gone"] = h5py.ExternalLink("other.h5", "/x"), h5py.ExternalLink("none.h5", "/x")
     sources = {"over": (str(folder / "other.h5"), "x"), "within": (".", "x"), "through": (".", "stored"),
-               "half": (".", "x"), "missing": (str(folder / "none.h5"), "x")}
+               "half": (".", "x"), "missing": (str(folder / "none.h5"), "x"), "itself": (".", "itself"),
+               "lost": (".", "none"), "left": (".", "right"), "right": (".", "left")}
     for name, (path, dataset) in sources.items():
         layout = h5py.VirtualLayout((ROWS, 4), "f4")
         rows = ROWS // 2 if name == "half" else ROWS
         layout[:rows] = h5py.VirtualSource(path, dataset, X.shape)[:rows]
         file.create_virtual_dataset(name, layout)
+    for level in range(12):  # each over eight of the next: as many ways through them as 8**12
+        for number in range(8):
+            layout = h5py.VirtualLayout((8, 4), "f4")
+            for row in range(8):
+                layout[row] = h5py.VirtualSource(".", f"deep{level + 1}/{row}", (8, 4))[row]
+            file.create_virtual_dataset(f"deep{level}/{number}", layout)
 
 
 def rows_of(grid, path, name, **options):
@@ -79,6 +86,10 @@ def test_what_is_referred_to_has_to_be_there(some_grid, folder, fails):
     fails(DataError, "external link to none.h5, which is not there", links("gone"))
     fails(DataError, "virtual data set over .*none.h5, which is not there", links("missing"))
     fails(DataError, "has no data set 'dangling'", links("dangling"))
+    fails(DataError, "the data set 'none', of which it is a view, is not there", links("lost"))
+    fails(DataError, "the data set 'deep12/0', of which it is a view, is not there", links("deep0/0"))
+    for name in ("itself", "left"):
+        fails(DataError, "more than 16 links", links(name))
 
 
 def test_a_file_that_is_referred_to_must_stay_as_it_is(some_grid, folder, fails):

@@ -24,6 +24,8 @@ HUGE = 10**30
 @pytest.mark.parametrize("given, text", [
     ({"network": {"hidden": [0]}}, "network.hidden.0 = 0: input should be greater than or equal to 1"),
     ({"network": {"hidden": [HUGE]}}, "network.hidden.0"),
+    ({"network": {"hidden": [2**53]}}, "network.hidden.0"),
+    ({"data": FILE | {"classes": 10**15}}, "data.classes"),
     ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: input should be a finite number"),
     ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
     ({"optimizer": {"lr": True}}, "optimizer.lr = True: input should be a valid number"),
@@ -102,7 +104,7 @@ def test_every_key_has_a_meaning_and_values():
 def test_what_is_shown_can_be_read_back(given):
     config = checked({"data": FILE} | given)
     shown = as_toml(config)
-    assert checked(tomllib.loads(shown)) == config
+    assert checked(tomllib.loads(shown)) == config == checked(config.settings())
     for key in keys_of(Config):
         assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
 
@@ -144,6 +146,8 @@ def made(comm, files):
     ({"training": {"evaluate_every": 61}}, "training.evaluate_every = 61, but the run has 60 steps"),
     ({"training": {"steps": 5}, "schedule": {"warm_up": 6}}, "schedule.warm_up = 6, but the run has 5 steps"),
     ({"training": {"steps": 70, "epochs": 1}, "schedule": {"warm_up": 7}}, "warm_up = 7, but the run has 6 steps"),
+    ({"network": {"library": "foo"}}, "unknown array library 'foo'; there are numpy, torch"),
+    ({"network": {"library": "torch:cuda:999"}}, "library 'torch:cuda:999': torch finds .* CUDA devices here"),
     ({"grid": {"data": 5}}, 'grid.data = 5, but "ddp" puts all .* ranks along data'),
 ])
 def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):

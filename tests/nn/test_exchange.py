@@ -58,8 +58,9 @@ class Own(nn.Module):
         return self.inside(x)
 
 
-def test_networks_that_torch_has_not_have_no_lines(tmp_path):
-    with Grid(shape="ddp") as grid:
+@pytest.mark.parallel([1])
+def test_networks_that_torch_has_not_have_no_lines(comm, tmp_path):
+    with Grid(comm, shape="ddp") as grid:
         for network in (Own(grid), nn.Sequential(grid, nn.Linear(grid, 3, 2), lambda x: x * 2),
                         nn.Sequential(grid, nn.Residual(nn.Linear(grid, 3, 3)))):
             assert export_torch(network, tmp_path / "net.safetensors") == []

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from networks import CLASSES, GRIDS, alone, network_of, on_each_grid, spread, weights_of
+from safetensors.numpy import load_file
 
 from pmm3d import DistMatrix, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.io import Checkpoints, export_safetensors, import_safetensors
@@ -194,6 +195,10 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
         export_safetensors(grid, shared_path / "net.safetensors", net.state_dict())
         wanted = weights_of(net)
     with Grid(comm, "fsdp") as grid:
+        net = network_of(grid, CLASSES, seed=2)
+        net.load_state_dict(load_file(shared_path / "net.safetensors"))
+        found = weights_of(net)
+        assert all(np.array_equal(found[name], value) for name, value in wanted.items())
         for read in (lambda state: Checkpoints(grid, saved.parent).load(saved, state),
                      lambda state: import_safetensors(grid, shared_path / "net.safetensors", state)):
             net = network_of(grid, CLASSES, seed=2)

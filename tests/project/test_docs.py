@@ -69,17 +69,36 @@ def test_the_ten_lines_of_the_first_page_are_those_of_the_readme():
 
 def test_the_configuration_of_the_readme_is_one():
     [text] = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert checked(tomllib.loads(text)).grid.shape == "2x2x1"
+    assert checked(tomllib.loads(text)).grid.shape == "2x1x1"
+
+
+def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    made = import_module("configuration")
+    assert made.PAGE.read_text() == made.page(), "python docs/configuration.py writes it anew"
 
 
 def test_the_loop_of_training_runs(job, tmp_path):
-    [text] = programs("docs/training.md")
+    text = programs("docs/training.md")[0]
     with h5py.File(tmp_path / "digits.h5", "w") as file:
         file["x"] = np.random.default_rng(1).random((600, 64), np.float32)
         file["y"] = np.arange(600) % 10
     said = "    print('loss', loss.item() < 3, opt.steps)\n"
     done = job(8, text.replace('"digits.h5"', repr(str(tmp_path / "digits.h5"))) + said)
     assert done.returncode == 0 and done.stdout.count("loss True 3") == 8, done.stdout + done.stderr
+
+
+def test_the_network_of_ones_own_is_trained_by_the_command(job, tmp_path):
+    _, model = programs("docs/training.md")
+    (tmp_path / "model.py").write_text(model)
+    random = np.random.default_rng(1)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"], file["y"] = random.random((64, 5), np.float32), random.random((64, 2), np.float32)
+    (tmp_path / "x.toml").write_text('network = "model.py:build"\n[data]\nfile = "data.h5"\nbatch_size = 32\n'
+                                     '[training]\nfolder = "run"\nsteps = 3\nlog_every = 1\n')
+    train = "import os, sys; os.chdir(sys.argv.pop(1))\nfrom pmm3d.tools.cli import main\nmain()"
+    done = job(2, train, tmp_path, "train", "x.toml")
+    assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_loop_of_the_readme_is_that_of_training():

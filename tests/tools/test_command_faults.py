@@ -97,7 +97,16 @@ def place(tmp_path):
         (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
         (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),
         (("convert", "table.csv", "none/x.h5"), "cannot write none/x.h5: there is no folder"),
-        (("export", "folder", "folder"), "cannot write folder: it is a folder"),
+        (("export", "folder", "folder"), "cannot export to folder: what is written is a safetensors file"),
+        (("export", "folder", "none/x.safetensors"), "cannot write none/x.safetensors: there is no folder"),
+        (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: name a checkpoint's folder"),
+        (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, which would be lost"),
+        (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
+        (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
+        (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
+         "/dev/full cannot be replaced: it is a device"),
+        (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
+        (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: name a checkpoint's folder"),
     ],
 )
 def test_what_cannot_be_is_said_once_before_the_work(job, place, arguments, text):

@@ -76,14 +76,16 @@ def in_torch(lines, x, monkeypatch, folder):
 NETWORKS = {
     "gelu": "hidden = [8]",
     "relu": 'hidden = [8, 6]\nactivation = "relu"\nnorm = true\ndropout = 0.3',
-    "tanh": 'hidden = [4]\nactivation = "tanh"\nbias = false\nrecompute = true\nnorm = true',
+    "tanh": 'hidden = [4, 3]\nactivation = "tanh"\nbias = false\nrecompute = true\nnorm = true\ndropout = 0.2',
     "silu": 'hidden = [4]\nactivation = "silu"\ndtype = "float64"',
-    "sigmoid": 'hidden = []\nactivation = "sigmoid"',
+    "sigmoid": 'hidden = [3]\nactivation = "sigmoid"',
+    "linear": "hidden = []",
 }
 
 
 @pytest.mark.parametrize("kind, targets, features", [
-    ("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1)])
+    ("gelu", "y", 5), ("relu", "v", 5), ("tanh", "y", 1), ("silu", "v", 1), ("sigmoid", "v", 1),
+    ("linear", "v", 1)])
 def test_the_lines_that_export_prints_make_the_same_network_in_torch(pmm3d, trained, tmp_path, monkeypatch, kind,
                                                                      targets, features):
     trained(NETWORKS[kind], targets, features)
@@ -98,10 +100,10 @@ def test_the_lines_that_export_prints_make_the_same_network_in_torch(pmm3d, trai
 
     with safe_open(tmp_path / "run.safetensors", "numpy") as file:
         kept = file.metadata()
-        assert file.get_slice("0.weight" if kind != "tanh" else "0.0.weight").get_shape()[1] == features
+        assert file.get_slice("0.weight").get_shape()[1] == features
     assert kept["torch"] in done.stdout
     settings = json.loads(kept["pmm3d"])
-    assert settings["network"]["activation"] == kind and settings["samples"]["features"] == features
+    assert settings["network"].get("activation", "linear") == kind and settings["samples"]["features"] == features
 
 
 def test_a_network_of_a_loop_is_exported_without_lines(job, pmm3d, tmp_path):
@@ -171,6 +173,32 @@ def test_predictions_do_not_depend_on_ranks_grids_and_batches(pmm3d, trained, tm
         file["x"] = two
     assert pmm3d("predict", "run", "x.h5", "--out", "few.h5", ranks=4).returncode == 0
     assert np.allclose(predicted(tmp_path / "few.h5")["outputs"], whole["outputs"][:2], rtol=1e-5, atol=1e-6)
+
+
+MODEL = """
+from pmm3d import nn
+def build(grid, features, outputs):
+    return nn.Sequential(grid, nn.Linear(grid, features, 6), nn.Residual(nn.Linear(grid, 6, 6)), nn.tanh,
+                         nn.Linear(grid, 6, outputs))
+"""
+
+
+def test_a_network_of_ones_own_predicts_and_is_exported_without_its_file(pmm3d, trained, tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    trained('build = "model.py:build"')
+    done = pmm3d("predict", "run", "x.h5", "--out", "o.h5", ranks=2)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "model.py").unlink()
+    done = pmm3d("export", "run", "run.safetensors")
+    assert done.returncode == 0 and "import torch" not in done.stdout, done.stderr
+    from safetensors.numpy import load_file
+
+    weights, x = load_file(tmp_path / "run.safetensors"), predicted(tmp_path / "x.h5")["x"]
+    linear = lambda name, x: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    hidden = linear("0", x)
+    outputs = linear("3", np.tanh(hidden + linear("1.module", hidden)))
+    assert np.allclose(predicted(tmp_path / "o.h5")["outputs"], outputs, rtol=1e-4, atol=1e-5)
+    said(pmm3d("predict", "run", "x.h5", "--out", "p.h5"), "network.build: cannot read")
 
 
 def test_the_newest_good_checkpoint_counts_or_the_one_that_is_named(pmm3d, trained, tmp_path):

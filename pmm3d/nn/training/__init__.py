@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names, for type checkers
     from .config import Config
     from .finite import NonFiniteLossError
+    from .passes import evaluate
     from .run import Recipe
     from .run_log import RunLog
     from .state import TrainState
-    from .trainer import Trainer, evaluate
+    from .trainer import Trainer
 
 _HOME = {"Config": "config", "NonFiniteLossError": "finite", "Recipe": "run", "RunLog": "run_log",
-         "TrainState": "state", "Trainer": "trainer", "evaluate": "trainer"}  # fmt: skip
+         "TrainState": "state", "Trainer": "trainer", "evaluate": "passes"}  # fmt: skip
 __all__ = ["Config", "NonFiniteLossError", "Recipe", "RunLog", "TrainState", "Trainer", "evaluate"]
 
 

@@ -30,7 +30,7 @@ class Agreed(NamedTuple):
 def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
           failed: bool = False) -> Agreed:
     """From what each rank has to say: its parts of the loss and of the square of the gradient's norm, and the rest as
-    it is here. Collective: one all-reduce of six numbers.
+    it is here. Collective: one all-reduce of six numbers, which are arbitrary in a dry run.
 
         >>> with Grid() as grid:
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
@@ -40,4 +40,4 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, reques
     with grid.ledger.phase("agreement"):
         total = grid.everyone.all_reduce(numbers, agreed=True).wait()
     loss, square, saves, ends, looks, failures = total.tolist()
-    return Agreed(loss, sqrt(square), END if ends else SAVE if saves else 0, looks > 0, failures > 0)
+    return Agreed(loss, sqrt(abs(square)), END if ends else SAVE if saves else 0, looks > 0, failures > 0)

@@ -45,7 +45,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     """
     with Grid(comm, config.grid.shape, config.grid.data, **options) as grid:
         check_grid(config, grid)
-        take_device(config.network.library, grid.local_rank)
+        with grid.together("training", config.network.library, always=True):
+            take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = OwnNetwork(grid, config.network) if config.network.build else None
         with _data(config, grid) as ((data, rows), held_out):
@@ -75,7 +76,7 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[tuple[DataSet, int], Row
     """What to train on, with the number of its first rows that are, and what to validate on."""
     section, network = config.data, config.network
     options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
-                               "library": network.library} | ({"links": True} if section.links else {})
+                               "library": network.library, "links": section.links}
     with DataSet(grid, section.file, classes=section.classes, **options) as data:
         rows = rows_to_train(config, data)
         if section.validation_file is not None:
@@ -119,8 +120,7 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
 def _optimizer(config: Config, network: Module) -> optim.Optimizer:
     section = config.optimizer
     options: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay,
-                               "shard_over_data": section.shard_over_data}
-    options |= {"decay_vectors": True} if section.decay_vectors else {}
+                               "shard_over_data": section.shard_over_data, "decay_vectors": section.decay_vectors}
     if section.kind == "sgd":
         return optim.SGD(network.parameters(), momentum=section.momentum, **options)
     kind = optim.AdamW if section.kind == "adamw" else optim.Adam
@@ -183,7 +183,7 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
         TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
-        settings={**config.model_dump(mode="json"), SAMPLES: samples.model_dump()}, signals=signals)
+        settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals)
 
 
 def _schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:

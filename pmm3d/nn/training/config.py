@@ -10,7 +10,22 @@ from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
 from .described import explained
-from .keys import Count, Name, NoEffect, Only, Place, Positive, Section, Seed, Share, Steps, only, without
+from .keys import (
+    WIDEST,
+    Count,
+    Name,
+    NoEffect,
+    Only,
+    Place,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    Steps,
+    Width,
+    only,
+    without,
+)
 
 with needs("train", "a configuration"):
     from pydantic import Field, ValidationError, field_validator, model_validator
@@ -50,7 +65,7 @@ class DataSection(Section):
     """rows of a batch, over the whole grid"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
-    classes: Annotated[int, Field(ge=2)] | None = None
+    classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
     """number of classes; left out: as the file names or holds them"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
@@ -64,7 +79,7 @@ class NetworkSection(Section):
 
     build: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$", json_schema_extra={"values": FUNCTION})] | None = None
     """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module"""
-    hidden: Annotated[list[Count], OF_MLP] = [512, 512]
+    hidden: Annotated[list[Width], OF_MLP] = [512, 512]
     """width of each hidden layer; [] for none"""
     activation: Annotated[Literal["relu", "gelu", "tanh", "silu", "sigmoid"], OF_MLP, LAYERED] = "gelu"
     """function after each hidden layer"""
@@ -186,6 +201,11 @@ class Config(Section):
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection = TrainingSection()
     overlap: OverlapSection = OverlapSection()
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The keys that count, section by section, as JSON has them. `checked` makes the same configuration of them."""
+        return {name: {key: value for key, value in values.items() if not getattr(self, name).idle(key)}
+                for name, values in self.model_dump(mode="json").items()}
 
     @field_validator("network", mode="before")
     @classmethod

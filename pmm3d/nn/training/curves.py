@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from io import BytesIO
 from math import isfinite, log
 from pathlib import Path
 
 from ...errors import needs
+from ...io.disk import replace_file
 from .metrics import read_metrics
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -55,6 +56,6 @@ def plot(metrics: Path, picture: Path) -> None:
     left.set(xlabel="step", ylabel="loss", yscale="log")
     left.legend()
     figure.tight_layout()
-    temporary = picture.with_suffix(".tmp")
-    figure.savefig(temporary, dpi=120, format="png")
-    os.replace(temporary, picture)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=120, format="png")
+    replace_file(picture, drawn.getvalue())

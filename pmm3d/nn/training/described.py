@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from ...errors import needs
-from .keys import LARGEST, NoEffect, Section
+from .keys import WIDEST, NoEffect, Section
 
 with needs("train", "a configuration"):
     import tomlkit
@@ -130,5 +130,5 @@ def _values(facts: dict[str, Any]) -> str:
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
     kind = "a path" if facts.get("format") == "path" else kinds[facts["type"]]
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
-    found = [f"{words} {facts[name]:g}" for name, words in bounds.items() if name in facts and facts[name] < LARGEST]
+    found = [f"{words} {facts[name]:g}" for name, words in bounds.items() if name in facts and facts[name] < WIDEST]
     return " ".join([kind, " and ".join(found)]).strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from mpi4py import MPI
@@ -12,20 +11,20 @@ from ...comm import Grid
 from ...errors import CheckpointError
 from ...io import Checkpoints, export_safetensors
 from ...io.checkpoint import Checkpoint
+from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, export_torch, find_checkpoint, is_state, torch_name
+from ..exchange import ENDING, export_torch, fill_weights, find_checkpoint, is_state, torch_name
 from .build import network_of
 from .recalled import SAMPLES, Recalled, recalled
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raises CheckpointError unless a .safetensors file may be written there."""
+    """Raises CheckpointError unless a .safetensors file may be written there: a device is not replaced."""
     if target.suffix != ENDING:
         raise CheckpointError(f"cannot export to {target}: what is written is a safetensors file, so let its name end "
                               f"in {ENDING}")
-    if os.path.lexists(target) and not overwrite:
-        raise CheckpointError(f"{target} exists; --overwrite replaces it")
+    check_replaceable(target, overwrite)
 
 
 def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> tuple[Path, list[str]]:
@@ -50,8 +49,7 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
     """The network says which of its parameters are vectors."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     made = network_of(known.config.model_copy(update={"network": section}), grid, known.samples)
-    keeper.fill(found, made.matrices(), partial=True)
-    made.loaded()
+    fill_weights(made, found, keeper)
     said = {"network": section.model_dump(mode="json"), SAMPLES: known.samples.model_dump()}
     return export_torch(made, target, {"pmm3d": json.dumps(said)})
 

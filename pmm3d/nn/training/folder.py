@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...comm import Grid
 from ...errors import Pmm3dError
-from ...io.lock import RunLock
+from ...io.lock import FolderInUseError, RunLock
 
 
 class RunFolder:
     """path: None for a run that writes nothing, for which all of this does nothing."""
 
     def __init__(self, grid: Grid, path: Path | None):
-        self._grid, self._path = grid, path
+        self._grid, self.path = grid, path
         self._lock: RunLock | None = None
 
     @contextmanager
@@ -24,10 +24,10 @@ class RunFolder:
 
         Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
         """
-        if self._lock is not None or self._path is None:
+        if self._lock is not None or self.path is None:
             yield
             return
-        lock = self._lock = RunLock(self._path)
+        lock = self._lock = RunLock(self.path)
         try:
             self.on_first(lock.acquire)
             yield
@@ -42,13 +42,14 @@ class RunFolder:
             try:
                 body()
             except OSError as error:
-                problem = Pmm3dError(f"{error.filename or self._path} cannot be written: {error.strerror}")
+                at = error.filename2 or error.filename or self.path
+                problem = Pmm3dError(f"{at} cannot be written: {error.strerror}")
             except Pmm3dError as error:
                 problem = error
             except Exception as error:
-                problem = Pmm3dError(f"{self._path} cannot be used: {type(error).__name__}: {error}")
+                problem = Pmm3dError(f"{self.path} cannot be used: {type(error).__name__}: {error}")
         problem = self._grid.comm.bcast(problem)
-        with self._grid.together("training", str(self._path)):
+        with self._grid.together("training", str(self.path)):
             if problem is not None:
                 raise problem
 
@@ -59,6 +60,13 @@ class RunFolder:
             self.on_first(self._lock.renew)
 
     def beat(self) -> None:
-        """A sign of life; rank 0's has an effect."""
-        if self._lock is not None:
+        """A sign of life, and a look whether the folder is still this job's: see `taken`. Rank 0's has an effect."""
+        if self._lock is not None and self._lock.held:
             self._lock.beat()
+            with suppress(FolderInUseError, OSError):
+                self._lock.renew()
+
+    @property
+    def taken(self) -> bool:
+        """Whether rank 0 has lost it to another job: nothing is to be written there any more."""
+        return self._lock is not None and self._grid.rank == 0 and not self._lock.held

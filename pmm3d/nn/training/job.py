@@ -36,7 +36,7 @@ def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | No
 
 def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[str]) -> bool:
     if resume == "never":
-        run.refuse_to_overwrite()
+        _refuse_to_overwrite(run)
     elif resume != "auto":
         run.resume(Path(resume), accept)
     elif not run.resume(accept=accept):
@@ -65,6 +65,15 @@ def _warm_start(run: Trainer) -> None:
     if weights and run.log is not None:
         said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
         run.log.say(printable(f"training.weights = {weights}: {said}"))
+
+
+def _refuse_to_overwrite(run: Trainer) -> None:
+    """A new run would remove what an earlier one left."""
+    latest = run.checkpoints and run.checkpoints.latest()
+    with run.grid.together("training", str(latest)):
+        if latest:
+            raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
+                             "training.folder")
 
 
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:

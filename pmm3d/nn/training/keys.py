@@ -14,6 +14,9 @@ with needs("train", "a configuration"):
 
 LARGEST = 2**53
 """Beyond it whole numbers are no longer exact as floating point."""
+WIDEST = 2**28
+"""Columns: so that bytes of a matrix are counted in 64 bits."""
+
 
 class Only(NamedTuple):
     """A key counts only where another one of its section fits; words: how that one is then."""
@@ -47,6 +50,7 @@ def _expanded(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Width = Annotated[int, Field(ge=1, le=WIDEST)]
 Steps = Annotated[int, Field(ge=0, le=LARGEST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ...errors import check_regular
+
 METRICS = "metrics.jsonl"
 logger = logging.getLogger("pmm3d.nn")
 
@@ -17,6 +19,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     unless it is the last one, which a crash cut short."""
     lines: list[dict[str, Any]] = []
     try:
+        check_regular(path)
         texts = Path(path).read_bytes().splitlines()
     except FileNotFoundError:
         return lines

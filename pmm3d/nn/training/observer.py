@@ -28,7 +28,7 @@ class Observer:
 
     def __init__(self, run: Run, folder: RunFolder):
         self._run, self._folder, self._log = run, folder, run.log
-        self._record = RunRecord(run, run.log.folder) if run.log is not None else None
+        self._record = RunRecord(run, folder, run.log.folder) if run.log is not None else None
         self._since, self._waited, self._rows = time.perf_counter(), 0.0, 0
         self.pace = Pace(run.grid)
 
@@ -55,7 +55,7 @@ class Observer:
         self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
         elapsed = max(1e-9, self._since - since)
         self._folder.beat()
-        if self._log is not None:
+        if self._log is not None and not self._folder.taken:
             self._log.step({"step": step, "epoch": run.loader.epoch, "loss": done.loss, "lr": done.lr,
                             "samples_per_second": rows / elapsed,
                             "waiting": max(0.0, self._waited - waited) / elapsed}
@@ -63,7 +63,7 @@ class Observer:
 
     def validated(self) -> None:
         """After an evaluation."""
-        if self._log is not None:
+        if self._log is not None and not self._folder.taken:
             self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
 
     def saved(self, path: Path, seconds: float) -> None:

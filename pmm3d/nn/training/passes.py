@@ -120,6 +120,26 @@ class Evaluation:
         return {"loss": loss / rows, **score} | {name: value / rows for name, value in self._means.items()}
 
 
+def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
+    """Means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+    Collective.
+
+    loader    batches (x, y): it must start a pass of its own and not shuffle
+    metrics   name -> function (output, y) -> float of a batch
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net, x = nn.MLP(grid, [3, 2]), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     evaluate(net, [(x, net(x).value)], nn.mse)
+        {'loss': 0.0, 'r2': 1.0}
+    """
+    evaluation = Evaluation(network, loss, metrics)
+    with network.evaluating(), unchanged(network.grid):
+        for x, y in loader:
+            evaluation.add(x, y)
+    return evaluation.figures()
+
+
 def facts_of(x: DistMatrix, y: DistMatrix) -> tuple[Facts, Facts]:
     return Facts.of(x), Facts.of(y)
 

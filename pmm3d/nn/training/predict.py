@@ -18,12 +18,12 @@ from ...arrays import take_device
 from ...comm import Grid
 from ...comm.shapes import chosen_shape
 from ...errors import DataError, GridError
-from ...io.disk import file_errors, sync
+from ...io.disk import check_replaceable, file_errors, sync
 from ...io.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
 from ...layout import batch_layout
 from ...product import DistMatrix
-from ..exchange import find_checkpoint
+from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
 from .build import network_of
@@ -57,12 +57,12 @@ class Predicted(NamedTuple):
 
 
 def check_files(asked: Asked) -> None:
-    """Raises DataError unless the target may be written: it is not there, and is not the source."""
+    """Raises DataError or CheckpointError unless the target may be written: it is not there, or may be replaced, and is
+    not the source."""
     if os.path.exists(asked.target) and os.path.exists(asked.source) and os.path.samefile(asked.source, asked.target):
         raise DataError(f"{asked.target} is the file of the samples, which would be lost: name another file for the "
                         "predictions")
-    if os.path.lexists(asked.target) and not asked.overwrite:
-        raise DataError(f"{asked.target} exists; --overwrite replaces it")
+    check_replaceable(asked.target, asked.overwrite)
 
 
 def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: None) -> Predicted:
@@ -84,8 +84,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         shape = _shape(known.config, comm.size)
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
-            keeper.fill(found, made.matrices(), partial=True)
-            made.loaded()
+            fill_weights(made, found, keeper)
             facts = {"checkpoint": str(found.path), "source": str(asked.source)}
             with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
                 _run(grid, made, inputs, predictions, tell)

@@ -47,10 +47,17 @@ def recalled(found: Checkpoint) -> Recalled:
     if not isinstance(settings, dict) or SAMPLES not in settings:
         raise CheckpointError(f"{found.path} does not say how its network is made, as the checkpoints of pmm3d train "
                               "do: make the network in a program and load it with nn.exchange.load_weights")
-    own = {name: section for name, section in settings.items() if name != SAMPLES}
     try:
-        return Recalled(checked(own, str(found.path)), Samples(**settings[SAMPLES]))
-    except (ValidationError, TypeError, Pmm3dError) as error:
+        return Recalled(checked(_given(settings), str(found.path)), Samples(**settings[SAMPLES]))
+    except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
         raise CheckpointError(f"{found.path} is of another version of pmm3d, whose settings this one does not "
                               f"understand: {error}. Make the network in a program and load it with "
                               "nn.exchange.load_weights") from None
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    """What of the settings is not as by default: keys without effect must not be given."""
+    default = checked({"data": {"file": settings["data"]["file"]}}).model_dump(mode="json")
+    default["data"].pop("file")
+    return {name: {key: value for key, value in section.items() if (key, value) not in default[name].items()}
+            for name, section in settings.items() if name != SAMPLES}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,8 @@ from ...comm import Grid
 from ...comm.hosts import hosts, mpi_name
 from ...comm.ledger import Entry, Key
 from ...comm.words import spans
+from ...errors import check_regular
+from ...io.disk import replace_file
 from ...layout import itemsize
 from ...model import machine
 from ...model.environment import job_id
@@ -25,6 +26,7 @@ from ...product import DistMatrix
 from ..layers import MLP, Module
 from ..tensor import Tensor
 from .best_effort import attempt
+from .folder import RunFolder
 from .rehearsal import Model, settle
 from .run import Run
 from .run_log import logger
@@ -51,8 +53,8 @@ class RunRecord:
     retired        those of the branch that was left for it
     """
 
-    def __init__(self, run: Run, folder: Path):
-        self._run, self._grid, self._path = run, run.grid, folder / NAME
+    def __init__(self, run: Run, owned: RunFolder, folder: Path):
+        self._run, self._grid, self._owned, self._path = run, run.grid, owned, folder / NAME
         self.resumed_from: str | None = None
         self._begun, self._saving = 0.0, 0.0
         self._before: dict[Key, Entry] = {}
@@ -176,12 +178,12 @@ class RunRecord:
         return {"parts": parts} if parts else {}
 
     def _store(self, state: str) -> None:
-        """A record that cannot be written is no reason to end a training."""
+        """A record that cannot be written is no reason to end a training; that of another job is left alone."""
+        if self._owned.taken:
+            return
         self._document["state"] = self._document["starts"][-1]["state"] = state
-        temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(self._document) + "\n")
-            os.replace(temporary, self._path)
+            replace_file(self._path, json.dumps(self._document).encode() + b"\n")
         except (OSError, MemoryError) as error:
             if not self._warned:
                 logger.warning(f"{self._path} could not be written: {error}")
@@ -201,6 +203,7 @@ def drain(grid: Grid) -> None:
 def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
     """The starts and events of a record that is there; a start that did not say how it ended was killed."""
     with suppress(OSError, ValueError, KeyError, TypeError):
+        check_regular(path)
         document = json.loads(path.read_text())
         starts, events = list(document["starts"]), list(document["events"])
         for start in starts:

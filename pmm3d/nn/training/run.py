@@ -111,4 +111,6 @@ class Run:
         if self.log is not None:
             folder = self.log.folder
             lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
+            lines.append(f"predictions: pmm3d predict {folder} FILE.h5 --out OUT.h5; weights for torch: pmm3d export "
+                         f"{folder} FILE.safetensors")
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...errors import needs, printable
+from ...io.disk import not_following, replace_file
 from .best_effort import attempt
 from .curves import curve, plot
 from .metrics import METRICS, read_metrics
@@ -68,10 +69,8 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / METRICS
         kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, path)
-        self._file = open(path, "a")
+        replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._file = open(path, "a", opener=not_following)
         if self._draws:
             self._open_bar(step, total)
 
@@ -156,7 +155,7 @@ class RunLog:
 
     def _begin_anew(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        old, self._file = self._file, open(path, "a")
+        old, self._file = self._file, open(path, "a", opener=not_following)
         if old is not None:
             old.close()
         logger.warning(f"{path} has been removed, renamed or replaced while the run goes on: its figures go on in a "

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
 
 logger = logging.getLogger("pmm3d.nn")
-CONFIGURED = ("base",)
-"""Of a schedule's state, what this run has configured."""
 Facts = dict[str, Any]
 
 
@@ -63,8 +61,9 @@ class TrainState:
         return {**self.network.matrices(), **self.optimizer.matrices()}
 
     def facts(self) -> Facts:
-        """What it holds besides; JSON-able: "step", "optimizer", "schedule", "loader", "random", "grid"."""
-        return {"step": self.step, "optimizer": self.optimizer.state(),
+        """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
+        "random", "grid"."""
+        return {"step": self.step, "lr": self.optimizer.lr, "optimizer": self.optimizer.state(),
                 "schedule": _state(self.schedule), "loader": _state(self.loader),
                 "random": self.network.random_state(), "grid": self.network.grid.shape._asdict()}
 
@@ -95,11 +94,9 @@ class TrainState:
         with self.network.grid.together("resume"):
             self.network.loaded()
             self.network.set_random_state(facts["random"])
-            self.optimizer.load_state({**facts["optimizer"], "lr": self.optimizer.lr})
+            self.optimizer.load_state(facts["optimizer"])
             if self.schedule is not None:
-                mine = self.schedule.state()
-                configured = {key: mine[key] for key in CONFIGURED if key in mine}
-                self.schedule.load_state({**mine, "count": self.step, **(facts.get("schedule") or {}), **configured})
+                self.schedule.load_state(facts.get("schedule") or {**self.schedule.state(), "count": self.step})
             if self.loader is not None and facts.get("loader"):
                 others: dict[str, Any] = {"other_data": True} if self._batches(facts) else {}
                 self.loader.load_state(facts["loader"], **others)
@@ -136,7 +133,7 @@ class TrainState:
 
     def _rate(self, facts: Facts) -> list[str]:
         """What has become of the schedule and of the learning rate, where it is not what it would have been."""
-        before, now = facts["optimizer"].get("lr"), self.optimizer.lr
+        before, now = facts.get("lr", facts["optimizer"].get("lr")), self.optimizer.lr
         said = []
         if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
             said.append("there was no schedule, and is one, which goes on as if it had been there" if self.schedule

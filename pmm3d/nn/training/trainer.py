@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -14,13 +14,12 @@ import numpy as np
 
 from ...errors import Pmm3dError
 from ...product import DistMatrix
-from ..layers import Module
 from ..tape import unchanged
-from .agreed import Agreed, step_agreement
+from .feed import Feed
 from .finite import NonFiniteLossError, first_non_finite
 from .folder import RunFolder
 from .observer import Observer, Stepped
-from .passes import Batch, Evaluation, Loss, Metrics, Passes, facts_of, loss_named, train_step
+from .passes import Batch, Evaluation, Passes, facts_of, loss_named, train_step
 from .run import Run
 from .signals import END
 
@@ -65,8 +64,7 @@ class Trainer(Run):
         owner = self.log if self.log is not None else self.checkpoints
         self._folder = RunFolder(self.grid, owner.folder if owner is not None else None)
         self._observer = Observer(self, self._folder)
-        self._request, self._failed = 0, False
-        self._problem: Exception | None = None
+        self._feed = Feed(self, self._observer)
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -95,7 +93,7 @@ class Trainer(Run):
             return self._train()
 
     def _train(self) -> bool:
-        request = self._asked(self.loader)
+        request = self._feed.ask(self.loader)
         if request:
             self.save()
         while not self.done and request < END:
@@ -103,13 +101,16 @@ class Trainer(Run):
                 done = self._step(rows)
                 pause = self.spent or self.loader.batch == len(self.loader)
                 self._observer.stepped(done, pause)
-                request = self._wanted()
+                request = self._feed.wanted()
                 if self.validation is not None and self._due(self.recipe.evaluate_every, pause):
                     request = max(request, self._validate(self.validation, request))
                 if request or self._due(self.recipe.checkpoint_every, pause):
                     self.save()
                 if request >= END:
                     return False
+            request = self._feed.wanted()
+            if request:
+                self.save()
         if request < END:
             self.save()
         return request < END
@@ -123,21 +124,19 @@ class Trainer(Run):
         while (left := len(loader) - loader.batch) > 0 and not self.spent:
             yield [loader.rows(loader.batch + index) for index in range(min(self.recipe.accumulate, left))]
         if left == 0:
-            loader.next_epoch()
-            if not self.done:
-                self._request = self._asked(loader)
+            self._feed.begin_epoch(loader)
 
     def _step(self, rows: list[int]) -> Stepped:
         state, taken, lr = self.state, [], self.state.optimizer.lr
 
         def batches() -> Iterator[Batch]:
             while True:
-                x, y = self._taken(self.loader)
+                x, y = self._feed.take(self.loader)
                 taken.append(facts_of(x, y))
                 yield x, y
 
         value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
-                                 partial(self._agree, self.loader), self._check_step)
+                                 partial(self._feed.agreed, self.loader), self._check_step)
         self.passes.note("step", *taken)
         if state.schedule is not None:
             state.schedule.step()
@@ -150,11 +149,11 @@ class Trainer(Run):
         evaluation, x = Evaluation(network, self._loss, self.recipe.metrics), None
         with network.evaluating(), unchanged(self.grid):
             while validation.batch < len(validation):
-                request = max(request, self._asked(validation))
-                if request and self.saved != self.step:
+                request = max(request, self._feed.ask(validation))
+                if request and x is not None and self.saved != self.step:
                     self._judge(evaluation, x)
                     self.save()
-                x, y = self._taken(validation)
+                x, y = self._feed.take(validation)
                 evaluation.add(x, y)
                 self.passes.note("batch", facts_of(x, y))
                 self._folder.beat()
@@ -162,35 +161,6 @@ class Trainer(Run):
             self.figures = self._judge(evaluation, x)
         self._observer.validated()
         return request
-
-    def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
-        """At the end of a step, or before a batch: what all ranks must know to go on. Collective."""
-        self._problem = loader.fetch()
-        agreed = step_agreement(self.grid, loss, square, request=self.signals.taken(), look=self._observer.pace.due(),
-                       failed=self._problem is not None)
-        self._request, self._failed = max(self._request, agreed.request), agreed.failed
-        if agreed.look:
-            self._observer.pace.look()
-        return agreed
-
-    def _asked(self, loader: Loader) -> int:
-        """What any rank wants, before a batch that follows no step. Collective."""
-        self._agree(loader)
-        self.passes.note("asked")
-        return self._wanted()
-
-    def _wanted(self) -> int:
-        """The most urgent signal that any rank has had since the last time."""
-        request, self._request = self._request, 0
-        return request
-
-    def _taken(self, loader: Loader) -> Batch:
-        """The batch that was fetched; raises, on every rank, what went wrong on any."""
-        if self._failed:
-            with self.grid.together("Loader", always=True):
-                if self._problem is not None:
-                    raise self._problem
-        return loader.take()
 
     def _judge(self, evaluation: Evaluation, x: DistMatrix | None) -> dict[str, float]:
         """The figures so far; raises NonFiniteLossError if their loss is not finite. x: of the last batch."""
@@ -209,14 +179,6 @@ class Trainer(Run):
         self.saved = self.step
         self._observer.saved(path, time.perf_counter() - begun)
 
-    def refuse_to_overwrite(self) -> None:
-        """Raise, on every rank, if there are checkpoints of an earlier run: a new run would remove them."""
-        latest = self.checkpoints and self.checkpoints.latest()
-        with self.grid.together("training", str(latest)):
-            if latest:
-                raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
-                                 "training.folder")
-
     def _check_step(self, x: DistMatrix, what: str, value: float) -> None:
         self._check(x, f"step {self.step + 1}: {what}", value)
 
@@ -230,23 +192,3 @@ class Trainer(Run):
             kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
             raise NonFiniteLossError(f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
                                      "smaller learning rate, a warm-up, or clipping")
-
-
-def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
-    """Means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
-    Collective.
-
-    loader    batches (x, y): it must start a pass of its own and not shuffle
-    metrics   name -> function (output, y) -> float of a batch
-
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     net, x = nn.MLP(grid, [3, 2]), DistMatrix.random(grid, (4, 3), dtype="float32")
-        ...     evaluate(net, [(x, net(x).value)], nn.mse)
-        {'loss': 0.0, 'r2': 1.0}
-    """
-    evaluation = Evaluation(network, loss, metrics)
-    with network.evaluating(), unchanged(network.grid):
-        for x, y in loader:
-            evaluation.add(x, y)
-    return evaluation.figures()

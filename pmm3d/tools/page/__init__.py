@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ...errors import Pmm3dError
+from ...io.disk import replace_file
 
 
 def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
@@ -34,10 +35,8 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     else:
         page, target = bench_page(path, found), path.with_suffix(".html")
     target = target if output is None else Path(output)
-    temporary = target.with_name(f".{target.name}.tmp")
     try:
-        temporary.write_text(render(page), encoding="utf-8", errors="replace")
-        os.replace(temporary, target)
+        replace_file(target, render(page).encode("utf-8", "replace"))
     except OSError as error:
         raise Pmm3dError(f"cannot write {target}: {error.strerror}; --output names another place") from None
     return target

@@ -1,0 +1,50 @@
+"""Write docs/reference/configuration.md, a page of every key of `pmm3d train`, from the configuration itself.
+
+    python docs/configuration.py
+
+A test compares the page with what this makes.
+"""
+
+from pathlib import Path
+
+from pmm3d.nn.training.config import Config
+from pmm3d.nn.training.described import Key, keys_of
+
+PAGE = Path(__file__).resolve().parent / "reference" / "configuration.md"
+COLUMNS = "| key | default | values | meaning |\n|---|---|---|---|"
+HEAD = """# The configuration of `pmm3d train`
+
+A TOML file. `pmm3d train x.toml --show` prints it with every key, its meaning and its value, to be read back. Unknown
+keys, values that make no sense and keys that have no effect beside others are errors, before anything is trained.
+Relative paths begin where the command runs; `~` and `$NAME` are expanded. What a run that goes on takes from here and
+what from its checkpoint: [training](../training.md#what-a-resume-takes-from-where).
+
+This page is made by `python docs/configuration.py`.
+"""
+
+
+def page() -> str:
+    """Markdown: a table for each section."""
+    parts = [HEAD]
+    for section, field in Config.model_fields.items():
+        about = " ".join((field.annotation.__doc__ or "").split())
+        rows = [_row(key) for key in keys_of(Config) if key.section == section]
+        parts += [f"## [{section}]\n", f"{about}\n", COLUMNS, *rows, ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _row(key: Key) -> str:
+    cells = f"`{key.name}`", _default(key), key.allowed, key.meaning
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _default(key: Key) -> str:
+    if key.default is None:
+        return "needed" if key.needed else ""
+    shown = str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
+    return f"`{shown}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")

@@ -1,0 +1,59 @@
+"""Batches for the loop: there on every rank before any rank takes its part; signals are heard on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .agreed import Agreed, step_agreement
+from .observer import Observer
+from .passes import Batch
+from .run import Run
+
+if TYPE_CHECKING:
+    from ...io import Loader
+
+
+class Feed:
+    """Between two batches all ranks agree, by one all-reduce: whether the next one was read, what signals came, whether
+    to look at the pace. Its methods are called by all ranks, but for `wanted` collective."""
+
+    def __init__(self, run: Run, observer: Observer):
+        self._run, self._observer = run, observer
+        self._request, self._failed = 0, False
+        self._problem: Exception | None = None
+
+    def agreed(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
+        """At the end of a step, or before a batch. loss, square: this rank's parts of the loss and of the square of the
+        gradient's norm."""
+        self._problem = loader.fetch()
+        agreed = step_agreement(self._run.grid, loss, square, request=self._run.signals.taken(),
+                                look=self._observer.pace.due(), failed=self._problem is not None)
+        self._request, self._failed = max(self._request, agreed.request), agreed.failed
+        if agreed.look:
+            self._observer.pace.look()
+        return agreed
+
+    def ask(self, loader: Loader) -> int:
+        """What any rank wants, before a batch that follows no step."""
+        self.agreed(loader)
+        self._run.passes.note("asked")
+        return self.wanted()
+
+    def wanted(self) -> int:
+        """The most urgent signal that any rank has had since the last time."""
+        request, self._request = self._request, 0
+        return request
+
+    def take(self, loader: Loader) -> Batch:
+        """The batch that was agreed on; raises, on every rank, what went wrong on any."""
+        if self._failed:
+            with self._run.grid.together("Loader", always=True):
+                if self._problem is not None:
+                    raise self._problem
+        return loader.take()
+
+    def begin_epoch(self, loader: Loader) -> None:
+        """After the last batch of an epoch: on to the next one, if there is one to come."""
+        loader.next_epoch()
+        if not self._run.done:
+            self._request = self.ask(loader)

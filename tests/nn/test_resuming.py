@@ -1,0 +1,54 @@
+"""`pmm3d train --resume` with another configuration, other data, from an earlier checkpoint."""
+
+import json
+
+import h5py
+import pytest
+from training_runs import Runs, fails
+
+
+@pytest.fixture
+def runs(tmp_path, job):
+    return Runs(tmp_path, job)
+
+
+def test_what_changes_is_said_and_what_makes_another_run_is_refused(runs):
+    """Before anything is touched; and taken if told so."""
+    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
+    there, weights = runs.checkpoints(), runs.weights()
+    config = runs.config(training="epochs = 2", network="activation = 'relu'", optimizer="lr = 0.5")
+    fails(runs.train(config, "--resume", "auto"), "the checkpoint is of another network, and nothing was changed: "
+          "network.activation was 'gelu', is 'relu'. Set it back; or begin a new run, in a folder of its own")
+    with h5py.File(runs.folder / "data.h5", "r+") as file:
+        file["x"][0, 0] += 1
+    fails(runs.train(config, "--resume", "auto", "--accept", "network"), "of another data, and nothing was changed: "
+          "the data's fingerprint was ")
+    assert runs.checkpoints() == there
+    assert all((runs.weights()[name] == values).all() for name, values in weights.items())
+    done = runs.train(config, "--resume", "auto", "--accept", "network", "--accept", "data")
+    assert done.returncode == 0, done.stderr
+    for change in ("network.activation was 'gelu', is 'relu'", "optimizer.lr was 0.001, is 0.5",
+                   "training.epochs was 1, is 2", "the data's fingerprint was ",
+                   "the learning rate of step 7 is "):
+        assert done.stderr.count(f"resumed with a change: {change}") == 1, done.stderr
+    assert [line["lr"] for line in runs.metrics() if "lr" in line][6] > 0.2
+
+
+def test_going_back_to_an_earlier_checkpoint(runs):
+    """What is later is retired: nothing loads it, and what comes is kept."""
+    options = {"training": "epochs = 2\ncheckpoint_every = 3\nkeep = 9"}
+    assert runs.train(runs.config(**options)).returncode == 0
+    assert runs.checkpoints() == [f"step-{step:08d}" for step in (3, 6, 9, 12)]
+    folder = runs.folder / "run/checkpoints"
+    back = runs.config(training="epochs = 2\ncheckpoint_every = 5\nkeep = 2")
+    done = runs.train(back, "--resume", str(folder / "step-00000003"))
+    assert done.returncode == 0, done.stderr
+    said = "later checkpoints are retired, as the run goes on from step 3: retired-step-00000009, retired-step-00000012"
+    assert said in done.stderr, done.stderr
+    assert runs.checkpoints() == ["step-00000010", "step-00000012"]
+    assert [line["step"] for line in runs.metrics() if "loss" in line] == list(range(1, 13))
+    record = json.loads((runs.folder / "run/run.json").read_text())
+    retired = [event for event in record["events"] if event["what"] == "retired"]
+    assert len(retired) == 1 and "retired-step-00000012" in retired[0]["text"]
+    again = runs.train(runs.config(training="epochs = 2\nkeep = 2"), "--resume", "auto")
+    assert "nothing left to train" in again.stderr and runs.checkpoints()[-1] == "step-00000012"

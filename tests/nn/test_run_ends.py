@@ -1,0 +1,268 @@
+"""How a run ends: one that trained to the end says so, whatever goes wrong then; one that did not loses nothing."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from training_runs import COMMAND, SIGNAL, Runs, fails
+
+from pmm3d import Grid, nn
+from pmm3d.io import Checkpoints, DataSet
+from pmm3d.io.lock import FolderInUseError
+from pmm3d.nn import optim
+from pmm3d.nn.training import Recipe, RunLog, Trainer, TrainState, prometheus
+from pmm3d.nn.training.metrics import read_metrics
+
+BROKEN = """
+import importlib.abc
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "matplotlib":
+            {does}
+sys.meta_path.insert(0, Broken())
+"""
+"""Instead of loading matplotlib."""
+AT_SAVE = """
+from pmm3d.nn.training.trainer import Trainer
+save, told = Trainer.save, []
+def saving(self):
+    if self.step == {step} and self.grid.rank == 0 and not told:
+        told.append(1)
+        {does}
+    save(self)
+Trainer.save = saving
+"""
+
+
+@pytest.fixture
+def runs(tmp_path, job):
+    return Runs(tmp_path, job)
+
+
+@pytest.mark.parametrize("does, text", [
+    ("raise ImportError('cannot allocate memory in static TLS block')", "ImportError: cannot allocate memory in"),
+    ("raise MemoryError()", "curves.png could not be drawn: MemoryError"),
+    ("time.sleep(12)", ""),
+], ids=["ImportError", "MemoryError", "longer than the time limit"])
+def test_curves_that_cannot_be_drawn_end_no_run(runs, does, text):
+    """The last one takes longer than ranks wait for each other."""
+    before = BROKEN.format(does=does) + ("os.environ['PMM3D_TIMEOUT'] = '5'\n" if not text else "")
+    done = runs.train(runs.config(training="epochs = 1"), before=before)
+    assert done.returncode == 0, done.stderr
+    assert text in done.stderr and "6 steps, 1 epochs" in done.stdout
+    assert json.loads((runs.folder / "run/run.json").read_text())["state"] == "finished"
+    assert (runs.folder / "run/curves.png").exists() == (not text)
+
+
+def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(runs):
+    """The folder appears under way, in place of the file: said once, and the curves are missing."""
+    metrics = str(runs.folder / "run/metrics.jsonl")
+    done = runs.train(runs.config(training="epochs = 1", optimizer="lr = 0.01"), before=AT_SAVE.format(
+        step=6, does=f"os.rename({metrics!r}, {metrics + '.old'!r}); os.mkdir({metrics!r})")
+        + "os.environ['PYTHONIOENCODING'] = 'ascii'\nsys.stdout.reconfigure(encoding='ascii')\n")
+    assert done.returncode == 0, done.stderr
+    assert "curves.png could not be drawn: Is a directory" in done.stderr
+    again = runs.train(runs.config("plain", training="epochs = 1"),
+                       before="sys.stdout.reconfigure(encoding='ascii')\n")
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"^loss [_.~=+*#-]+ from", again.stdout, re.MULTILINE) and "\\u" not in again.stdout
+
+
+def test_metrics_that_cannot_be_read_are_left_out(runs):
+    """Also when a run goes on: with a warning, on all ranks together."""
+    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
+    path = runs.folder / "run/metrics.jsonl"
+    path.write_bytes(b"\xff\xfe no text\n[1]\n" + path.read_bytes())
+    done = runs.train(runs.config(training="epochs = 2"), "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "2 lines are left out, which are not JSON of a step (the first is line 1)" in done.stderr
+    assert [line["step"] for line in runs.metrics() if "loss" in line] == list(range(1, 13))
+
+
+def test_a_validation_that_is_not_finite_is_no_success_and_costs_no_checkpoint(runs):
+    """Training is fine; the validation's targets are so large that their squares overflow."""
+    with h5py.File(runs.folder / "other.h5", "w") as file:
+        file["x"], file["field"] = np.ones((20, 12), "float32"), np.full((20, 4), 1e30, "float32")
+    options = {"data": f"targets = 'field'\nvalidation_file = '{runs.folder}/other.h5'", "grid": "data = 2"}
+    training = "epochs = 2\nevaluate_every = 10\ncheckpoint_every = 5\nkeep = 1"
+    done = runs.train(runs.config(training=training, **options))
+    fails(done, "NonFiniteLossError: step 10: the validation's loss is inf. All layers' outputs are finite")
+    assert runs.checkpoints() == ["step-00000005"]
+    assert f"The newest checkpoint, {runs.folder}/run/checkpoints/step-00000005, is from before" in done.stderr
+    assert json.loads((runs.folder / "run/run.json").read_text())["state"] == "failed"
+
+
+def test_ctrl_c_asks_for_the_end_and_goes_on_to_the_same_bits(runs):
+    options = {"training": "epochs = 3"}
+    ended = runs.train(runs.config("ended", **options),
+                       before=SIGNAL.format(folder=str(runs.folder / "ended"), after=3, name="SIGINT"))
+    assert ended.returncode == 75, ended.stderr
+    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
+    assert runs.train(runs.config("ended", **options), "--resume", "auto").returncode == 0
+    assert runs.train(runs.config("whole", **options)).returncode == 0
+    expected, found = runs.weights("whole"), runs.weights("ended")
+    assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
+
+
+def launched(runs, config, times, before=""):
+    """pmm3d.launcher with a training that gets so many SIGINTs; its exit code."""
+    script = runs.folder / "train.py"
+    script.write_text(COMMAND.format(before=before))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--timeout", "100", str(script), config],
+        stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    metrics = runs.folder / "run/metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and len(read_metrics(metrics)) > 3):
+        time.sleep(0.05)
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    return process.wait()
+
+
+def test_sigint_to_the_launcher_has_a_checkpoint_written(runs):
+    config = runs.config(training="epochs = 100000\ncheckpoint_every = 1000000")
+    assert launched(runs, config, 1) == 75
+    assert len(runs.checkpoints()) == 1
+
+
+def test_a_second_sigint_ends_the_job_at_once(runs):
+    """Though a rank does not come to the end of its step."""
+    config = runs.config(training="epochs = 100000\ncheckpoint_every = 1000000")
+    stuck = "import pmm3d.nn.training.trainer as module\nmodule.Trainer.save = lambda self: time.sleep(1000)\n"
+    assert launched(runs, config, 2, stuck) not in (0, 75, 124)
+    assert not runs.checkpoints()
+
+
+@pytest.fixture
+def small(shared_path, comm):
+    """small(recipe, ...): a trainer of a linear network, on 40 rows in batches of 10."""
+    with Grid(comm, (1, 1, 1), data=comm.size) as grid:
+        if grid.rank == 0:
+            with h5py.File(shared_path / "data.h5", "w") as file:
+                file["x"], file["y"] = np.arange(120.0).reshape(40, 3) % 7, np.ones((40, 1))
+        grid.comm.barrier()
+        with DataSet(grid, shared_path / "data.h5") as data:
+            net = nn.Linear(grid, 3, 1)
+            net.settle(3)
+            optimizer = optim.SGD(net.parameters(), lr=0.01)
+
+            def make(recipe, schedule=None, **options):
+                options = {"log": RunLog(shared_path / "run", grid.rank, bar=False),
+                           "checkpoints": Checkpoints(grid, shared_path / "run/checkpoints")} | options
+                state = TrainState(net, optimizer, schedule and schedule(optimizer), data.loader(10))
+                return Trainer(state, recipe, **options)
+
+            make.held_out = lambda: data.loader(15, shuffle=False, rows=(10, 40))
+            yield make
+        grid.comm.barrier()
+
+
+@pytest.mark.parallel([2])
+def test_a_budget_in_steps_ends_a_run_in_the_middle_of_an_epoch(small, shared_path):
+    """It is validated, logged and saved there; a larger budget goes on."""
+    trainer = small(Recipe("mse", steps=6))
+    assert trainer.steps_left() == 6 and trainer.run()
+    assert (trainer.step, trainer.loader.epoch, trainer.loader.batch, trainer.saved) == (6, 1, 2, 6)
+    assert trainer.done and trainer.steps_left() == 0
+    more = small(Recipe("mse", epochs=2, steps=100))
+    assert more.resume() and more.steps_left() == 2 and more.run() and more.step == 8
+    assert "8 steps, 2 epochs" in more.summary()
+
+
+@pytest.mark.parallel([2])
+def test_metrics_of_ones_own_are_validated_besides_the_loss(small):
+    """Means over the rows of the batches."""
+    trainer = small(Recipe("mse", steps=4, metrics={"rows": lambda out, y: out.shape[0]}), validation=small.held_out())
+    assert trainer.run()
+    assert set(trainer.figures) == {"loss", "r2", "rows"} and trainer.figures["rows"] == 15
+
+
+@pytest.mark.parallel([1])
+def test_the_rate_that_is_logged_is_that_of_the_step(small, shared_path):
+    warm_up = lambda optimizer: optim.Schedule(optimizer, warm_up=4)
+    assert small(Recipe("mse", epochs=2, log_every=1), warm_up).run()
+    rates = [line["lr"] for line in read_metrics(shared_path / "run/metrics.jsonl")]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01, 0.01])
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("act, text", [
+    (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl has been removed, renamed or replaced while"),
+    (lambda folder: (folder / "lock").rename(folder / "old"), "lock has been removed, renamed or replaced while this"),
+    (lambda folder: shutil.move(folder, folder.with_name("moved")), "is not the folder that it was"),
+], ids=["metrics", "lock", "the folder"])
+def test_what_disappears_while_the_run_goes_on_is_said(small, shared_path, comm, caplog, act, text):
+    trainer = small(Recipe("mse", epochs=3, log_every=1))
+    stepped = trainer._observer.stepped
+
+    def acting(*arguments):
+        stepped(*arguments)
+        if trainer.step == 6 and comm.rank == 0:
+            act(shared_path / "run")
+        comm.barrier()
+
+    trainer._observer.stepped = acting
+    with caplog.at_level(logging.WARNING):
+        assert trainer.run()
+    assert (text in caplog.text) == (comm.rank == 0)
+    comm.barrier()
+    folder = shared_path / "run"
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")][-1] == 12
+    assert (folder / "lock").exists() and (folder / "run.json").exists()
+    assert trainer.checkpoints.latest().name == "step-00000012"
+
+
+TAKE = """
+import sys
+from pmm3d.io.lock import RunLock
+RunLock(sys.argv[1]).acquire()
+print("taken", flush=True)
+input()
+"""
+
+
+@pytest.mark.parallel([2])
+def test_a_folder_that_another_job_has_taken_meanwhile_is_left_alone(small, shared_path, comm):
+    """The folder was renamed, and the other job begins in a new one: nothing of this one gets there."""
+    trainer, folder, others = small(Recipe("mse", epochs=3, log_every=1)), shared_path / "run", []
+    stepped = trainer._observer.stepped
+
+    def acting(*arguments):
+        stepped(*arguments)
+        if trainer.step == 6 and comm.rank == 0:
+            shutil.move(folder, shared_path / "moved")
+            others.append(subprocess.Popen([sys.executable, "-c", TAKE, str(folder)], stdin=subprocess.PIPE,
+                                           stdout=subprocess.PIPE, text=True))
+            assert others[0].stdout.readline() == "taken\n"
+        comm.barrier()
+
+    trainer._observer.stepped = acting
+    with pytest.raises(FolderInUseError, match=f"{folder} belongs to a job that is running"):
+        trainer.run()
+    comm.barrier()
+    for other in others:
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+        other.communicate("")
+    assert [path.name for path in (shared_path / "moved/checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_time_stamps_for_prometheus_do_not_jump_with_the_clock(tmp_path, monkeypatch):
+    path = tmp_path / "x.prom"
+    file = prometheus.Textfile(path, Path("run"))
+    before, clock = file.now(), time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - 86400)
+    file.write({"step": 1})
+    stamp = next(line for line in path.read_text().splitlines() if line.startswith("pmm3d_updated_timestamp"))
+    assert before <= float(stamp.rpartition(" ")[2]) <= file.now()
