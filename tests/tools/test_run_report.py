@@ -7,6 +7,11 @@ import sys
 from html import unescape
 from html.parser import HTMLParser
 
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
 import h5py
 import numpy as np
 import pytest
@@ -15,8 +20,10 @@ from browser import opened, pictured
 from pmm3d import Pmm3dError
 from pmm3d.errors import MissingPackageError
 from pmm3d.layout import GridShape
+from pmm3d.nn.training.config import checked
 from pmm3d.tools.page import write_page
 from pmm3d.tools.page.inputs import read_source
+from pmm3d.tools.page.network_section import settings_section
 from pmm3d.tools.page.run_page import run_page
 from pmm3d.tools.page.words import toml
 
@@ -442,15 +449,17 @@ def test_the_command_says_where_the_page_is_and_ends_with_2_where_it_cannot_be_w
 
 
 def test_the_configuration_is_toml_that_says_the_same(trained):
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     settings = record_of(trained)["settings"]
     settings["data"]["file"] = 'quotes " and \\ and ü\n'
     given = {section: {key: value for key, value in values.items() if value is not None}
              for section, values in settings.items()}
     assert tomllib.loads(toml(settings)) == given
+
+
+def test_the_configuration_of_the_page_can_be_trained_again(trained):
+    settings = record_of(trained)["settings"]
+    shown = settings_section({"settings": settings}).text
+    assert checked(tomllib.loads(shown)).settings() == {name: settings[name] for name in settings if name != "samples"}
 
 
 def test_the_grid_is_drawn_with_a_box_a_rank():

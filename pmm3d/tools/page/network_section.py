@@ -9,6 +9,8 @@ from .elements import Section
 from .schema import Json
 from .words import toml
 
+SAMPLES = "samples"
+"""Where the settings of `pmm3d train` say what the data are."""
 MOST_LAYERS = 16
 """That are listed in a line."""
 SCHEDULES = {"cosine": "half a cosine to {floor} of it", "step": "times {factor} every {every} steps",
@@ -90,7 +92,7 @@ def network_section(record: Json) -> Section | None:
 
 
 def settings_section(record: Json) -> Section | None:
-    """The configuration, if the settings are one: sections of keys."""
-    settings = record["settings"]
+    """The configuration, if the settings are one: sections of keys. What the run found in its data is not of it."""
+    settings = {name: values for name, values in record["settings"].items() if name != SAMPLES}
     known = settings and all(isinstance(values, dict) for values in settings.values())
     return Section("Configuration", text=toml(settings)) if known else None
