@@ -68,8 +68,9 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=2, help="how often all of it is done (2)")
     parser.add_argument("--epochs", type=int, default=15, help="of a run (15)")
     options = parser.parse_args()
-    versions = {HERE: sys.executable} | ({BESIDE: options.beside} if options.beside else {})
+    versions = {HERE: sys.executable} | ({BESIDE: os.path.abspath(options.beside)} if options.beside else {})
     with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)  # where there is no pmm3d that `python -m` would find before that of the environment
         data = Path(scratch) / "digits.h5"
         digits.main(str(data))
         for number in range(options.passes):

@@ -102,7 +102,6 @@ class Engine:
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
         self._closed = False
-        self._threads = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
@@ -161,7 +160,7 @@ class Engine:
     def computes(self) -> bool:
         """From now to `computed` this thread computes, with the GIL released: a helper thread makes progress, if there
         is anything under way, which is what is returned."""
-        if not self._active or not self._threads:
+        if not self._active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
         if self._helper is None:
             self._helper = threading.Thread(target=self._drive, name="pmm3d progress", daemon=True)

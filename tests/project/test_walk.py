@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "rooms.md"
 FILES = {
     "gather W": "nn/gathered.py", "reduce O": "nn/forming.py", "reduce dI": "nn/forming.py", "loss": "nn/loss.py",
     "reduce dW": "nn/gradients.py", "reduce vectors": "nn/gradients.py", "reduce data": "nn/gradients.py",
-    "optimizer": "nn/optim.py",
+    "optimizer": "nn/optimizer.py",
 }
 """Where a collective of each phase is begun."""
 
