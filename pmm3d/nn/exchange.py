@@ -34,8 +34,8 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     ("torch"), beside `metadata`; none for a network with parts that torch does not have. Collective; each rank receives
     and writes its share of the rows. Raises CheckpointError, on every rank.
 
-        >>> import tempfile; from pmm3d import nn
-        >>> with Grid(shape="ddp") as grid, tempfile.NamedTemporaryFile() as file:
+        >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
         ...     export_torch(nn.Linear(grid, 3, 2), file.name)[3]
         'net = torch.nn.Linear(3, 2)'
     """
@@ -51,8 +51,8 @@ def import_torch(network: Module, path: StrPath) -> None:
 
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
 
-        >>> import tempfile; from pmm3d import nn
-        >>> with Grid(shape="ddp") as grid, tempfile.NamedTemporaryFile() as file:
+        >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
         ...     net = nn.Linear(grid, 3, 2)
         ...     _ = export_torch(net, file.name)
         ...     import_torch(net, file.name)
@@ -82,8 +82,8 @@ def load_weights(network: Module, path: StrPath) -> Path:
     Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes or
     types are not those of the network. A network of one's own settles first (`Module.settle`).
 
-        >>> import tempfile; from pmm3d import nn
-        >>> with tempfile.TemporaryDirectory() as folder, Grid(shape="ddp") as grid:
+        >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
+        >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
         ...     net = nn.Linear(grid, 3, 2)
         ...     _ = Checkpoints(grid, folder).save(5, net.matrices())
         ...     load_weights(net, folder).name
