@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from zlib import crc32
 
 from ..comm import Grid
 from ..errors import DisagreementError
@@ -15,6 +16,7 @@ from .overlap import Overlap
 
 NAMED = 4
 """Parameters that are named where ranks differ."""
+Uses = list[tuple[str, int]]
 
 
 class Parallel:
@@ -23,11 +25,22 @@ class Parallel:
     overlap    may be replaced between steps, by all ranks
     weights    brings their shards together;   gradients   sums theirs
     deferred   None, or who takes the gradients of parameters in place of `gradients` (see `defer_weights`)
+    trusting   whether a pass that uses what the one before used is not compared among the ranks before its first
+               message: whoever sets it compares `digest` before the gradients are used
+    used       of the last backward pass: the name of each parameter, and how often it is used
     """
 
     def __init__(self, grid: Grid):
         self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
         self.deferred: Callable[[Leaf, Part], None] | None = None
+        self.trusting = False
+        self.used: Uses = []
+        self._compared = ""
+
+    @property
+    def digest(self) -> int:
+        """Of `used`: 16 bits."""
+        return crc32(repr(self.used).encode()) & 0xFFFF
 
     @property
     def overlap(self) -> Overlap:
@@ -48,7 +61,7 @@ class Parallel:
         """A backward pass that brings so many parts to each leaf; at its end all gradients are there. Raises
         DisagreementError, on every rank, if the ranks' networks differ."""
         grid, memory = self.grid, self.grid.ledger.memory
-        agreed = _agreement(grid, uses)
+        agreed = self._agreement(uses)
         records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
@@ -63,30 +76,34 @@ class Parallel:
                 self.weights.pause()
         memory["arrays, most at once"] = grid.workspace.most_lent
 
+    def _agreement(self, uses: Counter[Leaf]) -> Callable[[], None]:
+        """Begins to compare the ranks' parameters. The function that is returned waits, and raises, on every rank, if
+        not all use the same as often: their sums would not match."""
+        self.used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
+                     for leaf, times in uses.items()]
+        text = ", ".join(f"{name} {times}" for name, times in self.used)
+        if self.trusting and text == self._compared:
+            return lambda: None
+        compared = self.grid.compared("backward", text)
 
-def _agreement(grid: Grid, uses: Counter[Leaf]) -> Callable[[], None]:
-    """Begins to compare the ranks' parameters. The function that is returned waits, and raises, on every rank, if not
-    all use the same as often: their sums would not match."""
-    mine = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times) for leaf, times in uses.items()]
-    compared = grid.compared("backward", ", ".join(f"{name} {times}" for name, times in mine))
+        def conclude() -> None:
+            try:
+                compared()
+            except DisagreementError:
+                self.explain()
+            self._compared = text
 
-    def conclude() -> None:
-        try:
-            compared()
-        except DisagreementError:
-            _explain(grid, mine)
+        return conclude
 
-    return conclude
-
-
-def _explain(grid: Grid, mine: list[tuple[str, int]]) -> None:
-    others = grid.comm.bcast(mine)
-    with grid.together("backward", always=True):
-        if mine != others:
-            difference = _difference(Counter(dict(mine)), Counter(dict(others)))
-            raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "
-                                    f"{grid.rank} {difference}. All ranks must compute the same operations: what a "
-                                    "rank decides alone must not choose layers")
+    def explain(self) -> None:
+        """Raises DisagreementError, on every rank, if the last pass did not use the same on all. Collective."""
+        mine, others = self.used, self.grid.comm.bcast(self.used)
+        with self.grid.together("backward", always=True):
+            if mine != others:
+                difference = _difference(Counter(dict(mine)), Counter(dict(others)))
+                raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "
+                                        f"{self.grid.rank} {difference}. All ranks must compute the same operations: "
+                                        "what a rank decides alone must not choose layers")
 
 
 def _difference(mine: Counter[str], others: Counter[str]) -> str:

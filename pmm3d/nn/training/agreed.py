@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...comm import Grid
+from ..parallel import Parallel
 from .signals import END, SAVE
 
 
@@ -28,16 +29,21 @@ class Agreed(NamedTuple):
 
 
 def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
-          failed: bool = False) -> Agreed:
+                   failed: bool = False) -> Agreed:
     """From what each rank has to say: its parts of the loss and of the square of the gradient's norm, and the rest as
-    it is here. Collective: one all-reduce of six numbers, which are arbitrary in a dry run.
+    it is here. Collective: one all-reduce of eight numbers, which are arbitrary in a dry run.
+
+    Raises DisagreementError, on every rank, if the last backward pass did not use the same parameters on all.
 
         >>> with Grid() as grid:
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
         Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
     """
-    numbers = np.array([loss, square, request == SAVE, request == END, look, failed], np.float64)
+    parallel = Parallel.of(grid)
+    own = [loss, square, request == SAVE, request == END, look, failed, parallel.digest, parallel.digest**2]
     with grid.ledger.phase("agreement"):
-        total = grid.everyone.all_reduce(numbers, agreed=True).wait()
-    loss, square, saves, ends, looks, failures = total.tolist()
+        total = grid.everyone.all_reduce(np.array(own, np.float64), agreed=True).wait()
+    loss, square, saves, ends, looks, failures, digests, squares = total.tolist()
+    if int(digests) ** 2 != grid.size * int(squares) and grid.dry_run is None:  # whose digests are all the same
+        parallel.explain()
     return Agreed(loss, sqrt(abs(square)), END if ends else SAVE if saves else 0, looks > 0, failures > 0)

@@ -14,6 +14,7 @@ from ...errors import Pmm3dError
 from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
+from ..compute import changed
 from ..dry import Facts
 from ..layers import Module
 from ..optim import Optimizer
@@ -50,7 +51,7 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
     """
     grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
     agreement, waiting = agreement or partial(step_agreement, grid), iter(batches)
-    with unchanged(grid), tape.set(summing=False):
+    with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
         for index, count in enumerate(rows):
             last = index == len(rows) - 1
             x, y = next(waiting)
