@@ -22,7 +22,7 @@ BASE: Sections = {
     "optimizer": {"lr": "3e-3", "clip": "1.0"},
     "training": {"folder": '"runs/a"', "epochs": "2", "log_every": "1"},
 }
-"""Section -> key -> TOML text."""
+"""Section -> key -> TOML text; an empty one takes a key out."""
 
 
 def samples(path: Path, rows: int = 400, seed: int = 0, classes: int = 3) -> Path:
@@ -37,7 +37,7 @@ def samples(path: Path, rows: int = 400, seed: int = 0, classes: int = 3) -> Pat
 def configured(folder: Path, changes: Sections | None = None, text: str = "") -> Path:
     """config.toml: BASE with changes; or the text, as it is."""
     sections = {name: {**BASE.get(name, {}), **(changes or {}).get(name, {})} for name in {**BASE, **(changes or {})}}
-    lines = [f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())
+    lines = [f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items() if value)
              for name, keys in sections.items()]
     (folder / "config.toml").write_text(text or "\n".join(lines))
     return folder / "config.toml"
