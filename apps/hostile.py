@@ -42,7 +42,7 @@ def inputs(folder: Path, only: list[str]) -> list[Verdict]:
 def faults(folder: Path) -> list[Verdict]:
     verdicts, expected = [], None
     for index, fault in enumerate(FAULTS):
-        verdict, bits = suffered(fault, folder / f"fault-{index}", expected)
+        verdict, bits = suffered(fault, folder / f"fault-{index}", expected if fault.same else None)
         expected = expected or bits
         verdicts.append(told(verdict))
     return verdicts
