@@ -50,7 +50,7 @@ def test_a_step_on_four_axes_in_order():
             "wait reduce O", "wait gather W", "gemm 8 2 8", "begin reduce O 64", "wait reduce O",
             "begin gather W 32", "wait gather W", "gemm 8 8 2", "begin reduce dI 256", "gemm 8 2 8",
             "begin reduce dW 32", "wait reduce dI", "gemm 4 8 8", "begin reduce dW 64", "begin reduce data 96",
-            "wait reduce data", "begin agreement 720", "wait agreement"]
+            "wait reduce data", "begin agreement 960", "wait agreement"]
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
