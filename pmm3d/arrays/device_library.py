@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from math import prod
 from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ..layout import itemsize
 from .low_precision import WorkArrays, rounded_gemm, scale
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
@@ -47,6 +49,9 @@ class DeviceLibrary(NumpyLibrary):
 
     def strides(self, array: Array) -> tuple[int, ...]:
         return tuple(stride // array.itemsize for stride in array.strides)
+
+    def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
+        return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
 
     def address(self, array: Array) -> int:
         return array.__cuda_array_interface__["data"][0]

@@ -39,7 +39,7 @@ class DryWorkspace(Workspace):
         nbytes = prod(shape) * itemsize(dtype)
         if not isinstance(library, DryLibrary):
             flat = library.empty((nbytes,), "uint8")
-            return library.view(flat, shape, dtype), Ticket(Pool(library, False), flat)
+            return library.view(flat, shape, dtype), Ticket(Pool(library, False), flat, [])
         ticket = self._buffer(nbytes, Pool(library.memory, False))
         held = self._run.hold(nbytes, "workspace")
         flat = DryArray(ticket.flat.elements, "uint8", library, held)

@@ -12,6 +12,8 @@ from ..errors import DTypeError, Pmm3dError
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
+NUMPY = NumpyLibrary()
+
 
 def library_of(array: Array) -> NumpyLibrary:
     """The library that an array belongs to.
@@ -23,10 +25,10 @@ def library_of(array: Array) -> NumpyLibrary:
         'numpy'
     """
     if type(array) is np.ndarray:
-        return NumpyLibrary()
+        return NUMPY
     if isinstance(array, (np.ndarray, np.generic)):
         _check_plain(array)
-        return NumpyLibrary()
+        return NUMPY
     if (dry := sys.modules.get(f"{__package__}.dry_array")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):

@@ -80,7 +80,7 @@ class NumpyLibrary:
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps
         alive."""
-        return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, flat)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)

@@ -30,17 +30,20 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     step = max(1, CACHED_ELEMENTS // max(1, cols)) if library.on_host else max(1, rows)
     low = library.dtype(out) in LOW_PRECISION or library.dtype(parts[0]) in LOW_PRECISION
     add = _add_widened if low else _add
+    if rows <= step:
+        add(library, parts, out, beta)
+        return
     for start in range(0, rows, step):
         chunk = slice(start, start + step)
         add(library, [part[chunk] for part in parts], out[chunk], beta)
 
 
-def _add_widened(library: NumpyLibrary, parts: list[Array], out: Array, beta: complex) -> None:
+def _add_widened(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex) -> None:
     total = sum((library.astype(part, "float32") for part in parts[1:]), library.astype(parts[0], "float32"))
     out[...] = total if beta == 0 else beta * library.astype(out, "float32") + total
 
 
-def _add(library: NumpyLibrary, parts: list[Array], out: Array, beta: complex) -> None:
+def _add(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex) -> None:
     add = library.xp.add
     if beta != 0:
         scale(library, out, beta)

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..layout import aligned, itemsize
 from .numpy_library import Array, NumpyLibrary
 
+Lent = TypeVar("Lent")
 SMALL_BYTES = 2**12
 """Below this `array` does not count: an allocation costs no more than the pool does."""
 
@@ -35,10 +36,11 @@ class Pool(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A buffer that was taken, and where it belongs."""
+    """A buffer that was taken, and where it belongs: a pool, and the list of its free buffers."""
 
     pool: Pool
     flat: Array
+    free: list[Free]
 
 
 class Workspace:
@@ -96,22 +98,17 @@ class Workspace:
 
     def give(self, ticket: Ticket) -> None:
         with self._lock:
-            insort(self._free[ticket.pool], _entry(ticket.flat))
+            insort(ticket.free, _entry(ticket.flat))
 
-    @contextmanager
-    def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Iterator[Array]:
+    def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Borrowed[Array]:
         """As a context: the array, given back at its end."""
         array, ticket = self.take(shape, dtype, library)
-        try:
-            yield array
-        finally:
-            self.give(ticket)
+        return Borrowed(self, ticket, array)
 
-    @contextmanager
-    def slab(self, nbytes: int, library: NumpyLibrary) -> Iterator[Slab]:
+    def slab(self, nbytes: int, library: NumpyLibrary) -> Borrowed[Slab]:
         """As a context: memory for the work arrays of one call."""
-        with self.borrow((nbytes,), "uint8", library) as flat:
-            yield Slab(flat, library)
+        flat, ticket = self.take((nbytes,), "uint8", library)
+        return Borrowed(self, ticket, Slab(flat, library))
 
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
         """Take work arrays of these sizes (bytes) at once and give them back, if they were not rehearsed before: from
@@ -132,17 +129,18 @@ class Workspace:
 
     def _buffer(self, nbytes: int, pool: Pool) -> Ticket:
         with self._lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             free = self._free.setdefault(pool, [])
             index = bisect_left(free, (nbytes,))
             if index < len(free) and free[index][0] <= max(2 * nbytes, WASTED_BYTES):
-                return Ticket(pool, free.pop(index)[2])
+                return Ticket(pool, free.pop(index)[2], free)
             if index:
                 self.allocated -= free.pop(index - 1)[0]
         flat = self._fresh(nbytes, pool)
         with self._lock:
             self.allocated += nbytes
-        return Ticket(pool, flat)
+        return Ticket(pool, flat, free)
 
     def _fresh(self, nbytes: int, pool: Pool) -> Array:
         return pool.memory.empty((nbytes,), "uint8")
@@ -152,7 +150,23 @@ class Workspace:
         while self._returned:
             ticket, nbytes = self._returned.popleft()
             self.lent -= nbytes
-            insort(self._free[ticket.pool], _entry(ticket.flat))
+            insort(ticket.free, _entry(ticket.flat))
+
+
+class Borrowed(Generic[Lent]):
+    """As a context: what lies in memory that was taken, which is given back at its end. A class, since there are dozens
+    in a step."""
+
+    __slots__ = ("_ticket", "_what", "_workspace")
+
+    def __init__(self, workspace: Workspace, ticket: Ticket, what: Lent):
+        self._workspace, self._ticket, self._what = workspace, ticket, what
+
+    def __enter__(self) -> Lent:
+        return self._what
+
+    def __exit__(self, *_: object) -> None:
+        self._workspace.give(self._ticket)
 
 
 class Slab:

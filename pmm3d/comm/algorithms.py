@@ -80,7 +80,7 @@ def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, co
         yield from link.exchange(library, [], [(rank - 1, landing)])
         sum_in_order(library, [landing], out, beta)
         return out
-    sums = yield from _with_partner(link, library, whole, work)
+    sums = (yield from _with_partner(link, library, whole, work)) if group.pairs else whole
     edges, steps = group.actor_offsets(counts), stages_of(link.size, rank)
     for stage in steps:
         first = stage.rows(edges)[0][0]
@@ -107,30 +107,27 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
     work   memory of `all_reduce_volume`; taken from the workspace if left out
     """
     size, dtype = prod(array.shape), library.dtype(array)
-    if work is None:
-        nbytes = all_reduce_volume(size, dtype, link.size, link.rank).work
-        flat_work, ticket = link.workspace.take((nbytes,), "uint8", library)
-        try:
-            yield from sum_arrays(link, library, array, out, Slab(flat_work, library))
-        finally:
-            link.workspace.give(ticket)
+    form = _sum_whole if sums_whole(size, dtype, link.size) else _sum_by_parts
+    if work is not None:
+        yield from form(link, library, array, out, work)
         return out
-    flat, flat_out = array.reshape(-1), out.reshape(-1)
-    if sums_whole(size, dtype, link.size):
-        yield from _sum_whole(link, library, flat[None, :], flat_out[None, :], work)
-        return out
-    counts = part_sizes(size, link.size)
-    own = work.array((counts[link.rank],), dtype)
-    yield from reduce_parts(link, library, flat[:, None], own[:, None], counts, 0, work)
-    yield from gather_parts(link, library, own, flat_out, counts)
+    with link.workspace.slab(all_reduce_volume(size, dtype, link.size, link.rank).work, library) as work:
+        yield from form(link, library, array, out, work)
     return out
 
 
-def _sum_whole(link: Link, library: NumpyLibrary, row: Array, out: Array, work: Slab) -> Collective[None]:
-    """The same, of rows that every rank of a stage receives and adds itself."""
-    group, rank = stages(link.size), link.rank
-    partner = group.partner(rank)
-    if not group.acts(rank):
+def _sum_by_parts(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab) -> Collective[None]:
+    counts = part_sizes(prod(array.shape), link.size)
+    own = work.array((counts[link.rank],), library.dtype(array))
+    yield from reduce_parts(link, library, array.reshape(-1, 1), own[:, None], counts, 0, work)
+    yield from gather_parts(link, library, own, out.reshape(-1), counts)
+
+
+def _sum_whole(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab) -> Collective[None]:
+    """Every rank of a stage receives all arrays and adds them itself."""
+    group, rank, row, out = stages(link.size), link.rank, array.reshape(1, -1), out.reshape(1, -1)
+    partner = group.partner(rank) if group.pairs else None
+    if group.pairs and not group.acts(rank):
         yield from link.exchange(library, [(rank - 1, row)], [])
         yield from link.exchange(library, [], [(rank - 1, out)])
         return
@@ -139,8 +136,10 @@ def _sum_whole(link: Link, library: NumpyLibrary, row: Array, out: Array, work: 
         parts, received = _landing(sums, stage, library, work)
         yield from link.exchange(library, [(stage.peers[other], sums) for other in stage.others],
                                  [(stage.peers[other], parts[other]) for other in stage.others])
-        sums = _added(library, parts, received, work, complete=link.size == len(parts))
-    out[...] = sums
+        complete = link.size == len(parts)
+        sums = _added(library, parts, out if complete and stage.digit < 2 else received, work, complete)
+    if sums is not out:
+        out[...] = sums
     if partner is not None:
         yield from link.exchange(library, [(partner, out)], [])
 
@@ -161,10 +160,10 @@ def _landing(own: Array, stage: Stage, library: NumpyLibrary, work: Slab) -> tup
     """(What is to be added, in order: `own`, and new arrays in which the others' land; the first of the new ones, where
     the sum may be formed, since it is one of the first two of all.)"""
     others = len(stage.peers) - 1
-    received = work.array((others, *own.shape), library.dtype(own))
-    parts = [received[index] for index in range(others)]
+    parts = list(work.array((others, *own.shape), library.dtype(own)))
     into = parts[0] if parts else own
-    return [*parts[: stage.digit], own, *parts[stage.digit :]], into
+    parts.insert(stage.digit, own)
+    return parts, into
 
 
 def _added(library: NumpyLibrary, parts: list[Array], into: Array, work: Slab, complete: bool = False) -> Array:

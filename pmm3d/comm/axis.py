@@ -126,7 +126,7 @@ class Axis:
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary,
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
-        return self.begin(name, forms.following(after, collective), library=library)
+        return self.begin(name, forms.following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         library, name = library_of(array), operation.__name__
@@ -161,7 +161,7 @@ class Axis:
             stream = None if library is None or library.on_host else transport.communication_stream(library)
             tag = 1 + record.number % LARGEST_TAG
             link = Link(self._comm, tag, record, transport, stream, self._engine.check)
-            collective = link.run(make_collective)
+            collective = make_collective(link) if stream is None else link.run_on(stream.own, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
             return self._engine.start(collective, record)
@@ -169,7 +169,7 @@ class Axis:
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""
         self._calls += 1
-        return self._engine.ledger.begin(self.name, name, self.number, self.ranks)
+        return self._engine.ledger.begin(self.name, name, self._calls + self._skipped, self.ranks)
 
     @property
     def number(self) -> int:

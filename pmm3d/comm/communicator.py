@@ -125,7 +125,7 @@ def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracom
 def _wait(request: MPI.Request, watch: Watch, what: str, size: int, number: int) -> None:
     begun = time.perf_counter()
     record = Ledger().begin("all", what, number, range(size))
-    watch.begun["all"] = number, record.name
+    watch.begun["all"] = record
     while not request.Test():
         if time.perf_counter() - begun < POLL_SECONDS:
             os.sched_yield()

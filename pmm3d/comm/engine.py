@@ -106,7 +106,7 @@ class Engine:
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
         pending = Pending(self, generator, record)
-        self._watch.begun[record.key.axis] = record.number, record.name
+        self._watch.begun[record.key.axis] = record
         with self._lock:
             if pending._progress():
                 self.ledger.end(record)
@@ -120,9 +120,10 @@ class Engine:
             self._progress()
 
     def _progress(self) -> None:
-        for pending in [pending for pending in self._active if pending._progress()]:
-            self._active.remove(pending)
-            self.ledger.end(pending.record)
+        for pending in tuple(self._active):
+            if pending._progress():
+                self._active.remove(pending)
+                self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
         begun = time.perf_counter()

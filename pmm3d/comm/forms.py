@@ -33,8 +33,6 @@ class Awaited(Protocol):
 def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
               ) -> Callable[[Link], Collective[Any]]:
     """The collective, once all of `after` are done; it fails with the first of them that failed."""
-    if not after:
-        return collective
 
     def steps(link: Link) -> Collective[Any]:
         yield list(after)
@@ -194,30 +192,29 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
                     ) -> Collective[None]:
     """Generator: arrays of one type, without gaps, each the sum of the ranks'. counts: of each, the elements of every
     rank's part; then of each only this rank's part is summed. `coalesced_work`."""
+    if len(arrays) == 1 and counts is None:
+        yield from sum_arrays(link, library, arrays[0], arrays[0])
+        return
     flats, dtype = [array.reshape(-1) for array in arrays], library.dtype(arrays[0])
     with ExitStack() as borrowed:
 
         def work(size: int) -> Array:
             return borrowed.enter_context(link.workspace.borrow((size,), dtype, library))
 
+        packed = work(sum(flat.shape[0] for flat in flats)) if len(flats) > 1 else flats[0]
         if counts is None:
-            packed = flats[0]
-            if len(flats) > 1:
-                packed = work(sum(flat.shape[0] for flat in flats))
-                for part, flat in _beside(packed, flats):
-                    part[...] = flat
+            for part, flat in _beside(packed, flats):
+                part[...] = flat
             own, wanted = packed, flats
             yield from sum_arrays(link, library, packed, packed)
         else:
             sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
-            packed = flats[0]
             if len(flats) > 1:
-                packed = work(sum(sizes))
                 _pack_by_rank(packed, flats, counts)
             own = work(sizes[link.rank])
             yield from reduce_parts(link, library, packed[:, None], own[:, None], sizes)
-        for part, flat in _beside(own, wanted) if own is not flats[0] else ():
+        for part, flat in _beside(own, wanted):
             flat[...] = part
 
 

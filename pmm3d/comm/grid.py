@@ -263,7 +263,7 @@ class Grid:
         """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective."""
         with self.engine.guard:
             record = self.everyone.next_record(what)
-            self._watch.begun["all"] = record.number, record.name
+            self._watch.begun["all"] = record
             self._watch.waits(record, time.perf_counter())
             try:
                 yield

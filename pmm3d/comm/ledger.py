@@ -44,7 +44,7 @@ class Entry:
         return self
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """One collective of this rank, from its start to its end."""
 

@@ -159,11 +159,7 @@ class Link:
         """A new array for the collective's result."""
         return library.empty(shape, dtype) if self.stream is None else self.stream.empty(library, shape, dtype)
 
-    def run(self, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
-        """The collective that works with this link."""
-        return make_collective(self) if self.stream is None else self._on_stream(self.stream.own, make_collective)
-
-    def _on_stream(self, stream: Stream, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
+    def run_on(self, stream: Stream, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
         """Generator: the collective, with the stream current whenever it is resumed. At its end all is done on the
         device: any stream and the host may use the result, and the arrays (which make_collective holds) be freed."""
         collective = make_collective(self)
@@ -241,10 +237,14 @@ class Link:
     def _post(self, requests: list[MPI.Request], call: Callable[..., MPI.Request], peer: int, library: NumpyLibrary,
               array: Array) -> int:
         """Returns the bytes."""
-        nbytes, address = _bytes(library, array), library.address(array)
-        for offset, length in chunks(nbytes) if nbytes > LARGEST_MESSAGE else [(0, nbytes)] * (nbytes > 0):
-            whole = MPI.buffer.fromaddress(address + offset, length)
-            requests.append(call([whole, length, MPI.BYTE], peer, self._tag))
+        plain = type(array) is np.ndarray
+        nbytes = array.nbytes if plain else _bytes(library, array)
+        if plain and 0 < nbytes <= LARGEST_MESSAGE:
+            requests.append(call([array, nbytes, MPI.BYTE], peer, self._tag))
+            return nbytes
+        for offset, length in chunks(nbytes):
+            part = MPI.buffer.fromaddress(library.address(array) + offset, length)
+            requests.append(call([part, length, MPI.BYTE], peer, self._tag))
         return nbytes
 
 

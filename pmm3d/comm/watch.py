@@ -91,7 +91,7 @@ class Watch:
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None):
         self.timeout = timeout if comm.size > 1 else 0.0
-        self.begun: dict[str, tuple[int, str]] = {}
+        self.begun: dict[str, Record] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
@@ -107,7 +107,7 @@ class Watch:
         self._suspects: dict[int, tuple[str, int]] | None = None
         self._sent: list[MPI.Request] = []
         self._polled = self._active = self._sign = time.perf_counter()
-        self._seen: dict[str, tuple[int, str]] = {}
+        self._seen: dict[str, Record] = {}
         self._next_note = self.timeout
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -264,7 +264,8 @@ class Watch:
     def _status(self, now: float) -> RankStatus:
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
         states = {rank: state for rank, pid in self._neighbours.items() if (state := stacks.process_state(pid))}
-        common: dict[str, Any] = {"rank": self._comm.rank, "begun": dict(self.begun), "ending": self.ending,
+        begun_here = {axis: (record.number, record.name) for axis, record in list(self.begun.items())}
+        common: dict[str, Any] = {"rank": self._comm.rank, "begun": begun_here, "ending": self.ending,
                                   "states": states}
         if not waits:
             return RankStatus(stack=stacks.stack_of(threading.main_thread().ident), idle=now - self._active, **common)

@@ -86,6 +86,7 @@ def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str) -> Vo
     return Volume(received, sent, work)
 
 
+@lru_cache(maxsize=4096)
 def sums_whole(size: int, dtype: str, ranks: int) -> bool:
     """Whether an all-reduce of that many elements sends whole arrays, since they are small."""
     return size * itemsize(dtype) * sum(stages(ranks).radices) <= SMALL_BYTES
