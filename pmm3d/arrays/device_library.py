@@ -27,7 +27,7 @@ class DeviceLibrary(NumpyLibrary):
         return self.module
 
     @property
-    def on_host(self) -> bool:
+    def on_host(self) -> bool:  # type: ignore[override]
         return False
 
     @property
@@ -112,7 +112,7 @@ class StreamMemory(NumpyLibrary):
         return self.of.empty(shape, dtype)
 
     @property
-    def on_host(self) -> bool:
+    def on_host(self) -> bool:  # type: ignore[override]
         return False
 
 

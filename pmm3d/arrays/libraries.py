@@ -12,6 +12,8 @@ from ..errors import DTypeError, Pmm3dError
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
 
+NUMPY = NumpyLibrary()
+
 
 def library_of(array: Array) -> NumpyLibrary:
     """The library that an array belongs to.
@@ -23,10 +25,10 @@ def library_of(array: Array) -> NumpyLibrary:
         'numpy'
     """
     if type(array) is np.ndarray:
-        return NumpyLibrary()
+        return NUMPY
     if isinstance(array, (np.ndarray, np.generic)):
         _check_plain(array)
-        return NumpyLibrary()
+        return NUMPY
     if (dry := sys.modules.get(f"{__package__}.dry_array")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
@@ -61,7 +63,7 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
         return name
     kind, _, device = name.partition(":") if isinstance(name, str) else ("", "", "")
     if name == "numpy":
-        return NumpyLibrary()
+        return NUMPY
     if kind not in ("torch", "cupy") and not hasattr(sys.modules.get(kind), "cuda"):
         raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
     try:
