@@ -29,7 +29,7 @@ class DeviceLibrary(NumpyLibrary):
         return self.module
 
     @property
-    def on_host(self) -> bool:
+    def on_host(self) -> bool:  # type: ignore[override]
         return False
 
     @property
@@ -117,7 +117,7 @@ class StreamMemory(NumpyLibrary):
         return self.of.empty(shape, dtype)
 
     @property
-    def on_host(self) -> bool:
+    def on_host(self) -> bool:  # type: ignore[override]
         return False
 
 

@@ -30,8 +30,6 @@ class DryWorkspace(Workspace):
         if not counted:
             return library.array(shape, dtype, self._run.hold(prod(shape) * itemsize(dtype), "activations"))
         ticket = self._buffer(counted, Pool(library.memory, True))
-        self.lent += counted
-        self.most_lent = max(self.most_lent, self.lent)
         loan = _Lent(self._run, counted, ticket, self._returned)
         return library.view(DryArray(ticket.flat.elements, "uint8", library, loan), shape, dtype)
 

@@ -63,7 +63,7 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
         return name
     kind, _, device = name.partition(":") if isinstance(name, str) else ("", "", "")
     if name == "numpy":
-        return NumpyLibrary()
+        return NUMPY
     if kind not in ("torch", "cupy") and not hasattr(sys.modules.get(kind), "cuda"):
         raise Pmm3dError(f"unknown array library {name!r}; there are numpy, torch, torch:DEVICE and cupy")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from types import ModuleType
 from typing import Any, ClassVar
@@ -42,15 +42,12 @@ class NumpyLibrary:
     """Whether `gemm` adds to C itself; else it forms a product of its own first, in a work array."""
     has_data: ClassVar[bool] = True
     """Whether there are values behind its arrays; those of a dry run have none."""
+    on_host: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
         """What the ranks have in common: a name that `library_named` takes, without the number of a device."""
         return self.name
-
-    @property
-    def on_host(self) -> bool:
-        return True
 
     @property
     def xp(self) -> ModuleType:
@@ -87,8 +84,7 @@ class NumpyLibrary:
 
     def strides(self, array: Array) -> tuple[int, ...]:
         """In elements."""
-        size = array.itemsize
-        return tuple(stride // size for stride in array.strides)
+        return _in_elements(array.strides, array.itemsize)
 
     def address(self, array: Array) -> int:
         return array.__array_interface__["data"][0]
@@ -184,6 +180,11 @@ class _Elements:
         address = library.address(array) if 0 not in array.shape else 0
         self.__array_interface__ = {"version": 3, "shape": tuple(array.shape), "strides": strides,
                                     "typestr": f"|V{size}", "data": (address, True)}
+
+
+@lru_cache(maxsize=1024)
+def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return tuple(stride // size for stride in strides)
 
 
 @cache

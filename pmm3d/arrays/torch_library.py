@@ -29,7 +29,7 @@ class TorchLibrary(NumpyLibrary):
         return "torch" if self.on_host else f"torch:{self.device.partition(':')[0]}"
 
     @property
-    def on_host(self) -> bool:
+    def on_host(self) -> bool:  # type: ignore[override]
         return self.device == "cpu"
 
     @property

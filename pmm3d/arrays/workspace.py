@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -60,7 +60,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._free: dict[Pool, list[Free]] = {}
+        self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
         self._lock = threading.Lock()
         self._returned: deque[tuple[Ticket, int]] = deque()
         self._rehearsed: set[tuple[int, ...]] = set()
@@ -75,9 +75,6 @@ class Workspace:
         if nbytes == 0:
             return library.empty(shape, dtype)
         ticket = self._buffer(nbytes, Pool(library.memory, True))
-        with self._lock:
-            self.lent += nbytes
-            self.most_lent = max(self.most_lent, self.lent)
         return library.view(np.asarray(_Loan(ticket, nbytes, self._returned)), shape, dtype)
 
     def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
@@ -131,15 +128,18 @@ class Workspace:
         with self._lock:
             if self._returned:
                 self._collect()
-            free = self._free.setdefault(pool, [])
+            free = self._free[pool]
             index = bisect_left(free, (nbytes,))
             if index < len(free) and free[index][0] <= max(2 * nbytes, WASTED_BYTES):
-                return Ticket(pool, free.pop(index)[2], free)
-            if index:
-                self.allocated -= free.pop(index - 1)[0]
-        flat = self._fresh(nbytes, pool)
-        with self._lock:
-            self.allocated += nbytes
+                flat = free.pop(index)[2]
+            else:
+                if index:
+                    self.allocated -= free.pop(index - 1)[0]
+                flat = self._fresh(nbytes, pool)
+                self.allocated += nbytes
+            if pool.returns_by_itself:
+                self.lent += nbytes
+                self.most_lent = max(self.most_lent, self.lent)
         return Ticket(pool, flat, free)
 
     def _fresh(self, nbytes: int, pool: Pool) -> Array:

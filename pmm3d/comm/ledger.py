@@ -120,7 +120,8 @@ class Ledger:
 
     def computed(self, operation: str, begun: float) -> None:
         """Count the time since `begun` as computation."""
-        ended, entry = time.perf_counter(), self._entry(Key("", self._phase, operation))
+        ended, key = time.perf_counter(), ("", self._phase, operation)
+        entry = self.entries.get(key) or self._entry(Key(*key))  # type: ignore[call-overload]
         entry.calls += 1
         entry.computed += ended - begun
         if self.trace:

@@ -34,7 +34,8 @@ class DataSet(AbstractContextManager["DataSet"]):
     classes      number of classes; left out, it is that of the attribute `class_names` of the targets or 1 + the
                  largest label, for which each rank reads its share of the labels
     cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
-                 only this rank's columns) if that takes no more bytes. Contiguous data sets are never held in memory
+                 only this rank's columns) if that takes no more bytes. So is a contiguous one, if that takes no more
+                 than 16 MiB either
 
     links        whether data sets may lie elsewhere: other files that this one names (external storage, external links,
                  virtual data sets), and soft links. Left out, they are refused, with what they lead to

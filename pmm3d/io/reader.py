@@ -20,7 +20,10 @@ from .source import SourceFile
 with needs("io", "data sets"):
     import h5py
 
-COPIED_AT_ONCE = 2**18
+SMALL_BYTES = 2**24
+"""Up to which columns of a contiguous data set are kept in memory: to find single rows takes HDF5 longer than
+to read them."""
+COPIED_AT_ONCE = 2**17
 """Elements gathered from a cached data set before they are converted."""
 
 Rows = slice | np.ndarray
@@ -154,9 +157,10 @@ class Reader:
 class Columns:
     """Columns low:high of rows first:last of a data set whose dims after the first are flattened.
 
-    At most `most` rows are read at a time, and converted to `dtype`. If the data set is stored in chunks and these
-    columns take no more than `cache_bytes`, all are read at once and kept: a row from a chunk costs the reading of the
-    chunk (30 us a row uncompressed, 200 us compressed, against 3 us contiguous).
+    At most `most` rows are read at a time, and converted to `dtype`. If the data set is stored in chunks, or these
+    columns take no more than `SMALL_BYTES`, and in either case no more than `cache_bytes`, all are read at once and
+    kept: a row from a chunk costs the reading of the chunk (30 us a row uncompressed, 200 us compressed, against 3 us
+    contiguous).
     """
 
     def __init__(self, dataset: h5py.Dataset, rows: Sequence[int], columns: Sequence[int], most: int, dtype: str,
@@ -175,7 +179,7 @@ class Columns:
         self._within = slice(self.low - start * inner, self.high - start * inner)
         self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
         nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
-        self._caching = dataset.chunks is not None and nbytes <= cache_bytes
+        self._caching = nbytes <= (cache_bytes if dataset.chunks else min(cache_bytes, SMALL_BYTES))
         self.cache: np.ndarray | None = None
 
     def buffer(self, work: Workspace) -> np.ndarray:

@@ -100,6 +100,13 @@ class Layout:
         raise LayoutError(f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold "
                           "partial sums")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.cols, self.sums, self.units))
+
     def __str__(self) -> str:
         sums = f", sums={self.sums}" if self.sums else ""
         units = "" if self.units == SINGLE else f", units={self.units}"
@@ -140,17 +147,7 @@ class Layout:
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
         """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
         that `coords` leaves out are at 0."""
-        if coords is None:
-            return EMPTY
-        try:
-            row_unit, col_unit = self.units
-            return Box(*_range(shape[0], self.rows, row_unit, grid, coords),
-                       *_range(shape[1], self.cols, col_unit, grid, coords))
-        except AttributeError:
-            self.check_axes(grid)
-            if coords.names == grid.names:
-                raise
-            return self.box(shape, grid, grid.position(grid.rank(coords)))
+        return EMPTY if coords is None else _box(self, shape, grid, coords)
 
     def check_axes(self, grid: GridShape) -> None:
         """Raises LayoutError unless the grid has all axes that are named."""
@@ -160,8 +157,10 @@ class Layout:
 
     def is_first(self, coords: Coords) -> bool:
         """Whether the rank at `coords` is the first of those that hold the same: at 0 along the axes not named."""
-        named = self.named
-        return all(index == 0 for axis, index in zip(coords.names, coords) if axis not in named)
+        for axis, index in zip(coords.names, coords):
+            if index and axis not in self.named:
+                return False
+        return True
 
     def replicas(self, grid: GridShape) -> int:
         """How many ranks hold each element, or the same part of its sum."""
@@ -198,6 +197,19 @@ def _reduced(layout: Layout, grid: GridShape) -> Layout:
                         for axes in (layout.rows, layout.cols, layout.sums))
     row_unit, col_unit = layout.units
     return Layout(rows, cols, sorted(sums, key=grid.names.index), (row_unit if rows else 1, col_unit if cols else 1))
+
+
+@lru_cache(maxsize=4096)
+def _box(layout: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords) -> Box:
+    try:
+        row_unit, col_unit = layout.units
+        return Box(*_range(shape[0], layout.rows, row_unit, grid, coords),
+                   *_range(shape[1], layout.cols, col_unit, grid, coords))
+    except AttributeError:
+        layout.check_axes(grid)
+        if coords.names == grid.names:
+            raise
+        return _box(layout, shape, grid, grid.position(grid.rank(coords)))
 
 
 def _range(size: int, axes: tuple[str, ...], unit: int, grid: GridShape, coords: Coords) -> tuple[int, int]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
 from time import perf_counter
+from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
-from ..layout.layout import cutting_unit
+from ..layout.layout import cutting_unit, layout_of
 from ..product import DistMatrix
 
 with needs("train", "networks"):
-    from array_api_compat import array_namespace as array_namespace
+    import array_api_compat
+    import array_api_compat.numpy
 
 CHUNK = 2**15
 """Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
@@ -27,15 +32,27 @@ PER_ELEMENT = 32
 """Operations that an elementwise function takes, about."""
 
 
-@contextmanager
-def changed(thing: Any, **values: Any) -> Iterator[None]:
-    """Attributes of an object, changed for as long as the context lasts."""
-    before = {name: getattr(thing, name) for name in values}
-    vars(thing).update(values)
-    try:
-        yield
-    finally:
-        vars(thing).update(before)
+def array_namespace(array: Array) -> ModuleType:
+    """The functions of the array's library, by the names of the array API."""
+    if type(array) is np.ndarray:
+        return array_api_compat.numpy
+    return array_api_compat.array_namespace(array)
+
+
+class changed:  # noqa: N801
+    """As a context: attributes of an object are changed for as long as it lasts."""
+
+    __slots__ = ("_before", "_thing", "_values")
+
+    def __init__(self, thing: Any, **values: Any):
+        self._thing, self._values = thing, values
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(self._thing, name) for name in self._values}
+        vars(self._thing).update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        vars(self._thing).update(self._before)
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,8 @@ class Form:
 
     @classmethod
     def of(cls, value: DistMatrix) -> Form:
-        return cls(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
+        """That of a matrix."""
+        return _forms(value.grid)(value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
     @property
     def is_vector(self) -> bool:
@@ -63,7 +81,7 @@ class Form:
         """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave."""
         axes = (self.layout.rows, self.layout.cols)[dim]
         outer = axes[: axes.index(name)]
-        layout = Layout(() if dim else outer, outer if dim else (), units=self.layout.units)
+        layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)
         size = layout.box(self.shape, self.grid.shape, self.grid.coords).shape[dim]
         unit = cutting_unit(size, (*outer, name), self.layout.units[dim], self.grid.shape)
         return [unit * units for units in part_sizes(size // unit, self.grid.axis(name).size)]
@@ -81,7 +99,7 @@ class Form:
     def like(self, shape: tuple[int, int], layout: Layout) -> Form:
         """The form of another matrix of this type."""
         box = layout.box(shape, self.grid.shape, self.grid.coords)
-        return Form(self.grid, shape, layout, self.dtype, self.library, box.shape)
+        return _forms(self.grid)(shape, layout, self.dtype, self.library, box.shape)
 
     def filled(self, number: float) -> DistMatrix:
         """A matrix of one element, of this type, that all ranks hold."""
@@ -92,6 +110,13 @@ class Form:
     def matrix(self, local: Array) -> DistMatrix:
         """The matrix of this form of which `local` is this rank's shard."""
         return DistMatrix(self.grid, local, self.shape, self.layout)
+
+
+def _forms(grid: Grid) -> Callable[..., Form]:
+    """Makes the forms of a grid: the same ones, which each step asks for, once."""
+    if Form not in grid.attached:
+        grid.attached[Form] = lru_cache(maxsize=1024)(partial(Form, grid))
+    return grid.attached[Form]
 
 
 class computing:  # noqa: N801
@@ -149,6 +174,9 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
     """
     if not library_of(out).has_data:
         return
+    if prod(out.shape) <= CHUNK:
+        out[...] = function(*arrays)
+        return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
     for chunk in chunks(flat_out.shape[0]):
         flat_out[chunk] = function(*(array[chunk] for array in flat))
@@ -161,14 +189,19 @@ def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> A
     return out
 
 
-def chunks(size: int) -> Iterator[slice]:
-    return (slice(start, start + CHUNK) for start in range(0, size, CHUNK))
+def chunks(size: int) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, size, CHUNK)]
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
+    if not out.shape[0] or not library_of(out).has_data:
+        return
+    if prod(out.shape) <= CHUNK:
+        out[...] = function(*arrays)
+        return
     rows = max(1, CHUNK // max(1, out.shape[1]))
-    for start in range(0, out.shape[0], rows) if library_of(out).has_data else ():
+    for start in range(0, out.shape[0], rows):
         part = slice(start, start + rows)
         out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
 

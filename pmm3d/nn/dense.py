@@ -57,11 +57,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     if x.shape[1] != weight.shape[0]:
         raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
     others = [weight] if bias is None else [weight, bias]
-    if any(each.grid is not x.grid for each in others):
-        raise GridError(f"linear: tensors of two Grids: the input is {x!r}, weight and bias {others!r}")
-    if any(each.dtype != x.dtype or each.library != x.library for each in others):
-        raise DTypeError(f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and "
-                         "library")
+    for each in others:
+        if each.grid is not x.grid:
+            raise GridError(f"linear: tensors of two Grids: the input is {x!r}, weight and bias {others!r}")
+        if each.dtype != x.dtype or each.library != x.library:
+            raise DTypeError(f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and "
+                             "library")
     if bias is not None and bias.shape != (1, weight.shape[1]):
         raise LayoutError(f"linear: the bias is {bias.shape[0]} x {bias.shape[1]}, the weight has {weight.shape[1]} "
                           "columns")
@@ -71,7 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     sharded = weight if isinstance(weight, Parameter) and _lies_as(weight, k) else None
     inner, outer = x.layout.units[1] if sharded is None else weight.layout.units[0], weight.layout.units[1]
     x = _split_over(x, k, n, inner)
-    row_unit, rows = x.layout.units[0], tuple(axis for axis in x.layout.rows if axis != n)
+    row_unit, rows = x.layout.units[0], tuple([axis for axis in x.layout.rows if axis != n])
     if sharded is None:
         weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
     if bias is not None:
@@ -183,7 +184,7 @@ def _axes(x: Tensor, weight: Tensor) -> tuple[str, str]:
 
 def _split_over(x: Tensor, k: str, n: str, unit: int) -> Tensor:
     """I with its columns over k's axis; its rows over data and z at least, and over n's axis only as the last."""
-    rows = tuple(axis for axis in x.layout.rows if axis not in (k, n))
+    rows = tuple([axis for axis in x.layout.rows if axis not in (k, n)])
     if not {"data", "z"} <= set(rows):
         rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
     units = x.layout.units[0], unit

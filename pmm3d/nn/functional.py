@@ -6,6 +6,7 @@ A new one: compute the local result, name the parents, and say how the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from math import pi, prod, sqrt
 from types import ModuleType
@@ -114,8 +115,12 @@ def _normal(part: Array, xp: ModuleType) -> Array:
     scaled = part * sqrt(0.5)
     if "torch" in xp.__name__:
         return 0.5 * (1 + scaled.erf())
-    special = import_module("cupyx.scipy.special" if "cupy" in xp.__name__ else "scipy.special")
-    return 0.5 * (1 + special.erf(scaled))
+    return 0.5 * (1 + _special("cupyx.scipy.special" if "cupy" in xp.__name__ else "scipy.special").erf(scaled))
+
+
+@cache
+def _special(name: str) -> ModuleType:
+    return import_module(name)
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:

@@ -167,6 +167,7 @@ class Gradients:
         one. agreed: to be called before the first message; raises if the ranks do not sum the same."""
         self._sync, self._overlap, self._agreed = sync, overlap, agreed
         self._bucket: list[Accumulated] = []
+        self._bucket_bytes = 0
         self._expected = list(uses)
         for record, times in uses.items():
             record.to_come = times
@@ -281,16 +282,17 @@ class Gradients:
         if "data" not in record.sums:
             return
         record.split = record.owners == {True}
-        if len(_alike([*self._bucket, record])) > 1:
+        if self._bucket and _kind(self._bucket[0]) != _kind(record):
             self._flush()
         self._bucket.append(record)
-        if sum(member.largest for member in self._bucket) >= self._overlap.bucket_bytes:
+        self._bucket_bytes += record.largest
+        if self._bucket_bytes >= self._overlap.bucket_bytes:
             self._flush()
 
     def _flush(self) -> None:
         if self._bucket:
             self._sum(self._grid.data, self._bucket, "reduce data")
-            self._bucket = []
+            self._bucket, self._bucket_bytes = [], 0
 
     def _sum(self, axis: Axis, members: list[Accumulated], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
@@ -324,8 +326,12 @@ def _alike(records: Iterable[Accumulated]) -> list[list[Accumulated]]:
     """The gradients in groups that one message can carry."""
     groups: dict[tuple[object, ...], list[Accumulated]] = {}
     for record in records:
-        groups.setdefault((record.form.dtype, record.form.library, record.split), []).append(record)
+        groups.setdefault(_kind(record), []).append(record)
     return list(groups.values())
+
+
+def _kind(record: Accumulated) -> tuple[object, ...]:
+    return record.form.dtype, record.form.library, record.split
 
 
 class Partials:

@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import Array
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
+from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise
 from .functional import Elementwise
@@ -126,7 +127,7 @@ def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
     if labels.shape != (rows, 1):
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
-    wanted = Layout(logits.layout.rows, units=(logits.layout.units[0], 1))
+    wanted = layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1))
     if labels.layout.on(grid.shape) != wanted.on(grid.shape):
         labels = labels.redistribute(wanted)
     if not labels.library.has_data:

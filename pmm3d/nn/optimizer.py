@@ -243,13 +243,14 @@ class Optimizer:
         arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
         for chunk in chunks(arrays[0].shape[0]) if parameter.library.has_data else ():
-            self.update(xp, *(array[chunk] for array in arrays))
+            self.update(xp, *[array[chunk] for array in arrays])
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
-        flat, index = array.reshape(-1), self.grid.data.index
-        if not self._splits(parameter):
+        flat = array.reshape(-1)
+        if not self.shard_over_data or not self._splits(parameter):
             return flat
+        index = self.grid.data.index
         return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
 
     def _states(self, parameter: Parameter) -> list[Array]:

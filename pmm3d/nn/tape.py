@@ -97,8 +97,9 @@ class Node:
         """Raises Pmm3dError if a backward pass cannot come here."""
         if self.used:
             raise Pmm3dError(USED)
-        if any(leaf.version != version for leaf, version in self.leaves):
-            raise Pmm3dError(CHANGED)
+        for leaf, version in self.leaves:
+            if leaf.version != version:
+                raise Pmm3dError(CHANGED)
 
     @property
     def used(self) -> bool:

@@ -86,7 +86,7 @@ class Tensor:
     @property
     def shard(self) -> Array:
         """`local`, to be read only: what operations take."""
-        return self.value.local
+        return self._value.local if self._pending is None else self.value.local
 
     @property
     def box(self) -> Box:
@@ -111,17 +111,16 @@ class Tensor:
         Raises GridError for a parent on another grid.
         """
         value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
-        tape, node = self.tape, None
+        tape, result = self.tape, Tensor(value, pending=pending)
         nodes = [parent.node if isinstance(parent, Tensor) else parent for parent in parents]
-        if any(node is not None and node.form.grid is not self.grid for node in nodes):
-            raise GridError(f"an operation on tensors of two Grids: the result is on {self.grid.shape}, and a tensor "
-                            "that went in is on another one")
+        for node in nodes:
+            if node is not None and node.form.grid is not self.grid:
+                raise GridError(f"an operation on tensors of two Grids: the result is on {self.grid.shape}, and a "
+                                "tensor that went in is on another one")
         if tape.recording and any(nodes):
-            if tape.keeping:
-                node = Node(Form.of(value), nodes, rule, [tape.pack(array) for array in keep])
-            else:
-                node = Node(Form.of(value), nodes)
-        return Tensor(value, node=node, pending=pending)
+            kept = (rule, [tape.pack(array) for array in keep]) if tape.keeping else ()
+            result.node = Node(result.form, nodes, *kept)
+        return result
 
     def backward(self, gradient: Tensor | DistMatrix | None = None) -> None:
         """Gradients by everything that this tensor was made of; they add to what is there already.
