@@ -1,0 +1,265 @@
+"""Batches of an HDF5 file on every grid: each sample once per epoch, each rank its own shard."""
+
+import json
+import os
+import threading
+import tracemalloc
+from itertools import product
+
+import h5py
+import numpy as np
+import pytest
+from batches import FEATURES, LABELS, SAMPLES, VECTORS, X, epoch_of, flat, rows_of
+from samples import grids_of, to_numpy
+
+from pmm3d import DataError, Grid, Pmm3dError
+from pmm3d.io import DataSet
+from pmm3d.layout import GridShape, batch_layout
+
+pytestmark = pytest.mark.parallel([1, 2, 4])
+
+
+def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):
+    for shape, size in grids_of(nranks, data=(1, 2, 4)):
+        with Grid(comm, shape, data=size) as grid, DataSet(grid, path, inputs="deep") as data:
+            assert (data.samples, data.features, data.outputs, data.classes) == (SAMPLES, FEATURES, 1, 5)
+            for batch_size in (3, 8, 100):
+                with data.loader(batch_size, split_inputs="x" if batch_size == 3 else "y") as loader:
+                    batches = epoch_of(loader)
+                    assert [len(batch) for batch in batches][:-1] == [batch_size] * (len(loader) - 1)
+                    assert sorted(flat(batches)) == list(range(SAMPLES)) and loader.epoch == 1
+
+
+@pytest.mark.parametrize("inputs", ["x", "deep", "chunked", "single"])
+def test_inputs_of_any_dims_split_over_any_axis(grid, path, inputs):
+    for split, cache_bytes in product(("y", "x", None), (100, 2**20)):
+        with DataSet(grid, path, inputs, dtype="float64", cache_bytes=cache_bytes) as data:
+            loader = data.loader(10, split_inputs=split)
+            x, y = next(iter(loader))
+            assert x.layout == batch_layout(split) and x.dtype == "float64" and y.dtype == "int64"
+            assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("targets", ["vectors", "vectors_chunked", "column", "deep", "one"])
+def test_targets_are_labels_or_vectors(grid, path, targets):
+    whole = {"column": VECTORS[:, :1], "deep": X, "one": LABELS[:, None]}.get(targets, VECTORS)
+    for split in ("x", None) if targets != "one" else (None,):
+        with DataSet(grid, path, targets=targets) as data, data.loader(9, split_targets=split) as loader:
+            assert (data.outputs, data.classes) == (whole.shape[1], 5 if targets == "one" else None)
+            assert sorted(flat(epoch_of(loader, whole))) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("library", ["numpy", "standin"])
+def test_batches_in_every_library(some_grid, path, library):
+    assert_batches_in(some_grid, path, library)
+
+
+@pytest.mark.parallel(2)
+def test_batches_in_torch(some_grid, path):
+    assert_batches_in(some_grid, path, "torch")
+
+
+def assert_batches_in(some_grid, path, library):
+    for dtype in ("float32", "float64") + (("bfloat16",) if library == "torch" else ()):
+        whole = VECTORS if dtype == "bfloat16" else X
+        with DataSet(some_grid, path, "vectors" if dtype == "bfloat16" else "x", dtype=dtype, library=library) as data:
+            with data.loader(16, shuffle=False) as loader:
+                kept = [(to_numpy(x.gather(), library), to_numpy(y.local, library).copy(), x.dtype, y.dtype)
+                        for x, y in loader]
+        assert np.array_equal(np.concatenate([x for x, *_ in kept]), whole)
+        assert {types[2:] for types in kept} == {(dtype, "int64")}
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(comm, path):
+    orders = []
+    for shape in ((comm.size, 1, 1), (1, 1, comm.size)):
+        with Grid(comm, shape) as grid, DataSet(grid, path) as data:
+            loaders = [data.loader(8, seed=seed) for seed in (0, 0, 1)]
+            orders.append([[epoch_of(loader) for _ in range(2)] for loader in loaders])
+    assert orders[0] == orders[1]
+    (first, second), again, (other, _) = orders[0]
+    assert [first, second] == again
+    assert len({str(order) for order in (first, second, other)}) == 3
+    assert all(batch == sorted(batch) for batch in first)
+
+
+def test_a_state_goes_on_in_the_middle_of_an_epoch_on_another_grid(comm, path):
+    with Grid(comm, (comm.size, 1, 1)) as grid, DataSet(grid, path) as data:
+        loader = data.loader(8, seed=3)
+        epoch_of(loader)
+        for x, _ in loader:
+            if loader.batch == 2:
+                break
+        state = json.loads(json.dumps(loader.state()))
+        assert (state["epoch"], state["batch"], state["seed"]) == (1, 2, 3)
+        rest = [epoch_of(loader), epoch_of(loader)]
+    assert [len(epoch) for epoch in rest] == [3, 5]
+    with Grid(comm, (1, 1, comm.size)) as grid, DataSet(grid, path) as data:
+        with data.loader(8, seed=3, prefetch=1) as loader:
+            next(iter(loader))
+            loader.load_state(state)
+            assert [epoch_of(loader), epoch_of(loader)] == rest and (loader.epoch, loader.batch) == (3, 0)
+
+
+def test_a_state_after_the_last_batch_leaves_the_epoch_to_be_ended(some_grid, path):
+    with DataSet(some_grid, path) as data:
+        loader, later = data.loader(20), data.loader(20)
+        for _ in loader:
+            state = loader.state()
+        later.load_state(state)
+        assert epoch_of(later) == [] and later.state() == loader.state()
+
+
+def test_a_part_of_the_samples_in_order(some_grid, path):
+    whole = list(range(SAMPLES))
+    with DataSet(some_grid, path, inputs="chunked") as data:
+        for rows, part in [((5, 30), whole[5:30]), (slice(30, None), whole[30:]), (slice(-4, None), whole[-4:]),
+                           (None, whole), ((36, 37), [36])]:
+            loader = data.loader(10, shuffle=False, rows=rows)
+            assert flat(epoch_of(loader)) == part and len(loader) == -(-len(part) // 10)
+            loader = data.loader(min(10, len(part)), shuffle=True, rows=rows, drop_last=True)
+            kept = flat(epoch_of(loader))
+            assert len(kept) == len(part) - len(part) % min(10, len(part)) and set(kept) <= set(part)
+
+
+def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
+    asked = []
+    read_direct = h5py.Dataset.read_direct
+
+    def record(dataset, out, selection):
+        asked.append((dataset.name, out.shape))
+        read_direct(dataset, out, selection)
+
+    monkeypatch.setattr(h5py.Dataset, "read_direct", record)
+    with DataSet(grid, path, cache_bytes=0) as data, data.loader(16, seed=1) as loader:
+        x, y = next(iter(loader))
+        loader.close()
+    mine = x.box.shape
+    assert not x.local.size or (asked[0] == ("/x", mine) and asked[1] == ("/y", (mine[0],)))
+    assert all(shape[0] <= mine[0] for _, shape in asked)
+
+
+@pytest.mark.parametrize("library", ["numpy", "standin"])
+def test_all_batches_of_an_epoch_at_once(some_grid, path, library):
+    assert_batches_stay(some_grid, path, library)
+
+
+@pytest.mark.parallel(2)
+def test_all_batches_of_an_epoch_at_once_in_torch(some_grid, path):
+    assert_batches_stay(some_grid, path, "torch")
+
+
+def assert_batches_stay(grid, path, library):
+    """Small ones, and those that are large enough for the pool."""
+    for inputs, batch_size in (("x", 3), ("wide", 7)):
+        whole = X if inputs == "x" else np.tile(X, 200)
+        with DataSet(grid, path, inputs, library=library) as data:
+            loader = data.loader(batch_size, shuffle=False, prefetch=1)
+            batches = list(loader)
+            assert np.array_equal(np.concatenate([to_numpy(x.gather(), library) for x, _ in batches]), whole)
+            assert np.array_equal(np.concatenate([to_numpy(y.gather(), library) for _, y in batches])[:, 0], LABELS)
+            assert len(batches) == len(loader) == -(-SAMPLES // batch_size)
+
+
+def test_a_view_keeps_its_batch(some_grid, path):
+    with DataSet(some_grid, path, "wide") as data, data.loader(7, shuffle=False) as loader:
+        kept = [(x.local[:, 1:3].T, np.array(x.local[:, 1:3].T)) for x, _ in loader]
+        for _ in loader:
+            assert all(np.array_equal(view, was) for view, was in kept)
+
+
+def test_arrays_go_round_once_nobody_refers_to_them(some_grid, write):
+    path = write(x=np.zeros((4000, 300), "float32"), y=np.zeros(4000, int))
+    with DataSet(some_grid, path) as data, data.loader(500, prefetch=2) as loader:
+        addresses = {x.local.ctypes.data for _ in range(3) for x, _ in loader}
+        batch = 500 * 300 * 4 // (1 if some_grid.size == 1 else 2)
+        assert len(addresses) <= 4 and loader._work.allocated <= 4 * (batch + 500 * 8)
+
+
+def test_fetching_and_taking_send_nothing(some_grid, path):
+    with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8) as halves:
+        expected = [epoch_of(whole), epoch_of(whole)]
+        sent = lambda: sum(entry.calls for key, entry in some_grid.ledger.entries.items() if key.axis)
+        before, found = sent(), []
+        for _ in range(2):
+            taken = []
+            while halves.batch < len(halves):
+                assert halves.fetch() is None and halves.fetch() is None
+                position = halves.batch
+                taken.append(halves.take())
+                assert halves.batch == position + 1
+            assert halves.fetch() is None
+            with pytest.raises(Pmm3dError, match="no batch was fetched"):
+                halves.take()
+            halves.next_epoch()
+            found.append(taken)
+        assert sent() == before
+        assert [[rows_of(x) for x, _ in taken] for taken in found] == expected
+        assert halves.fetch() is None
+        halves.next_epoch()  # without what was fetched
+        epoch_of(whole)
+        assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
+
+
+def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):
+    grid = some_grid
+    with DataSet(grid, "own.h5") as data, data.loader(8, shuffle=False) as loader:
+        assert loader.fetch() is None
+        loader.take()
+        if grid.rank == grid.size - 1:
+            os.truncate(own, own.stat().st_size // 2)
+        grid.comm.barrier()
+        while (told := loader.fetch()) is None and loader.batch < len(loader):
+            loader.take()
+        if grid.rank == grid.size - 1:
+            assert isinstance(told, DataError) and "own.h5 has been replaced" in str(told)
+            assert str(loader.fetch()) == str(told)
+        else:
+            assert told is None and loader.batch == len(loader)
+
+
+def test_a_steady_state_allocates_little(some_grid, write):
+    path = write(x=np.zeros((2000, 1000), "float32"), y=np.zeros(2000, int))
+    with DataSet(some_grid, path) as data, data.loader(500) as loader:
+        list(loader)
+        tracemalloc.start()
+        assert sum(len(x.local) > 0 for x, _ in loader) == 4
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_a_change_of_epoch_shuffles_in_the_memory_that_is_there(some_grid, write):
+    path = write(x=np.zeros((400_000, 1), "float32"), y=np.zeros(400_000, "uint8"))
+    with DataSet(some_grid, path) as data, data.loader(20_000) as loader:
+        list(loader)
+        tracemalloc.start()
+        list(loader)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 400_000 * 8 / 2
+
+
+def test_closing_ends_the_threads_and_keeps_the_position(some_grid, path):
+    threads = lambda: [thread for thread in threading.enumerate() if thread.name.startswith("pmm3d loader")]
+    with DataSet(some_grid, path) as data:
+        loader, dropped = data.loader(8), data.loader(8)
+        first = rows_of(next(iter(loader))[0])
+        next(iter(dropped))
+        assert len(threads()) == 2
+        del dropped
+        assert len(threads()) == 1
+        loader.close()
+        assert not threads() and loader.batch == 1
+        assert sorted(first + flat(epoch_of(loader))) == list(range(SAMPLES))
+    assert not threads()
+
+
+def test_ranks_that_a_grid_leaves_idle_hold_nothing(some_grid, path, monkeypatch):
+    grid = some_grid
+    monkeypatch.setattr(grid, "shape", GridShape(1, 1, max(1, grid.size - 1)))
+    monkeypatch.setattr(grid, "coords", grid.shape.coords(grid.rank))
+    with DataSet(grid, path) as data, data.loader(8) as loader:
+        for x, y in loader:
+            rows_of(x)
+            assert grid.active or (x.local.shape, y.local.shape) == ((0, 0), (0, 0))
