@@ -48,9 +48,10 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> tu
 def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path) -> list[str]:
     """The network says which of its parameters are vectors."""
     section = known.config.network.model_copy(update={"library": "numpy"})
-    made = network_of(known.config.model_copy(update={"network": section}), grid, known.samples)
+    config = known.config.model_copy(update={"network": section})
+    made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
-    said = {"network": section.model_dump(mode="json"), SAMPLES: known.samples.model_dump()}
+    said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump()}
     return export_torch(made, target, {"pmm3d": json.dumps(said)})
 
 
