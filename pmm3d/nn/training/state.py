@@ -122,7 +122,7 @@ class TrainState:
             return None
         folder, facts = loaded
         self.load(facts)
-        retired = checkpoints.retire(self.step)
+        retired = checkpoints.retire(self.step, spared=folder)
         found = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
         self._tell([*map(str, found), *self._rate(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
