@@ -124,12 +124,13 @@ class Checkpoints:
                 path = self._folders.complete(temporary, step)
         return self.grid.comm.bcast(path)
 
-    def retire(self, step: int) -> list[Path]:
+    def retire(self, step: int, spared: str | os.PathLike[str] | None = None) -> list[Path]:
         """Set aside the checkpoints of later steps, as a run does that goes on from this one: they are named
-        retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay.
-        Returns where they are now."""
+        retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay,
+        and the spared one, from which the run goes on. Returns where they are now."""
+        kept = None if spared is None else Path(spared)
         with self.grid.together("retire", str(self.folder), step, always=True), file_errors(self.folder, "tidied"):
-            retired = self._folders.retire(step) if self.grid.rank == 0 else []
+            retired = self._folders.retire(step, kept) if self.grid.rank == 0 else []
         return self.grid.comm.bcast(retired)
 
     def candidates(self) -> list[Path]:

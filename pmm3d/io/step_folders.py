@@ -106,9 +106,11 @@ class StepFolders:
                 logger.warning(f"{written} is of an earlier step than {names_in_words(path.name for path in later)}, "
                                "which are of a run that went on from there before, and were set aside")
 
-    def retire(self, step: int) -> list[Path]:
-        """Set aside the checkpoints of steps later than this one; of all that are set aside the latest `keep` stay."""
+    def retire(self, step: int, spared: Path | None = None) -> list[Path]:
+        """Set aside the checkpoints of steps later than this one; of all that are set aside the latest `keep` stay, and
+        the spared one."""
         later = [path for other, _, path in reversed(self.listed()) if other > step]
+        kept = None if spared is None else spared.stat()
         retired = [_renamed(path, "retired") for path in later]
         for path in retired:
             os.utime(path)
@@ -116,7 +118,8 @@ class StepFolders:
             there = [entry for entry in os.scandir(self.folder) if RETIRED.fullmatch(entry.name)]
             there.sort(key=lambda entry: (entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
             for entry in there[: -self.keep]:
-                _remove(Path(entry.path))
+                if kept is None or not os.path.samestat(entry.stat(follow_symlinks=False), kept):
+                    _remove(Path(entry.path))
             sync(self.folder)
         return [path for path in retired if path.exists()]
 

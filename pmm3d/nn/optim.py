@@ -127,6 +127,9 @@ class Schedule:
         self.count += 1
         self._set()
 
+    def end_at(self, steps: int) -> None:
+        """Have it come to its end, if it has one, so many steps after the start."""
+
     def _set(self) -> None:
         for group, base in zip(self.optimizer.groups, self.bases):
             if self.count < self.warm_up:
@@ -156,6 +159,10 @@ class Cosine(Schedule):
     def __init__(self, optimizer: Optimizer, steps: int, warm_up: int = 0, floor: float = 0.0):
         self.length, self.floor = max(1, steps - warm_up), floor
         super().__init__(optimizer, warm_up)
+
+    def end_at(self, steps: int) -> None:
+        self.length = max(1, steps - self.warm_up)
+        self._set()
 
     def factor(self, steps: int) -> float:
         done = min(1.0, steps / self.length)

@@ -64,7 +64,7 @@ class Optimizer:
         ...     net = nn.Linear(grid, 3, 2)
         ...     opt = Optimizer([{"params": [net.weight]}, {"params": [net.bias], "lr": 0.2}], lr=0.1)
         ...     opt.state(), opt.lr, opt.groups[1]["lr"]
-        ({'kind': 'Optimizer', 'steps': 0, 'lr': 0.1, 'missed': {}}, 0.1, 0.2)
+        ({'kind': 'Optimizer', 'steps': 0, 'lr': 0.1, 'states': [], 'missed': {}}, 0.1, 0.2)
     """
 
     state_names: tuple[str, ...] = ()
@@ -171,7 +171,8 @@ class Optimizer:
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
         missed = {parameter.name: times for parameter, times in self.missed.items()}
-        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "missed": missed}
+        return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
+                "missed": missed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave: what was learned. Options (lr, weight_decay, betas, ...) stay as they were given to

@@ -73,6 +73,19 @@ def test_later_checkpoints_are_retired_and_the_new_ones_stay(grid, keeper, caplo
     assert holds(matrices, 8)
 
 
+def test_the_one_that_a_run_goes_on_from_stays_though_it_was_retired_before(grid, keeper):
+    for step in (2, 4):
+        keeper.save(step, weights(grid, step))
+    (spared,) = keeper.retire(2)
+    for step in (6, 8):
+        keeper.save(step, weights(grid, step))
+    assert len(keeper.retire(4, spared=spared)) == 2
+    assert names(keeper) == [f"retired-step-0000000{step}" for step in (4, 6, 8)]
+    matrices = weights(grid)
+    keeper.load(spared, matrices)
+    assert holds(matrices, 4)
+
+
 def test_saving_an_earlier_step_retires_the_later_ones_too(grid, keeper, caplog):
     """A loop of one's own that went back and said nothing of it."""
     for step in (4, 8):

@@ -52,3 +52,17 @@ def test_going_back_to_an_earlier_checkpoint(runs):
     assert len(retired) == 1 and "retired-step-00000012" in retired[0]["text"]
     again = runs.train(runs.config(training="epochs = 2\nkeep = 2"), "--resume", "auto")
     assert "nothing left to train" in again.stderr and runs.checkpoints()[-1] == "step-00000012"
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_the_schedule_ends_with_the_run_where_epochs_have_other_steps_than_before(runs, kind):
+    """Six steps, then three and three: not at a rate of zero from step 9 on, as three times three would make it."""
+    schedule = f"kind = '{kind}'"
+    assert runs.train(runs.config(training="epochs = 1", schedule=schedule)).returncode == 0
+    done = runs.train(runs.config(training="epochs = 3\naccumulate = 2", schedule=schedule), "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    rates = [line["lr"] for line in runs.metrics() if "lr" in line]
+    assert len(rates) == 12 and min(rates) > 0, rates
+    if kind == "cosine":
+        assert rates[6] == pytest.approx(0.001 * 0.5) and rates[6:] == sorted(rates[6:], reverse=True), rates
+    assert ("the schedule ends with the run, at step 12" in done.stdout + done.stderr) == (kind == "cosine")

@@ -172,3 +172,21 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_after_the_step_be
         assert state.step == 2
         state.loader.fetch = fetch
         assert Trainer(state, Recipe("cross_entropy", epochs=1)).run() and state.step == 5
+
+
+@pytest.mark.parallel([2])
+def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_validation(comm, samples, fails):
+    with Grid(comm, shape="ddp") as grid, DataSet(grid, samples) as data:
+        net = nn.MLP(grid, [4, 8, 5])
+        state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
+        fetch, recipe = state.loader.fetch, Recipe("cross_entropy", epochs=1, evaluate_every=2)
+
+        def failing():
+            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
+
+        state.loader.fetch = failing
+        fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
+              lambda: Trainer(state, recipe, data.loader(25, shuffle=False)).run())
+        assert state.step == 2
+        state.loader.fetch = fetch
+        assert Trainer(state, recipe, data.loader(25, shuffle=False)).run() and state.step == 5

@@ -111,6 +111,14 @@ def test_what_is_another_training_is_refused_before_anything_changes(begin, chec
     assert same(values(state), before) and state.facts() == position
 
 
+def test_an_optimizer_that_keeps_something_else_is_refused_with_a_remedy(begin, checkpoints):
+    begin(optimizer=optim.SGD).save(checkpoints)
+    state = begin(optimizer=lambda parameters, lr: optim.SGD(parameters, lr, momentum=0.9))
+    with pytest.raises(Pmm3dError, match="optimizer keeps nothing of each weight, this one momentum; nothing was "
+                                         r"changed. Set the optimizer's options \(momentum\) back"):
+        state.resume(checkpoints)
+
+
 def test_a_checkpoint_of_something_else_is_refused(begin, checkpoints):
     state = begin()
     checkpoints.save(1, state.matrices(), ["not", "facts"])

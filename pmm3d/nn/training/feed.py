@@ -15,20 +15,24 @@ if TYPE_CHECKING:
 
 class Feed:
     """Between two batches all ranks agree, by one all-reduce: whether the next one was read, what signals came, whether
-    to look at the pace. Its methods are called by all ranks, but for `wanted` collective."""
+    to look at the pace. Its methods are called by all ranks, but for `wanted` collective. What went wrong
+    is kept for each loader: a validation may come between a batch that could not be read and the step that takes it."""
 
     def __init__(self, run: Run, observer: Observer):
         self._run, self._observer = run, observer
-        self._request, self._failed = 0, False
-        self._problem: Exception | None = None
+        self._request = 0
+        self._failed: dict[Loader, Exception | None] = {}
 
     def agreed(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
         """At the end of a step, or before a batch. loss, square: this rank's parts of the loss and of the square of the
         gradient's norm."""
-        self._problem = loader.fetch()
+        problem = loader.fetch()
         agreed = step_agreement(self._run.grid, loss, square, request=self._run.signals.taken(),
-                                look=self._observer.pace.due(), failed=self._problem is not None)
-        self._request, self._failed = max(self._request, agreed.request), agreed.failed
+                                look=self._observer.pace.due(), failed=problem is not None)
+        self._request = max(self._request, agreed.request)
+        self._failed.pop(loader, None)
+        if agreed.failed:
+            self._failed[loader] = problem
         if agreed.look:
             self._observer.pace.look()
         return agreed
@@ -46,10 +50,10 @@ class Feed:
 
     def take(self, loader: Loader) -> Batch:
         """The batch that was agreed on; raises, on every rank, what went wrong on any."""
-        if self._failed:
+        if loader in self._failed:
             with self._run.grid.together("Loader", always=True):
-                if self._problem is not None:
-                    raise self._problem
+                if (problem := self._failed.pop(loader)) is not None:
+                    raise problem
         return loader.take()
 
     def begin_epoch(self, loader: Loader) -> None:

@@ -41,6 +41,7 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
         run.resume(Path(resume), accept)
     elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
+    _end_with_run(run)
     _warm_start(run)
     if run.log is not None:
         run.log.say(printable(run.describe()))
@@ -53,6 +54,19 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
     if finished and run.log is not None:
         run.log.draw_at_exit()
     return finished
+
+
+def _end_with_run(run: Trainer) -> None:
+    """The schedule comes to its end with the run. Where epochs have another number of steps than they had, as after a
+    change of accumulate or of the data, that is not after as many as if all of them had been as now."""
+    schedule, optimizer = run.state.schedule, run.state.optimizer
+    if schedule is None or not run.step or not run.steps_left():
+        return
+    before, end = optimizer.lr, run.step + run.steps_left()
+    schedule.end_at(end)
+    if optimizer.lr != before and run.log is not None:
+        run.log.say(f"the schedule ends with the run, at step {end}: the learning rate of step {run.step + 1} is "
+                    f"{optimizer.lr:.6g}")
 
 
 def _warm_start(run: Trainer) -> None:

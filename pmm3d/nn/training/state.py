@@ -11,6 +11,7 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...comm.words import names_in_words
 from ...errors import Pmm3dError
 from ...product import DistMatrix
 from ..layers import Module
@@ -87,6 +88,12 @@ class TrainState:
                 raise Pmm3dError(f"the checkpoint's optimizer is {before}, this one {now}, which cannot go on from its "
                                  "state; nothing was changed. Take the kind that it was, or begin a new run from its "
                                  "weights alone (training.weights, nn.exchange.load_weights)")
+            kept, wanted = known["optimizer"].get("states"), list(self.optimizer.state_names)
+            if kept not in (None, wanted):
+                raise Pmm3dError(f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
+                                 f"weight, this one {names_in_words(wanted) or 'nothing'}; nothing was changed. Set "
+                                 "the optimizer's options (momentum) back, or begin a new run from its weights alone "
+                                 "(training.weights, nn.exchange.load_weights)")
             refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
 
     def load(self, facts: Facts) -> None:
@@ -122,7 +129,7 @@ class TrainState:
             return None
         folder, facts = loaded
         self.load(facts)
-        retired = checkpoints.retire(self.step)
+        retired = checkpoints.retire(self.step, spared=folder)
         found = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
         self._tell([*map(str, found), *self._rate(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
