@@ -89,11 +89,11 @@ class Optimizer:
 
     def _grouped(self, given: list[Any], options: dict[str, Any], decay_vectors: bool) -> list[Group]:
         groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
-        if unknown := sorted({name for group in groups for name in group} - {"params", *options}):
+        if unknown := sorted({name for group in groups for name in group} - {"params", "decay_vectors", *options}):
             raise Pmm3dError(f"{type(self).__name__}: a group of parameters has {', '.join(unknown)}; known are "
-                             f"params, {', '.join(options)}")
-        return [{**options, **group, "params": list(group.get("params", ())),
-                 "decay_vectors": decay_vectors or "weight_decay" in group} for group in groups]
+                             f"params, {', '.join(options)}, decay_vectors")
+        return [{"decay_vectors": decay_vectors or "weight_decay" in group, **options, **group,
+                 "params": list(group.get("params", ()))} for group in groups]
 
     def _check_parameters(self) -> None:
         name = type(self).__name__

@@ -172,3 +172,10 @@ def nn_layout(cols):
     from pmm3d import Layout
 
     return Layout(("data", "z"), cols)
+
+
+def test_the_groups_of_an_optimizer_make_another_one(comm):
+    with Grid(comm, shape="ddp") as grid:
+        first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": True}], weight_decay=0.5)
+        again = optim.AdamW(first.groups)
+        assert again.groups == first.groups and again.groups[0]["decay_vectors"] is True

@@ -33,7 +33,8 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, reques
     """From what each rank has to say: its parts of the loss and of the square of the gradient's norm, and the rest as
     it is here. Collective: one all-reduce of eight numbers, which are arbitrary in a dry run.
 
-    Raises DisagreementError, on every rank, if the last backward pass did not use the same parameters on all.
+    Raises DisagreementError, on every rank, if the last backward pass did not use the same parameters on all, and their
+    messages fitted all the same; where they do not fit, the ranks wait for each other and the watchdog says where.
 
         >>> with Grid() as grid:
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
