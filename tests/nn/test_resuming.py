@@ -54,6 +54,17 @@ def test_going_back_to_an_earlier_checkpoint(runs):
     assert "nothing left to train" in again.stderr and runs.checkpoints()[-1] == "step-00000012"
 
 
+def test_what_is_retired_alone_is_no_reason_to_begin_anew(runs):
+    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
+    folder = runs.folder / "run/checkpoints"
+    for name in runs.checkpoints():
+        (folder / name).rename(folder / f"retired-{name}")
+    done = runs.train(runs.config(training="epochs = 2"), "--resume", "auto")
+    fails(done, "run/checkpoints holds retired checkpoints only: retired-step-00000006. Go on from one with --resume ")
+    done = runs.train(runs.config(training="epochs = 2"), "--resume", str(folder / "retired-step-00000006"))
+    assert done.returncode == 0 and runs.checkpoints() == ["step-00000012"], done.stderr
+
+
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_the_schedule_ends_with_the_run_where_epochs_have_other_steps_than_before(runs, kind):
     """Six steps, then three and three: not at a rate of zero from step 9 on, as three times three would make it."""

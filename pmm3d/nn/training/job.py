@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from ...comm.words import names_in_words
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
 from .best_effort import attempt
@@ -41,6 +42,7 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
         run.resume(Path(resume), accept)
     elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
+        _refuse_if_retired(run)
     _end_with_run(run)
     _warm_start(run)
     if run.log is not None:
@@ -88,6 +90,18 @@ def _refuse_to_overwrite(run: Trainer) -> None:
         if latest:
             raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
                              "training.folder")
+
+
+def _refuse_if_retired(run: Trainer) -> None:
+    """A start that went back to an earlier checkpoint, and ended before it saved one, has left nothing else."""
+    names: list[str] = []
+    if run.checkpoints is not None and run.grid.rank == 0:
+        names = sorted(path.name for path in run.checkpoints.folder.glob("retired-step-*"))
+    names = run.grid.comm.bcast(names)
+    with run.grid.together("training"):
+        if names and run.checkpoints is not None:
+            raise CheckpointError(f"{run.checkpoints.folder} holds retired checkpoints only: {names_in_words(names)}. "
+                                  "Go on from one with --resume PATH, or choose another training.folder")
 
 
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
