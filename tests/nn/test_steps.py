@@ -190,3 +190,18 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
         assert state.step == 2
         state.loader.fetch = fetch
         assert Trainer(state, recipe, data.loader(25, shuffle=False)).run() and state.step == 5
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
+                                     {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True}])
+def test_a_recipe_that_makes_no_sense_is_refused_before_a_step(options):
+    with pytest.raises(Pmm3dError, match=f"Recipe: {next(iter(options))} is a .*got {next(iter(options.values()))}"):
+        Recipe("mse", **{"epochs": 1, **options})
+
+
+@some
+def test_an_evaluation_of_no_batches_is_no_loss_of_zero(comm):
+    with Grid(comm, shape="ddp") as grid:
+        net = nn.Linear(grid, 4, 2)
+        with pytest.raises(Pmm3dError, match="needs batches"):
+            evaluate(net, [], nn.mse)

@@ -114,7 +114,10 @@ class Evaluation:
     def figures(self) -> dict[str, float]:
         """"loss", "accuracy" for classes or "r2" for vectors, and the metrics. Of a loss of one's own with labels there
         is no score but the metrics. Collective."""
-        grid, rows = self._network.grid, max(1, self._rows)
+        grid, rows = self._network.grid, self._rows
+        if not rows:
+            raise Pmm3dError("an evaluation needs batches, and there were none: an iterator that came to its end gives "
+                             "no more, a loader begins anew by itself")
         with grid.ledger.phase("agreement"):
             loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
         score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}

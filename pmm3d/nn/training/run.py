@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Pmm3dError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class Recipe:
     """How to train, and when to look.
 
-    loss         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor
+    loss         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1: a mean over the rows
     epochs       passes over the loader's rows;   steps   of the optimizer. The run ends at whichever comes first; one
                  of them may be None
     accumulate   batches of the loader that make one step; their gradients are summed over data once
@@ -29,7 +30,7 @@ class Recipe:
     evaluate_every, checkpoint_every   in steps; 0: after each epoch
     log_every    in steps, besides the first step and the last of each epoch
 
-    Raises Pmm3dError for a run without an end.
+    Raises Pmm3dError for a run without an end, and for numbers that make no sense.
 
         >>> Recipe("mse", steps=100).epochs is None
         True
@@ -48,6 +49,15 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise Pmm3dError("a training needs an end: epochs, steps, or both")
+        for names, least in ((("accumulate", "log_every"), 1),
+                             (("epochs", "steps", "evaluate_every", "checkpoint_every"), 0)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and (
+                        not isinstance(value, Integral) or isinstance(value, bool) or value < least):
+                    raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise Pmm3dError(f"Recipe: clip is a positive number, or None; got {self.clip!r}")
 
 
 @dataclass
