@@ -174,6 +174,7 @@ def nn_layout(cols):
     return Layout(("data", "z"), cols)
 
 
+@pytest.mark.parallel([1, 2])
 def test_the_groups_of_an_optimizer_make_another_one(comm):
     with Grid(comm, shape="ddp") as grid:
         first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": True}], weight_decay=0.5)

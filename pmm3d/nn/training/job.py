@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from ...comm.words import names_in_words
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
 from .best_effort import attempt
@@ -98,6 +97,8 @@ def _refuse_if_retired(run: Trainer) -> None:
     if run.checkpoints is not None and run.grid.rank == 0:
         names = sorted(path.name for path in run.checkpoints.folder.glob("retired-step-*"))
     names = run.grid.comm.bcast(names)
+    from ...comm.words import names_in_words
+
     with run.grid.together("training"):
         if names and run.checkpoints is not None:
             raise CheckpointError(f"{run.checkpoints.folder} holds retired checkpoints only: {names_in_words(names)}. "

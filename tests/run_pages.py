@@ -1,0 +1,53 @@
+"""A run that has trained, and the words of its page."""
+
+import json
+from html.parser import HTMLParser
+
+CONFIG = """
+[grid]
+shape = "1x2x2"
+data = 2
+[data]
+file = "{folder}/data.h5"
+batch_size = 50
+[network]
+hidden = [16, 8]
+norm = true
+[optimizer]
+clip = 1.0
+[training]
+folder = "{folder}/run"
+epochs = {epochs}
+log_every = 1
+checkpoint_every = 4
+"""
+TRAIN = """
+import sys
+from pmm3d.tools.cli import main
+sys.argv = ["pmm3d", "train", *sys.argv[1:]]
+main()
+"""
+
+
+def record_of(folder) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+class Text(HTMLParser):
+    """The words of a page, and what it would load."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.words, self.loaded, self.tags = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loaded += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def words(page: str) -> str:
+    return " ".join(" ".join(Text(page).words).split())

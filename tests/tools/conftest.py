@@ -1,0 +1,35 @@
+"""A run that the tests of pages share."""
+
+import h5py
+import numpy as np
+import pytest
+from run_pages import CONFIG, TRAIN
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The folder of a run on eight ranks that was resumed once."""
+    from mpi_runner.script_job import ScriptJobs
+
+    folder = tmp_path_factory.mktemp("trained")
+    x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
+    with h5py.File(folder / "data.h5", "w") as file:
+        file["x"], file["y"] = x, x[:, :3].argmax(1)
+    jobs = ScriptJobs(folder)
+    for epochs in (1, 2):
+        config = folder / "config.toml"
+        config.write_text(CONFIG.format(folder=folder, epochs=epochs))
+        done = jobs.run(8, TRAIN, str(config), "--resume", "auto", timeout=120)
+        assert done.returncode == 0, done.stderr
+    jobs.end()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run, to be changed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "run.json"):
+        (folder / name).write_bytes((trained / name).read_bytes())
+    return folder
