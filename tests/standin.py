@@ -5,6 +5,7 @@ until someone waits for it, as on a device that is slow to start. A message that
 without synchronisation is wrong. Memory belongs to a device, and what is freed serves the stream that asked for it.
 """
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,11 @@ cuda = SimpleNamespace(
     Stream=Stream,
     get_current_stream=get_current_stream,
     alloc_pinned_memory=bytearray,
-    runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device),
+    runtime=SimpleNamespace(
+        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device,
+        getDeviceProperties=lambda number: {"name": b"stand-in"},
+        deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
+    ),
 )
 
 
