@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from .device_library import DeviceLibrary
-from .libraries import library_here
+from .libraries import library_here, library_named
 from .numpy_library import NumpyLibrary
 from .torch_library import TorchLibrary
 
@@ -80,15 +81,20 @@ def _pci_of(properties: Any) -> str:
         return str(getattr(properties, "uuid", ""))
 
 
+def library_of_error(error: BaseException) -> NumpyLibrary | None:
+    """The library of devices that an error of running out of memory comes from; None if it is about the host's."""
+    module = {"cupy_backends": "cupy"}.get(top := type(error).__module__.partition(".")[0], top)
+    if module == "torch":
+        return library_named("torch:cuda") if type(error).__name__ == "OutOfMemoryError" else None
+    return library_named(module) if hasattr(sys.modules.get(module), "cuda") else None
+
+
 def device_memory(library: NumpyLibrary) -> DeviceMemory | None:
-    """Of the current device; None for libraries on the host, and where the device does not say."""
-    try:
-        if isinstance(library, DeviceLibrary):
-            free, total = library.xp.cuda.runtime.memGetInfo()
-            return DeviceMemory(free, total, library.xp.get_default_memory_pool().total_bytes())
-        if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":
-            free, total = library.xp.cuda.mem_get_info(library.device)
-            return DeviceMemory(free, total, library.xp.cuda.memory_reserved(library.device))
-    except Exception:  # a device in trouble, about which more is being said
-        return None
+    """Of the current device; None for libraries on the host."""
+    if isinstance(library, DeviceLibrary):
+        free, total = library.xp.cuda.runtime.memGetInfo()
+        return DeviceMemory(free, total, library.xp.get_default_memory_pool().total_bytes())
+    if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":
+        free, total = library.xp.cuda.mem_get_info(library.device)
+        return DeviceMemory(free, total, library.xp.cuda.memory_reserved(library.device))
     return None

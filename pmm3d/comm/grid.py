@@ -297,6 +297,16 @@ class Grid:
         """Whether the other grid is over the same processes, in the same order."""
         return other.dry_run is None and MPI.Comm.Compare(self.comm, other.comm) in (MPI.IDENT, MPI.CONGRUENT)
 
+    def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
+        """Which rank has which device: on rank 0 a dict a rank, with host, rank, local_rank, device (its number there;
+        None without), name, pci, and shared_with, other ranks that have it too. An empty list elsewhere. Collective.
+
+        library   whose current device it is; that of the last device arrays on the grid if left out
+        """
+        from .sharing import devices_of_ranks
+
+        return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
+
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
         events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import NumpyLibrary
+from ..arrays.devices import device_of
+from .communicator import WatchedComm
 from .processes import Processes
 from .words import ranks_in_words
 
@@ -43,3 +46,24 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
         said.append(f"{ranks_in_words(here.tolist())} share {devices} of host {host}")
     more = f", and so it is on {len(said) - 1} more hosts" if len(said) > 1 else ""
     return Shared("", said[0] + more if said else "")
+
+
+def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibrary | None) -> list[dict[str, Any]]:
+    """`Grid.devices`."""
+    found = comm.gather(None if library is None else device_of(library))
+    ranks_of: dict[tuple[int, str], list[int]] = {}
+    rows: list[dict[str, Any]] = []
+    on_host: dict[int, int] = {}
+    for rank, device in enumerate(found or ()):
+        node = processes.node_of(rank)
+        on_host[node] = on_host.get(node, -1) + 1
+        row = {"host": processes.host_of(rank), "rank": rank, "local_rank": on_host[node], "device": None, "name": "",
+               "pci": ""}
+        if device is not None:
+            row |= {"device": device.number, "name": device.name, "pci": device.pci}
+            ranks_of.setdefault((node, device.pci), []).append(rank)
+        rows.append(row)
+    for ranks in ranks_of.values():
+        for rank in ranks:
+            rows[rank]["shared_with"] = [other for other in ranks if other != rank]
+    return [{"shared_with": [], **row} for row in rows]

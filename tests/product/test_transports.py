@@ -1,5 +1,7 @@
 """How device memory travels: in pieces that overlap, by NCCL, refused where it cannot; who has which device."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import standin
@@ -7,9 +9,12 @@ import standin_far  # noqa: F401, so that library_named knows it
 import standin_nccl
 from samples import integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, GridError, Layout, Pmm3dError
-from pmm3d.arrays import library_named
+from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dError
+from pmm3d.arrays import Workspace, library_named
+from pmm3d.arrays.devices import library_of_error
 from pmm3d.comm import device_trial, staging
+from pmm3d.comm.ledger import Ledger
+from pmm3d.comm.out_of_memory import as_out_of_memory, is_out_of_memory
 
 pytestmark = pytest.mark.parallel([2, 4])
 
@@ -130,3 +135,48 @@ def test_a_rank_has_one_device_on_a_grid(comm, fails):
         with standin.Device(1):
             fails(GridError, "arrays of device 1, where this rank's are on device 0, stand-in",
                   lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait())
+
+
+def test_who_has_which_device(comm, monkeypatch):
+    monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
+    with Grid(comm, (comm.size, 1, 1)) as grid, standin.Device(comm.rank % 2):
+        nobody = grid.devices()
+        DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin"))
+        known = grid.devices()
+    if comm.rank > 0:
+        assert nobody == known == []
+        return
+    host = known[0]["host"]
+    assert nobody[1] == {"host": host, "rank": 1, "local_rank": 1, "device": None, "name": "", "pci": "",
+                         "shared_with": []}
+    assert known[1] == nobody[1] | {"device": 1, "name": "stand-in", "pci": "0000:01:00.0",
+                                    "shared_with": [3] if comm.size == 4 else []}
+
+
+def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
+    """With what was asked for, what is held and left on the device, and what was predicted."""
+    full = type("OutOfMemoryError", (MemoryError,), {"__module__": "standin"})
+    monkeypatch.setattr(standin.cuda.runtime, "memGetInfo", lambda: (2**20, 2**34), raising=False)
+    pool = SimpleNamespace(total_bytes=lambda: 3 * 2**30)
+    monkeypatch.setattr(standin, "get_default_memory_pool", lambda: pool, raising=False)
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        a = DistMatrix.from_global(grid, to_library(np.ones((40, 40)), "standin"))
+        b = DistMatrix.from_global(grid, to_library(np.ones((40, 40)), "standin"), layout=Layout.B)
+        grid.ledger.predict("a product", 2**33)
+        if comm.rank == 1:
+            def refuse(shape, dtype="float64"):
+                raise full("Out of memory allocating 12,800 bytes")
+            monkeypatch.setattr(standin, "empty", refuse)
+        fails(OutOfMemoryError,
+              r"rank 1 \(host .*\) is out of memory: Out of memory allocating 12,800 bytes.*device 0 \(stand-in\) 1 MiB of "
+              r"16 GiB, and cupy's pool holds 3 GiB there. Predicted for a rank: .*a product 8 GiB", lambda: a @ b)
+
+
+@pytest.mark.parallel([1])
+def test_memory_that_torch_lacks_on_a_device_is_known(comm):
+    full = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})
+    refused = full("CUDA out of memory. Tried to allocate")
+    assert is_out_of_memory(refused) and library_of_error(refused).kind == "torch:cuda"
+    found = as_out_of_memory(refused, 3, "n1", Ledger(), Workspace())
+    assert "rank 3 (host n1) is out of memory: CUDA out of memory. Tried to allocate" in str(found)
+    assert library_of_error(MemoryError("Unable to allocate")) is None
