@@ -145,8 +145,6 @@ def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0) -> None:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace)
         elif beta == 0:
             c[...] = 0
-        if not form.library.on_host and not form.grid.engine.idle():
-            form.library.synchronize()
 
 
 def check_type(name: str, form: Form) -> None:

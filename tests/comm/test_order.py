@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import standin
-from networks import CLASSES, adamw, batch_of, loss_of, network_of
+from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
 from samples import integers, to_library
 from standin_order import looked_at
 
@@ -104,3 +104,41 @@ def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypa
     taken = engine.Pending, "_progress", heedless
     for order in order_of(comm, monkeypatch, gathered_and_summed, transport, taken):
         assert any("of a message under way (Irecv)" in fault for fault in order.faults)
+
+
+@TRANSPORTS
+def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transport):
+    """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
+    with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
+        first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
+        stream.synchronize()
+        sums = [grid.y.sum_into(first, first)]
+        second += 1
+        stream.queue.held = True
+        sums.append(grid.y.sum_into(second, second))
+        sums[0].wait()
+        assert not sums[1].test()
+        stream.queue.held = False
+        sums[1].wait()
+
+
+def waits_in(call) -> int:
+    """How often the host stood still until a stream had come to its end."""
+    before = standin.Stream.waits
+    call()
+    return standin.Stream.waits - before
+
+
+@TRANSPORTS
+def test_the_host_does_not_stand_still_for_the_device(comm, transport):
+    """But for the end of a product, and for the norm of the gradients."""
+    with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True):
+        a = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"))
+        b = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"), layout=Layout.B)
+        for panels in (1, 4):
+            assert waits_in(lambda: matmul(a, b, panels=panels)) == 1
+        net = network_of(grid, CLASSES, library="standin")
+        optimizer = adamw(net.parameters())
+        for _ in range(2):
+            out = net(spread(grid, batch_of(CLASSES, 0)[0], library="standin"))
+            assert waits_in(lambda: out.backward(out.value)) == waits_in(optimizer.step) == 0
