@@ -54,6 +54,7 @@ class Transport:
             raise Pmm3dError(f"device_transport is auto, direct or staged; got {mode!r}")
         self._mode = mode
         self._streams: dict[tuple[NumpyLibrary, int], Stream] = {}
+        self._last: Stream | None = None
         self.workspace, self.processes = workspace, processes
         self.settled = False
 
@@ -94,7 +95,13 @@ class Transport:
         key = library, caller.device
         if key not in self._streams:
             self._streams[key] = library.new_stream()
-        return CommunicationStream(self._streams[key], caller, caller.record())
+        self._last = self._streams[key]
+        return CommunicationStream(self._last, caller, caller.record())
+
+    def current(self) -> AbstractContextManager[Any]:
+        """As a context: the device of the last collective on device arrays is this thread's. A thread that only asks
+        for events would else take some hundred MB of the first device."""
+        return nullcontext() if self._last is None else self._last.current()
 
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
