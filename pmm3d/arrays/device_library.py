@@ -91,7 +91,8 @@ class DeviceLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
         if self.dtype(a) != self.dtype(c):
             rounded_gemm(self, a, b, c, alpha, beta, work)
         elif alpha == 1 and beta == 0:

@@ -117,7 +117,8 @@ class DryLibrary(NumpyLibrary):
         """What stands for an element of that type."""
         return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
 
-    def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
         """Written down, with the work arrays that the library takes."""
         if a.dtype == "float16" and self.gemm_adds:
             widened_gemm(self, a, b, c, alpha, beta, work)
@@ -165,8 +166,8 @@ class DryNamespace:
 
         return function
 
-    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
-        return array.sum(axis, keepdims)
+    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False, dtype: str | None = None) -> DryArray:
+        return array.sum(axis, keepdims) if dtype is None else array.reduced(axis, keepdims, dtype)
 
     def max(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
         return array.max(axis, keepdims)

@@ -157,7 +157,8 @@ class NumpyLibrary:
         """Fill an array from the bytes in flat uint8 host memory, as `to_host` reads one."""
         array.reshape(-1).view("uint8")[...] = host
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
         """C = alpha A B + beta C, with work arrays from the Workspace `work`.
 
         float16 is widened to float32, multiplied, and rounded once.

@@ -117,7 +117,8 @@ class TorchLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
         if self.on_host and self.dtype(a) != "bfloat16":
             super().gemm(a, b, c, alpha, beta, work)
         elif self.dtype(a) == self.dtype(c):

@@ -16,7 +16,17 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, random
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
+from .compute import (
+    PER_ELEMENT,
+    Form,
+    array_namespace,
+    by_rows,
+    column_sums,
+    computing,
+    elementwise,
+    in_chunks,
+    sums_along,
+)
 from .contract import Product
 from .statistics import moments, total
 from .tensor import Tensor, relayout, whole
@@ -96,13 +106,17 @@ def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_o
     """The derivative is taken of the input, or of the output, which is then all that is kept."""
     x = whole(x)
     form, local = x.form, x.shard
-    xp, work = array_namespace(local), PER_ELEMENT * prod(form.local_shape)
+    xp, work, wide = array_namespace(local), PER_ELEMENT * prod(form.local_shape), form.wide
+
+    def widened(part: Array) -> Array:
+        return part if wide is form else wide.library.astype(part, wide.dtype)
+
     with computing(form.grid, "elementwise", work):
-        out = elementwise(form, lambda part: function(part, xp), local)
+        out = elementwise(form, lambda part: function(widened(part), xp), local)
 
     def rule(gradient: Array, kept: Array) -> tuple[Array]:
         with computing(form.grid, "elementwise", work):
-            return (elementwise(form, lambda g, part: g * derivative(part, xp), gradient, kept),)
+            return (elementwise(form, lambda g, part: g * derivative(widened(part), xp), gradient, kept),)
 
     return x.made(out, (x,), rule, keep=[out if of_output else local])
 
@@ -197,7 +211,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         with computing(form.grid, "elementwise"):
             by_rows(lambda g, factor: g * factor, scaled, gradient, factor)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
-            sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
+            sums = xp.stack([sums_along(scaled, 1), sums_along(product, 1)])
         with form.grid.ledger.phase("layer norm"):
             sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise"):

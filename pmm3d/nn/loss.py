@@ -1,6 +1,6 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor. A rank has the sum over its own rows; that over the ranks goes
+Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if that is of low precision. A rank has the sum over its own rows; that over the ranks goes
 on in the background until `item` is asked for, or is left to be done (`Tape.summing`).
 """
 
@@ -58,16 +58,17 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
     prediction = whole(prediction)
     form, local, aligned = prediction.form, prediction.shard, _aligned(prediction, target)
-    xp, of_target = array_namespace(local), aligned.requires_grad
+    xp, of_target, wide = array_namespace(local), aligned.form if aligned.requires_grad else None, form.wide
     with computing(form.grid, "loss"):
-        difference = elementwise(form, lambda p, t: p - t, local, aligned.shard)
-        total = xp.sum(elementwise(form, lambda d: value(d, xp), difference))
+        difference = elementwise(wide, lambda p, t: (p if wide is form else wide.library.astype(p, wide.dtype)) - t,
+                                 local, aligned.shard)
+        total = xp.sum(elementwise(wide, lambda d: value(d, xp), difference))
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
         factor = float(gradient[0, 0]) * weight
         slope = elementwise(form, lambda d: factor * derivative(d, xp), difference)
-        return slope, elementwise(form, lambda part: -part, slope) if of_target else None
+        return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
 
     return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
 
@@ -147,7 +148,7 @@ def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
 def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.shard
-    chosen = form.new((1, local.shape[0]))[0]
+    chosen = form.wide.new((1, local.shape[0]))[0]
     chosen[...] = 0
     chosen[rows] = local[rows, columns]
     with form.grid.ledger.phase("loss"):
@@ -158,7 +159,7 @@ def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, ke
           axes: Iterable[str] = ()) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
     like = parents[0]
-    value = like.form.filled(0).local
+    value = like.form.wide.filled(0).local
     value[...] = total * weight
     sums = (*like.layout.rows, *axes)
     if not like.tape.summing:
