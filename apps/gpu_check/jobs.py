@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pmm3d.tools.launcher import OPEN_MPI_ON_ONE_NODE, end_job, environment
 
-from .outcome import ABSENT, FAILED, NOT_RUN, OK, Case, Outcome
+from .outcome import FAILED, NOT_RUN, Case, Outcome
 from .ranks import BROKEN
 
 START = 120.0
@@ -60,10 +60,6 @@ class Runner:
             if why := self._hindered(ranks, deaths):
                 yield from (Outcome(case, NOT_RUN, why) for case in cases)
                 return
-            if unmet := [case for case in cases if not self._can_be(case)]:
-                yield from map(self._unmet, unmet)
-                cases = [case for case in cases if case not in unmet]
-                continue
             done = 0
             for outcome in Job(self, ranks, cases).outcomes():
                 yield outcome
@@ -79,14 +75,6 @@ class Runner:
             return f"{deaths} cases before it took their job down"
         return "the time was used up" if time.monotonic() > self.deadline else ""
 
-    def _can_be(self, case: Case) -> bool:
-        """Whether the case that it needs was ok, or was not asked for."""
-        return case.needs not in self.outcomes or self.outcomes[case.needs].state == OK
-
-    def _unmet(self, case: Case) -> Outcome:
-        missing = self.outcomes[case.needs].state == ABSENT
-        return Outcome(case, ABSENT if missing else NOT_RUN, f"needs {case.needs}")
-
     def start(self, ranks: int, cases: Sequence[Case]) -> tuple[subprocess.Popen, Path]:
         """The job, and the file in which it answers. Beside it, ending in .log, is what it prints."""
         self.jobs += 1
@@ -94,7 +82,8 @@ class Runner:
         answers, log = path.with_suffix(".answers"), path.with_suffix(".log")
         answers.touch()
         path.write_text(json.dumps({"ranks": ranks, "answers": str(answers),
-                                    "cases": [(number, asdict(case)) for number, case in enumerate(cases)]}))
+                                    "states": {name: outcome.state for name, outcome in self.outcomes.items()},
+                                    "cases": [asdict(case) for case in cases]}))
         launcher = [*self.mpiexec, str(ranks)] if self.mpiexec else []
         with open(log, "wb") as file:
             process = subprocess.Popen([*launcher, sys.executable, "-m", f"{__package__}.ranks", str(path)],
@@ -116,7 +105,7 @@ class Job:
     def __init__(self, runner: Runner, ranks: int, cases: Sequence[Case]):
         self.cases, self.running, self.ended = cases, -1, 0
         self.process, self.answers = runner.start(ranks, cases)
-        self.log, self._read, self._printed = self.answers.with_suffix(".log"), 0, 0
+        self.log, self._read = self.answers.with_suffix(".log"), 0
         self._since = time.monotonic()
 
     def outcomes(self) -> Iterator[Outcome]:
@@ -145,7 +134,7 @@ class Job:
             self._read += len(line) + 1
             self._since, news = time.monotonic(), json.loads(line)
             if "begun" in news:
-                self.running, self._printed = news["begun"], self.log.stat().st_size
+                self.running = news["begun"]
                 continue
             self.running, self.ended = -1, news["number"] + 1
             yield Outcome(self.cases[news["number"]], news["state"], news["said"], news["figures"], news["seconds"])
@@ -158,11 +147,9 @@ class Job:
         else:
             why = f"its job ended with {_in_words(code)}"
         before = "" if self.running >= 0 else "before it began: "
-        with open(self.log, "rb") as file:
-            file.seek(self._printed)
-            output = file.read()[-4000:].decode(errors="replace").strip()
+        printed = self.log.read_text(errors="replace").rpartition(case.heading)[2].strip()
         return Outcome(case, FAILED, before + why, seconds=round(time.monotonic() - self._since, 3),
-                       output=output or "(it printed nothing)")
+                       output=printed[-4000:] or "(it printed nothing)")
 
 
 def _in_words(code: int) -> str:

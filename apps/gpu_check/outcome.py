@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,6 +31,11 @@ class Case:
     limit: float = 60.0
     needs: str = ""
 
+    @property
+    def heading(self) -> str:
+        """The line in what a job prints, after which this case's comes."""
+        return f"== {self.name}"
+
 
 @dataclass
 class Outcome:
@@ -52,6 +58,12 @@ class Wrong(AssertionError):
 
 class Absent(Exception):
     """What the check is about is not there."""
+
+
+def unmet(case: Case, states: Mapping[str, str]) -> tuple[str, str] | None:
+    """(state, why) of a case that does not run because the one that it needs is known, and was not ok."""
+    known = states.get(case.needs, OK)
+    return None if known == OK else (ABSENT if known == ABSENT else NOT_RUN, f"needs {case.needs}")
 
 
 def judged(share: float, wanted: float | None, said: str) -> str:

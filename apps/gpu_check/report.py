@@ -43,8 +43,11 @@ class Report:
 
     def ending(self) -> str:
         """What failed, with the output of jobs that died, and the block of Markdown."""
-        failures = ["What failed:", *(line for outcome in self.failed for line in _explained(outcome)), ""]
-        return "\n".join([*(failures if self.failed else []), "For docs/gpu.md:", "", self.markdown()])
+        failed = [outcome for outcome in self.outcomes if outcome.state == FAILED]
+        hindered = Counter(outcome.said for outcome in self.outcomes if outcome.state == NOT_RUN)
+        lines = [*(line for outcome in failed for line in _explained(outcome)),
+                 *(f"{number} not run: {why}" for why, number in hindered.items())]
+        return "\n".join([*(["What failed:", *lines, ""] if lines else []), "For docs/gpu.md:", "", self.markdown()])
 
     def summary(self) -> str:
         counts = ", ".join(f"{number} {WORDS[state]}" for state, number in self.counts().items() if number)
