@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from .low_precision import WorkArrays, rounded_gemm, scale
+from . import cublas
+from .low_precision import WorkArrays
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
 
@@ -22,7 +23,8 @@ class DeviceLibrary(NumpyLibrary):
 
     module: str = "cupy"
     name: ClassVar[str] = "cupy"
-    gemm_adds: ClassVar[bool] = False
+    gemm_copies: ClassVar[bool] = False
+    slice_elements: ClassVar[int | None] = None
 
     @property
     def kind(self) -> str:
@@ -91,17 +93,10 @@ class DeviceLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
-        if self.dtype(a) != self.dtype(c):
-            rounded_gemm(self, a, b, c, alpha, beta, work)
-        elif alpha == 1 and beta == 0:
-            self.xp.matmul(a, b, out=c)
-        else:
-            with work.borrow(c.shape, self.dtype(c), self) as product:
-                self.xp.matmul(a, b, out=product)
-                self.xp.multiply(product, alpha, out=product)
-                scale(self, c, beta)
-                self.xp.add(c, product, out=c)
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
+        cublas.gemm(self.xp.cuda, (self.dtype(a), self.dtype(c)), self._matrix(a), self._matrix(b), self._matrix(c),
+                    alpha, beta, tf32)
 
 
 @dataclass(frozen=True)

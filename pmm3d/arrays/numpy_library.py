@@ -25,6 +25,8 @@ ADDRESSED = 2**62
 """Bytes that an array may have; numpy knows no more of its sizes than 64 bits hold."""
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
+DEVICE_ELEMENTS = 2**24
+"""That a device works through at a time where it needs 8 bytes or more of memory for each."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class NumpyLibrary:
     """
 
     name: ClassVar[str] = "numpy"
-    gemm_adds: ClassVar[bool] = True
-    """Whether `gemm` adds to C itself; else it forms a product of its own first, in a work array."""
+    gemm_copies: ClassVar[bool] = True
+    """Whether `gemm` takes work arrays where operands are of low precision; the BLAS of a device takes them as they
+    are."""
+    slice_elements: ClassVar[int | None] = 2**15
+    """Elements that elementwise loops work through at a time, so that they and their temporaries stay in the cache of a
+    core; None: all of them, since each call on a device costs as much as a million elements do."""
     has_data: ClassVar[bool] = True
     """Whether there are values behind its arrays; those of a dry run have none."""
     on_host: ClassVar[bool] = True
@@ -157,10 +163,22 @@ class NumpyLibrary:
         """Fill an array from the bytes in flat uint8 host memory, as `to_host` reads one."""
         array.reshape(-1).view("uint8")[...] = host
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
-        """C = alpha A B + beta C, with work arrays from the Workspace `work`.
+    def square_sum(self, array: Array) -> Any:
+        """The sum of the squares of the elements, in float64; of a device array an array of no dims there."""
+        flat, total = array.reshape(-1), 0.0
+        step = self.slice_elements or DEVICE_ELEMENTS
+        for start in range(0, flat.shape[0], step):
+            part = self.astype(flat[start : start + step], "float64")
+            total = total + (part * part).sum()
+        return total
 
-        float16 is widened to float32, multiplied, and rounded once.
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
+        """C = alpha A B + beta C, with work arrays from the Workspace `work`; C also of float32 where A and B are of
+        low precision.
+
+        On the host float16 is widened to float32, multiplied, and rounded once. tf32: whether a device may round
+        factors of float32 to 10 bits of mantissa. Raises ValueError for matrices that have no dim of stride 1.
         """
         if self.dtype(a) == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
