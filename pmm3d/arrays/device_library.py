@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -45,6 +46,12 @@ class DeviceLibrary(NumpyLibrary):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return self.xp.empty(tuple(shape), dtype=dtype)
+
+    def special(self, name: str) -> Callable[[Array], Array]:
+        return getattr(import_module("cupyx.scipy.special" if self.module == "cupy" else "scipy.special"), name)
+
+    def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        return self.xp.fuse(function)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import import_module
 from math import prod
 from types import ModuleType
 from typing import Any, ClassVar
@@ -79,6 +80,19 @@ class NumpyLibrary:
     def made(self, shape: tuple[int, ...], dtype: str, values: Callable[[], np.ndarray]) -> Array:
         """An array of what values() gives, a numpy array of that shape; not called where arrays have no data."""
         return self.from_numpy(values(), dtype)
+
+    def words(self, start: int, stop: int) -> Array:
+        """The whole numbers from start to stop, one dim of uint64; of int64 where the library cannot calculate with
+        those."""
+        return self.xp.arange(start, stop, dtype="uint64")
+
+    def special(self, name: str) -> Callable[[Array], Array]:
+        """A function of scipy.special ("erf", "ndtri"), of the library's own."""
+        return getattr(import_module("scipy.special"), name)
+
+    def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """An elementwise function as one kernel, where the library makes one; to be kept and used again."""
+        return function
 
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps

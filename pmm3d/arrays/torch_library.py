@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -67,6 +68,12 @@ class TorchLibrary(NumpyLibrary):
             return self.empty(shape, dtype)  # torch views no empty array as another type
         flat = self.xp.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
         return flat[: prod(shape) * itemsize(dtype)].view(self._torch_dtype(dtype)).view(tuple(shape))
+
+    def words(self, start: int, stop: int) -> Array:
+        return self.xp.arange(start, stop, dtype=self.xp.int64, device=self.device)
+
+    def special(self, name: str) -> Callable[[Array], Array]:
+        return getattr(self.xp.special, name)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)

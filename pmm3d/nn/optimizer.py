@@ -185,14 +185,12 @@ class Optimizer:
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
-        total, here = 0.0, self.grid.shape.position(self.grid.rank)
+        squares, here = list[Any](), self.grid.shape.position(self.grid.rank)
         for parameter in self._filled():
             own = self._own(parameter, self._gradient(parameter))
-            counts = parameter.library.has_data and self._layout(parameter).is_first(here)
-            for chunk in chunks(own.shape[0]) if counts else ():
-                part = parameter.library.astype(own[chunk], "float64")
-                total += float((part * part).sum())
-        return total
+            if parameter.library.has_data and self._layout(parameter).is_first(here):
+                squares.append(parameter.library.square_sum(own))
+        return float(sum(squares))
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
@@ -243,7 +241,7 @@ class Optimizer:
         xp, self.changes = array_namespace(parameter.shard), self.steps - self.missed[parameter]
         arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
         arrays += [array.reshape(-1) for array in self._states(parameter)]
-        for chunk in chunks(arrays[0].shape[0]) if parameter.library.has_data else ():
+        for chunk in chunks(parameter.library, arrays[0].shape[0]) if parameter.library.has_data else ():
             self.update(xp, *[array[chunk] for array in arrays])
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
