@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 from standin_arrays import DeviceArray, asnumpy, empty, lazily
+from standin_blas import TYPES as CUDA_TYPES
+from standin_blas import cublas, device
 from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream
 
 OPERATORS = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
@@ -25,7 +27,9 @@ cuda = SimpleNamespace(
     Stream=Stream,
     get_current_stream=get_current_stream,
     alloc_pinned_memory=bytearray,
-    runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device),
+    cublas=cublas,
+    device=device,
+    runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device, **CUDA_TYPES),
 )
 
 
@@ -89,4 +93,5 @@ def names(kind) -> dict:
     of_numpy = {name: partial(lazily, getattr(np, name)) for name in FUNCTIONS}
     reduced = {name: _reduction(getattr(np, name)) for name in REDUCTIONS}
     types = {name: getattr(np, name) for name in TYPES}
-    return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda}
+    return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda,
+            "fuse": lambda function: function}

@@ -24,9 +24,6 @@ with needs("train", "networks"):
     import array_api_compat
     import array_api_compat.numpy
 
-CHUNK = 2**15
-"""Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
-
 LEAST_WORK = 2**21
 """Operations, some 100 us of a core, below which a computation is over before a helper thread has run."""
 PER_ELEMENT = 32
@@ -149,7 +146,8 @@ class computing:  # noqa: N801
 
 
 def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
-    """C = A B + beta C on this rank; A and B may be of low precision and C of float32."""
+    """C = A B + beta C on this rank; A and B may be of low precision and C of float32. tf32: see
+    `NumpyLibrary.gemm`."""
     with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
@@ -183,8 +181,8 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
 
 
 def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
-    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice. `out` may be one of them.
-    In a dry run the function is not called.
+    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice on the host. `out` may be
+    one of them. In a dry run the function is not called.
 
         >>> import numpy as np
         >>> array = np.arange(4.0)
@@ -192,38 +190,50 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         >>> array
         array([0., 1., 4., 9.])
     """
-    if not library_of(out).has_data:
+    library = library_of(out)
+    if not library.has_data:
         return
-    if prod(out.shape) <= CHUNK:
+    if _at_once(library, out):
         out[...] = function(*arrays)
         return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
-    for chunk in chunks(flat_out.shape[0]):
+    for chunk in chunks(library, flat_out.shape[0]):
         flat_out[chunk] = function(*(array[chunk] for array in flat))
 
 
 def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
-    """A new array of this form: function(*arrays), as by `in_chunks`."""
+    """A new array of this form: function(*arrays), as by `in_chunks`; on a device the one that the function makes."""
+    library = form.library
+    if library.slice_elements is None:
+        made = function(*arrays)
+        return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
     out = form.new()
     in_chunks(function, out, *arrays)
     return out
 
 
-def chunks(size: int) -> list[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, size, CHUNK)]
+def chunks(library: NumpyLibrary, size: int) -> list[slice]:
+    """Slices of a flat array of that size, one of all of it on a device."""
+    step = library.slice_elements or max(1, size)
+    return [slice(start, start + step) for start in range(0, size, step)]
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
-    if not out.shape[0] or not library_of(out).has_data:
+    library = library_of(out)
+    if not out.shape[0] or not library.has_data:
         return
-    if prod(out.shape) <= CHUNK:
+    if _at_once(library, out):
         out[...] = function(*arrays)
         return
-    rows = max(1, CHUNK // max(1, out.shape[1]))
+    rows = max(1, (library.slice_elements or 1) // max(1, out.shape[1]))
     for start in range(0, out.shape[0], rows):
         part = slice(start, start + rows)
         out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
+
+
+def _at_once(library: NumpyLibrary, out: Array) -> bool:
+    return library.slice_elements is None or prod(out.shape) <= library.slice_elements
 
 
 def stacked(axis: Axis, array: Array) -> Array:

@@ -214,15 +214,13 @@ class Optimizer:
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
-        return sum(map(self._own_square, self._filled()), 0.0)
+        return float(sum(map(self._own_square, self._filled())))
 
-    def _own_square(self, parameter: Parameter) -> float:
+    def _own_square(self, parameter: Parameter) -> Any:
+        """Of one gradient; on a device a number there."""
         own, here = self._own(parameter, self._gradient(parameter)), self.grid.shape.position(self.grid.rank)
-        counts, total = parameter.library.has_data and self._layout(parameter).is_first(here), 0.0
-        for chunk in chunks(own.shape[0]) if counts else ():
-            part = parameter.library.astype(own[chunk], "float64")
-            total += float((part * part).sum())
-        return total
+        counts = parameter.library.has_data and self._layout(parameter).is_first(here)
+        return parameter.library.square_sum(own) if counts else 0.0
 
     def non_finite(self) -> str:
         """Which gradients are not finite, in words. Collective: a number for each parameter from each rank."""
@@ -285,7 +283,7 @@ class Optimizer:
         shard, whole = (self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter)))
         states, library, types = self._states(parameter), parameter.library, parameter.precision
         states = [array.reshape(-1) for array in states]
-        for chunk in chunks(shard.shape[0]) if library.has_data else ():
+        for chunk in chunks(library, shard.shape[0]) if library.has_data else ():
             weight, gradient, own = shard[chunk], whole[chunk], [array[chunk] for array in states]
             gradient = gradient if types.gradient == types.master else library.astype(gradient, types.master)
             gradient = gradient if factor == 1 else gradient * factor

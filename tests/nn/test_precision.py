@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 from networks import INPUT, on_each_grid, spread, weights_of
-from samples import integers
 
-from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import DTypeError
+from pmm3d import nn
 from pmm3d.layout import batch_layout
-from pmm3d.nn import Precision, optim
-from pmm3d.nn.dry import dry_grid, memory
+from pmm3d.nn import optim
 
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "torch"), ("float16", "numpy")]
