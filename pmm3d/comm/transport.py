@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, Workspace
 from ..arrays.devices import Device
-from ..arrays.streams import Stream
 from ..errors import GridError, Pmm3dError
 from ..layout import itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
@@ -80,6 +79,12 @@ class Transport:
                             "arrays there, with cupy.cuda.Device or torch.cuda.set_device around them")
         return streams
 
+    def current(self) -> AbstractContextManager[Any]:
+        """As a context: the device of the last collective on device arrays is this thread's. A thread that only asks
+        for events would else take some hundred MB of the first device."""
+        last = self._streams.last
+        return nullcontext() if last is None else last.current()
+
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
         return nullcontext() if library.on_host else self.communication_stream(library, "").own.current()
@@ -124,19 +129,22 @@ class Link:
         """A new array for the collective's result."""
         return library.empty(shape, dtype) if self.stream is None else self.stream.empty(library, shape, dtype)
 
-    def run_on(self, stream: Stream, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
-        """Generator: the collective, with the stream current whenever it is resumed. At its end all is done on the
-        device: any stream and the host may use the result, and the arrays (which make_collective holds) be freed."""
+    def run_on(self, stream: CommunicationStream, make_collective: Callable[[Link], Collective[Result]]
+               ) -> Collective[Result]:
+        """Generator: the collective, once what was asked of the caller's stream before is done, with its own stream
+        current whenever it is resumed. At its end all is done on the device: any stream and the host may use the
+        result, and the arrays (which make_collective holds) be freed."""
         collective = make_collective(self)
+        yield [stream.begun]
         while True:
-            with stream.current():
+            with stream.own.current():
                 try:
                     requests = next(collective)
                 except StopIteration as end:
                     result: Result = end.value
                     break
             yield requests
-        yield [stream.record()]
+        yield [stream.own.record()]
         return result
 
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
