@@ -8,9 +8,10 @@ stream that asked for it. Host arrays do not mix with these; numbers do.
 import sys
 from functools import cache
 from numbers import Number
+from weakref import WeakSet
 
 import numpy as np
-from standin_streams import get_current_stream
+from standin_streams import LOCK, get_current_stream
 
 RUBBISH = 0xA5
 
@@ -21,6 +22,22 @@ class Memory:
     def __init__(self, nbytes: int):
         self.queue = get_current_stream().queue
         self.bytes, self.pointer = self.found(max(1, nbytes))
+        with LOCK:
+            Memory.known.add(self)
+
+    known = WeakSet()
+
+    @staticmethod
+    def at(pointer: int, nbytes: int) -> tuple[np.ndarray, int]:
+        """The bytes of the current device that a pointer to so many leads into, and where among them."""
+        with LOCK:
+            known = list(Memory.known)
+        for memory in known:
+            offset = pointer - memory.pointer
+            if 0 <= offset and offset + nbytes <= len(memory.bytes):
+                assert memory.queue.device == get_current_stream().queue.device, "a pointer of another device"
+                return memory.bytes, offset
+        raise AssertionError("an address outside of the device's memory")
 
     def found(self, nbytes: int) -> tuple[np.ndarray, int]:
         """(The bytes, as the device sees them; where they are for others.)"""

@@ -1,10 +1,13 @@
 """cupy's names for the arrays of a stand-in: numpy's functions, done lazily on a stream."""
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 from standin_arrays import DeviceArray, asnumpy, empty, lazily
+from standin_blas import TYPES as CUDA_TYPES
+from standin_blas import cublas, device
 from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream
 
 OPERATORS = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
@@ -25,7 +28,14 @@ cuda = SimpleNamespace(
     Stream=Stream,
     get_current_stream=get_current_stream,
     alloc_pinned_memory=bytearray,
-    runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device),
+    cublas=cublas,
+    device=device,
+    runtime=SimpleNamespace(
+        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device,
+        getDeviceProperties=lambda number: {"name": b"stand-in"},
+        deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
+        **CUDA_TYPES,
+    ),
 )
 
 
@@ -89,4 +99,5 @@ def names(kind) -> dict:
     of_numpy = {name: partial(lazily, getattr(np, name)) for name in FUNCTIONS}
     reduced = {name: _reduction(getattr(np, name)) for name in REDUCTIONS}
     types = {name: getattr(np, name) for name in TYPES}
-    return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda}
+    return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda,
+            "fuse": lambda function: function}

@@ -209,6 +209,7 @@ class Benchmark(Part):
     gflops: Amount
     core_gflops: Amount
     cores: Count
+    unit: str = "cores"
     ratio: Amount
     computed_seconds: Amount
     waited_seconds: Amount
