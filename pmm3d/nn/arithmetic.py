@@ -16,6 +16,7 @@ from ..arrays import Array
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
+from ..product.checks import check_one_device
 from .compute import Form, array_namespace, by_rows, check_type, computing, elementwise
 from .contract import Gradient
 from .tensor import Tensor, as_tensor, relayout, whole
@@ -146,6 +147,8 @@ def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 def _check(name: str, a: Tensor, b: Tensor) -> None:
     if a.grid is not b.grid:
         raise GridError(f"{name}: the operands are on two Grids ({a.grid.shape} and {b.grid.shape})")
+    if not a.library.on_host:
+        check_one_device(name, a.shard, b.shard)
     if (a.dtype, a.library) != (b.dtype, b.library):
         raise DTypeError(f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
                          "they must be of one type and library")
