@@ -92,9 +92,8 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
         >>> library_here("numpy").kind
         'numpy'
     """
-    from .torch_library import TorchLibrary
-
     from .device_library import DeviceLibrary
+    from .torch_library import TorchLibrary
 
     library = library_named(name)
     if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":

@@ -161,7 +161,7 @@ def _labels_there(logits: Tensor, labels: Matrix) -> OwnLabels:
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
-    columns = xp.clip(held - box.c0, 0, max(0, box.shape[1] - 1))
+    columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
     missed = xp.log(library.astype(right, logits.dtype))
     return OwnLabels(rows, columns, missed, library.astype(inside, logits.dtype))

@@ -195,7 +195,7 @@ def test_a_library_without_a_device_says_what_it_lacks(monkeypatch):
 
     for count, why in ((refuse, "cudaErrorInsufficientDriver"), (lambda: 0, "there are 0")):
         monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", count)
-        with pytest.raises(Pmm3dError, match=f"library 'standin': standin finds no CUDA device here .{why}.*nvidia-smi"):
+        with pytest.raises(Pmm3dError, match=f"standin finds no CUDA device here .{why}.*nvidia-smi"):
             library_here("standin")
 
 
