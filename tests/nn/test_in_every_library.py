@@ -16,8 +16,8 @@ TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 FUNCTIONS = {
     "relu": nn.relu, "tanh": nn.tanh, "sigmoid": nn.sigmoid, "silu": nn.silu, "gelu": nn.gelu,
     "dropout": lambda x: nn.dropout(x, 0.5, seed=2), "softmax": nn.softmax, "log_softmax": nn.log_softmax,
-    "softmax of columns": lambda x: nn.softmax(x, 0), "sum": lambda x: nn.sum(x, 0) / 9, "mean": lambda x: nn.mean(x, 1),
-    "multiply": lambda x: x * x + 3 * x, "divide": lambda x: 1 / (x * x + 2) - x / 4,
+    "softmax of columns": lambda x: nn.softmax(x, 0), "sum": lambda x: nn.sum(x, 0) / 9,
+    "mean": lambda x: nn.mean(x, 1), "multiply": lambda x: x * x + 3 * x, "divide": lambda x: 1 / (x * x + 2) - x / 4,
     "columns": lambda x: nn.columns(x, 1, 3),
 }
 WHOLE, TARGET, LABELS = integers((9, 5), seed=1) / 4, integers((9, 5), seed=2) / 4, np.arange(9)[:, None] % 5
