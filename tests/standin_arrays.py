@@ -22,7 +22,6 @@ class Memory:
     def __init__(self, nbytes: int):
         self.queue = get_current_stream().queue
         self.bytes, self.pointer = self.found(max(1, nbytes))
-        self.bytes[...] = RUBBISH
         with LOCK:
             Memory.known.add(self)
 
@@ -42,7 +41,7 @@ class Memory:
 
     def found(self, nbytes: int) -> tuple[np.ndarray, int]:
         """(The bytes, as the device sees them; where they are for others.)"""
-        host = np.empty(nbytes, np.uint8)
+        host = np.full(nbytes, RUBBISH, np.uint8)
         return host, host.ctypes.data
 
     def __del__(self):

@@ -17,13 +17,15 @@ class Queue:
     """Work asked for and not yet done, in order; `ended` counts what was done, `known` what the host has heard of.
 
     after      queue -> how much of it comes before what is asked for from now on
+    held       the device is long at some work: no event comes nearer, and nobody may need what comes after
     observer   None, or what is told of all work (standin_order.Order)
     """
 
     observer = None
 
     def __init__(self, device: int):
-        self.device, self.ended, self.known, self.after, self._work = device, 0, 0, {}, deque()
+        self.device, self.ended, self.known, self.after, self.held = device, 0, 0, {}, False
+        self._work = deque()
 
     def asked(self) -> int:
         return self.ended + len(self._work)
@@ -44,6 +46,8 @@ class Queue:
         """Do the work up to that number."""
         with LOCK:
             while self.ended < number:
+                if self.held:
+                    raise AssertionError("something waits for a stream that is busy with what was asked of it later")
                 self._work[0]()
                 self._work.popleft()
                 self.ended += 1
@@ -140,11 +144,13 @@ class Event:
 
     @property
     def done(self) -> bool:
+        if HERE.device != self._device:  # allowed, and gives the process a context and its memory on that device
+            raise AssertionError(f"an event of device {self._device} is looked at where {HERE.device} is current")
         reached = self.queue.ended >= self.number
-        if not reached:
-            self.queue.run(self.queue.ended + 1)
-        else:
+        if reached:
             self.queue.heard(self.number, self.after)
+        elif not self.queue.held:
+            self.queue.run(self.queue.ended + 1)
         return reached
 
     def synchronize(self) -> None:

@@ -161,7 +161,7 @@ class Axis:
             stream = None if library is None or library.on_host else transport.communication_stream(library)
             tag = 1 + record.number % LARGEST_TAG
             link = Link(self._comm, tag, record, transport, stream, self._engine.check)
-            collective = make_collective(link) if stream is None else link.run_on(stream.own, make_collective)
+            collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
             return self._engine.start(collective, record)

@@ -142,8 +142,6 @@ def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, tf32: bool =
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
         elif beta == 0:
             c[...] = 0
-        if not form.library.on_host and not form.grid.engine.idle():
-            form.library.synchronize()
 
 
 def check_type(name: str, form: Form) -> None:

@@ -127,8 +127,6 @@ class ResultStrips:
                 c[...] = 0
             elif beta != 1:
                 c *= beta
-            if not library.on_host and not grid.engine.idle():
-                library.synchronize()
 
     def finish(self, strip: int) -> None:
         """All products of the strip are in it: round it, begin its reduction; at most two reductions are under way."""
