@@ -1,7 +1,8 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if that is of low precision. A rank has the sum over its own rows; that over the ranks goes
-on in the background until `item` is asked for, or is left to be done (`Tape.summing`).
+Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if the batch is of low precision. A rank has the
+sum over its own rows; that over the ranks goes on in the background until `item` is asked for, or is left to be done
+(`Tape.summing`).
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         dx = form.new()
         with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape)):
             by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
-            dx[rows, columns] -= factor
+            chosen = xp.exp(form.library.astype(local[rows, columns], form.wide.dtype) - normalizer[rows, 0])
+            dx[rows, columns] = form.library.astype(factor * (chosen - 1), form.dtype)
         return (dx,)
 
     return _mean((logits,), total, weight, rule, (local, normalizer, rows, columns))
@@ -150,7 +152,7 @@ def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Ar
     form, local = logits.form, logits.shard
     chosen = form.wide.new((1, local.shape[0]))[0]
     chosen[...] = 0
-    chosen[rows] = local[rows, columns]
+    chosen[rows] = form.library.astype(local[rows, columns], form.wide.dtype)
     with form.grid.ledger.phase("loss"):
         return log_sum_exp(form, local, 1, chosen)
 

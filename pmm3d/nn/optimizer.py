@@ -185,13 +185,13 @@ class Optimizer:
             parameter.grad = None
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        """Change a slice of a parameter, of its master weights if it has them, and of its state, in place. xp: the namespace of the arrays; `self.changes`:
-        how often the parameter has been changed, this time included."""
+        """Change a slice of a parameter, of its master weights if it has them, and of its state, in place. xp: the
+        namespace of the arrays; `self.changes`: how often the parameter has been changed, this time included."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low precision,
-        "optimizer/0.weight/master": the weights that are changed."""
+        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
+        precision, "optimizer/0.weight/master": the weights that are changed."""
         return {f"optimizer/{parameter.name}/{name}":
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
                 for parameter in self.parameters
