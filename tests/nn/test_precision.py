@@ -133,7 +133,7 @@ def test_losses_and_statistics_are_of_float32(comm, dtype, library):
         assert np.abs(whole(normal.value) - wanted).max() < 2.0**-7 * 2
         assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 2.0**-6
         total = whole(nn.mean(x, 0).value)
-        assert np.abs(total - values.mean(0)).max() <= 2.0**-3
+        assert np.abs(total - values.mean(0)).max() <= 2.0**-2  # each part, and their sum, rounded once
 
     on_each_grid(comm, check, GRIDS[comm.size])
 
