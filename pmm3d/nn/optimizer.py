@@ -87,6 +87,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
+        self._noted = 0
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))
 
@@ -138,7 +139,19 @@ class Optimizer:
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
+        self._note_memory()
         self.zero_grad()
+
+    def _note_memory(self) -> None:
+        """Bytes of what there is for the parameters, by kind, in the ledger's memory."""
+        memory, kinds = self.grid.ledger.memory, ("weights", "gradients", "state")
+        if len(self._state) == self._noted:
+            return
+        self._noted, own = len(self._state), [each.accumulated for each in self.parameters]
+        gradients = [record.array for record in own if record.array is not None]
+        states = [array for arrays in self._state.values() for array in arrays]
+        memory.update((kind, sum(array.nbytes for array in arrays)) for kind, arrays in zip(
+            kinds, ([each.shard for each in self.parameters], gradients, states)))
 
     def skip(self) -> None:
         """A step in which no parameter is changed: it counts as one without gradients, which are let go."""

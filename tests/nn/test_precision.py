@@ -11,7 +11,7 @@ from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import DTypeError
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision, optim
-from pmm3d.nn.dry import dry_grid, memory
+from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
 
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "numpy")]
@@ -169,12 +169,11 @@ def held_by(grid, name, shard):
     x = DistMatrix.random(grid, (8, 16), dtype="float32", layout=INPUT, library=grid.library("torch"))
     nn.mse(net(x), x).backward()
     optimizer.step()
-    if grid.dry_run is not None:
-        return {kind: size for kind, size in memory(grid).items() if kind != "work"}
-    arrays = {"weights": [each.stored.local for each in net.parameters()],
-              "gradients": [each.accumulated.array for each in net.parameters()],
-              "state": [each.local for each in optimizer.matrices().values()]}
-    return {kind: sum(array.nbytes for array in found) for kind, found in arrays.items()}
+    if grid.dry_run is None:
+        return {kind: grid.ledger.memory[kind] for kind in ("weights", "gradients", "state")}
+    held, count = memory(grid), sum(each.box.size for each in net.parameters())
+    assert bytes_a_parameter(grid, net) == {kind: held[kind] / count for kind in ("weights", "gradients", "state")}
+    return {kind: size for kind, size in held.items() if kind != "work"}
 
 
 @pytest.mark.parallel([2, 4])

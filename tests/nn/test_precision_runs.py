@@ -95,19 +95,19 @@ def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
     assert [line["skipped"] for line in lines if "skipped" in line][-1] == scale.skipped
     record = json.loads((folder / "run.json").read_text())
     assert (record["loss_scale"]["skipped"], record["passes"]["skipped"]) == (scale.skipped, scale.skipped)
-    assert record["modelled"] and all(moved["received"] == moved["model_received"] for moved in record["moved"]
-                                      if moved["axis"] not in ("", "all"))
+    assert record["modelled"], record["not_modelled"]
+    assert all(moved["received"] == moved["model_received"] for moved in record["moved"] if "model_received" in moved)
+    assert comm.size == 1 or any("model_received" in moved for moved in record["moved"])
     _, _, later = trained(comm, config(data, "float16", "numpy", targets="large", epochs=2))
     assert later.scale.skipped >= scale.skipped and later.scale.value < 2.0**16
 
 
 @pytest.mark.parallel([4])
-@pytest.mark.parametrize("precision, library", [("bfloat16", "torch"), ("float16", "numpy")])
-def test_as_much_is_learned_as_in_float32(comm, data, precision, library):
+def test_as_much_is_learned_as_in_float32(comm, data):
     """With the state sharded over data, weights over z."""
-    options = {"epochs": 12, "grid": {"shape": "hsdp", "data": 2}}
+    options = {"epochs": 8, "grid": {"shape": "hsdp", "data": 2}}
     full, low = (trained(comm, config(data, each, kind, folder=str(data.with_name(each)), **options))[0]
-                 for each, kind in (("float32", "numpy"), (precision, library)))
+                 for each, kind in (("float32", "numpy"), ("bfloat16", "torch")))
     assert full["accuracy"] > 0.9 and low["accuracy"] > full["accuracy"] - 0.04
     assert abs(low["loss"] - full["loss"]) < 0.1 * full["loss"] + 0.01
 
