@@ -164,8 +164,8 @@ class DryNamespace:
 
         return function
 
-    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
-        return array.sum(axis, keepdims)
+    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False, dtype: str | None = None) -> DryArray:
+        return array.sum(axis, keepdims) if dtype is None else array.reduced(axis, keepdims, dtype)
 
     def max(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
         return array.max(axis, keepdims)

@@ -104,18 +104,19 @@ class Axis:
         return self._begin_after(after, "all_reduce", library,
                                  lambda link: forms.summed(link, library, array, out, beta, work))
 
-    def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None, *,
-                      after: Sequence[Awaited] = ()) -> Pending:
+    def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
+                      sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
         """Begin the sums of several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
         counts   for each array, the elements of every rank's part: of each only this rank's part is summed
                  (reduce-scatter), the rest of it is left as it is
+        sent     the type in which they travel, and to which their sums are rounded, if another one
 
         The arrays have no gaps. The rest as in `gather_into`; work memory: `forms.coalesced_work`.
         """
         library = library_of(arrays[0])
         return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library,
-                                 lambda link: forms.coalesced(link, library, arrays, counts))
+                                 lambda link: forms.coalesced(link, library, arrays, counts, sent))
 
     def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
                       work: Slab | None = None) -> Pending:

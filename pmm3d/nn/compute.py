@@ -17,6 +17,7 @@ from ..comm import Axis, Grid
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
 from ..layout.layout import cutting_unit, layout_of
+from ..model.volumes import accumulator
 from ..product import DistMatrix
 
 with needs("train", "networks"):
@@ -98,6 +99,15 @@ class Form:
         box = layout.box(shape, self.grid.shape, self.grid.coords)
         return _forms(self.grid)(shape, layout, self.dtype, self.library, box.shape)
 
+    def typed(self, dtype: str) -> Form:
+        """The same of another element type."""
+        return _forms(self.grid)(self.shape, self.layout, dtype, self.library, self.local_shape)
+
+    @property
+    def wide(self) -> Form:
+        """The same of the type in which its elements are added up: of float32 for low precision."""
+        return self.typed(accumulator(self.dtype))
+
     def filled(self, number: float) -> DistMatrix:
         """A matrix of one element, of this type, that all ranks hold."""
         local = self.new((1, 1))
@@ -135,8 +145,8 @@ class computing:  # noqa: N801
         self._grid.ledger.computed(self._what, self._begun)
 
 
-def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, tf32: bool = False) -> None:
-    """C = A B + beta C on this rank. tf32: see `NumpyLibrary.gemm`."""
+def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
+    """C = A B + beta C on this rank, as `NumpyLibrary.gemm`; A and B may be of low precision and C of float32."""
     with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
@@ -148,6 +158,18 @@ def check_type(name: str, form: Form) -> None:
     """Raises DTypeError for integers, in which an operation's result does not fit."""
     if form.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{name}: a tensor of floating point numbers is needed; this one is of {form.dtype}")
+
+
+def sums_along(array: Array, dim: int | None = None) -> Array:
+    """The sums of a local array along a dim, or of all of it; of low precision in float32, which they are then of.
+
+        >>> import numpy as np
+        >>> sums_along(np.ones((2, 3), "float16"), 1)
+        array([3., 3.], dtype=float32)
+    """
+    xp, dtype = array_namespace(array), library_of(array).dtype(array)
+    options = {"dtype": xp.float32} if accumulator(dtype) != dtype else {}
+    return xp.sum(array, axis=dim, **options)
 
 
 def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:

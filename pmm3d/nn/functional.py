@@ -10,7 +10,17 @@ from math import prod
 from ..arrays import Array, random
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
+from .compute import (
+    PER_ELEMENT,
+    Form,
+    array_namespace,
+    by_rows,
+    column_sums,
+    computing,
+    elementwise,
+    in_chunks,
+    sums_along,
+)
 from .contract import Product
 from .pointwise import GELU, RELU, SIGMOID, SILU, TANH, Pointwise, in_one_pass
 from .statistics import moments, total
@@ -158,7 +168,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         with computing(form.grid, "elementwise"):
             by_rows(lambda g, factor: g * factor, scaled, gradient, factor)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
-            sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
+            sums = xp.stack([sums_along(scaled, 1), sums_along(product, 1)])
         with form.grid.ledger.phase("layer norm"):
             sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise"):
