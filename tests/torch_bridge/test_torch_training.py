@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from networks import ALL_GRIDS, GRIDS, alone, on_each_grid
+from networks import ALL_GRIDS, alone, on_each_grid
 
-from pmm3d import Grid
 from pmm3d.nn import Overlap, no_sync
 
 torch = pytest.importorskip("torch")
