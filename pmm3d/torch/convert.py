@@ -55,9 +55,11 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     """
     if not isinstance(module, nn.Module):
         raise Pmm3dError(f"parallelize: a torch.nn.Module; got a {type(module).__name__}")
-    with grid.together("parallelize", _digest(module), repr(plan), always=True):
+    with grid.together("parallelize", repr(plan), always=True):
         splits = resolved(module, plan)
         _check(module, splits, grid)
+    with grid.together("parallelize, of a module made alike on all ranks (torch.manual_seed)", _digest(module),
+                       always=True):
         made = _copied(module, splits, grid)
     if overlap is not None:
         Passes.of(grid).parallel.overlap = overlap
@@ -65,10 +67,12 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     return made
 
 
-def _digest(module: nn.Module) -> list[tuple[str, int]]:
-    """The values of all parameters, in 32 bits each, where they have any."""
-    return [(name, crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data))
-            for name, tensor in module.named_parameters() if tensor.device.type != "meta"]
+def _digest(module: nn.Module) -> int:
+    """The values of all parameters, in 32 bits."""
+    found = 0
+    for tensor in module.parameters():
+        found = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
