@@ -38,7 +38,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
                                                                   "those that see a GPU")
     parser.add_argument("--ranks", nargs="+", type=int, default=[*GRIDS], choices=[*GRIDS], metavar="N",
                         help="numbers of ranks (1 2 4 8)")
-    parser.add_argument("--small", action="store_true", help="small sizes, of which nothing is wanted but right results")
+    parser.add_argument("--small", action="store_true", help="small sizes: right results are wanted, no rates")
     parser.add_argument("--only", metavar="WORDS", help="the checks in whose names this regular expression is found")
     parser.add_argument("--mpiexec", default="mpirun -n", metavar="CMD",
                         help="the launcher and its arguments up to the number of ranks (mpirun -n)")

@@ -81,7 +81,7 @@ def _step(net: nn.Module, opt: optim.Optimizer, x: DistMatrix, y: DistMatrix) ->
 
 
 def transport(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
-    """Integers summed, shifted and gathered by a transport, or by the one that "auto" finds. Absent if it is refused."""
+    """Integers summed, shifted and gathered by a transport, or by that which "auto" finds. Absent if it is refused."""
     try:
         return _messages(comm, case)
     except Pmm3dError as refused:
