@@ -60,8 +60,8 @@ def staged(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
     copy = min(rates["to host"], rates["to device"])
     share, of_slowest = rates["message"] / copy, rates["message"] / min(copy, rates["host message"])
     said = (f"{rates['message']:.4g} GB/s, {share:.3f} of a pinned copy's {copy:.4g} (to the host "
-            f"{rates['to host']:.4g}, back {rates['to device']:.4g}), {of_slowest:.3f} of the slowest part's (MPI between "
-            f"host memories: {rates['host message']:.4g}); all ranks at once; {why}")
+            f"{rates['to host']:.4g}, back {rates['to device']:.4g}), {of_slowest:.3f} of the slowest part's (MPI "
+            f"between host memories: {rates['host message']:.4g}); all ranks at once; {why}")
     return judged(share, case.options["wanted"], said), {f"{name} GB/s": rate for name, rate in rates.items()} | {
         "share": share, "share of the slowest part": of_slowest}
 

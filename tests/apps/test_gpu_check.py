@@ -1,4 +1,4 @@
-"""apps/gpu_check: all of it on a host, at small sizes; checks that die, hang or are not there; a machine without a GPU."""
+"""apps/gpu_check: all of it on a host, at small sizes; checks that die, hang or are not there; no GPU at all."""
 
 import json
 import os
