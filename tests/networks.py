@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-from samples import grids_of, integers
+from samples import grids_of, integers, to_library
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout, batch_layout
@@ -80,8 +80,7 @@ def batch_of(case: Case, step: int, rows: int | None = None):
 def spread(grid, whole, layout=INPUT, library="numpy", dtype=None) -> DistMatrix:
     """A DistMatrix of a whole numpy array, of integers too."""
     if whole.dtype.kind != "f":
-        box = layout.box(whole.shape, grid.shape, grid.coords)
-        return DistMatrix(grid, whole[box.r0 : box.r1, box.c0 : box.c1].copy(), whole.shape, layout)
+        return DistMatrix.from_global(grid, to_library(whole, library), layout=layout)
     return DistMatrix.from_function(grid, whole.shape, lambda i, j: whole[i, j], dtype=dtype or whole.dtype.name,
                                     layout=layout, library=library)
 
@@ -122,7 +121,8 @@ def weights_of(net) -> dict[str, np.ndarray]:
 
 
 def gradients_of(net) -> dict[str, np.ndarray]:
-    return {name: np.asarray(parameter.grad.gather()) for name, parameter in net.named_parameters().items()}
+    return {name: np.asarray(parameter.library.to_numpy(parameter.grad.gather()))
+            for name, parameter in net.named_parameters().items()}
 
 
 def bits(arrays: dict) -> dict[str, bytes]:
@@ -136,15 +136,16 @@ def largest_difference(one: dict, other: dict) -> float:
 
 def inner(x, weights: np.ndarray):
     """The tensor sum(x * weights), 1 x 1: a backward pass from it brings `weights` to x."""
-    weights = spread(x.grid, weights, x.layout)
-    mine = np.array([np.vdot(x.local, weights.local) / x.layout.replicas(x.grid.shape)])
-    total = x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1)
+    weights = spread(x.grid, weights, x.layout, x.library)
+    products = x.library.to_numpy(x.local) * x.library.to_numpy(weights.local)
+    mine = np.array([products.sum() / x.layout.replicas(x.grid.shape)])
+    total = x.library.from_numpy(x.grid.everyone.all_reduce(mine, agreed=True).wait().reshape(1, 1), x.dtype)
     return x.made(total, (x,), lambda gradient: (weights.local * gradient[0, 0],), shape=(1, 1), layout=Layout())
 
 
 def assert_replicas_agree(grid, values) -> None:
     """Ranks that hold the same block of a matrix hold the same bits. values: name -> DistMatrix."""
-    mine = {name: (value.box, value.local.tobytes()) for name, value in values.items()}
+    mine = {name: (value.box, value.library.to_numpy(value.local).tobytes()) for name, value in values.items()}
     for name in mine:
         copies = {}
         for box, held in grid.comm.allgather(mine[name]):

@@ -14,25 +14,48 @@ LOCK = threading.RLock()
 
 
 class Queue:
-    """Work asked for and not yet done, in order; `ended` counts what was done."""
+    """Work asked for and not yet done, in order; `ended` counts what was done, `known` what the host has heard of.
+
+    after      queue -> how much of it comes before what is asked for from now on
+    held       the device is long at some work: no event comes nearer, and nobody may need what comes after
+    observer   None, or what is told of all work (standin_order.Order)
+    """
+
+    observer = None
 
     def __init__(self, device: int):
-        self.device, self.ended, self._work = device, 0, deque()
+        self.device, self.ended, self.known, self.after, self.held = device, 0, 0, {}, False
+        self._work = deque()
 
     def asked(self) -> int:
         return self.ended + len(self._work)
 
-    def add(self, work) -> None:
+    def add(self, work, reads=(), writes=()) -> None:
+        """reads, writes: the numpy arrays that the work reads and writes."""
         with LOCK:
             self._work.append(work)
+            if self.observer is not None:
+                self.observer.asked(self, reads, writes)
+
+    def wait_event(self, event) -> None:
+        self.add(partial(event.queue.run, event.number))
+        for queue, number in (*event.after.items(), (event.queue, event.number)):
+            self.after[queue] = max(number, self.after.get(queue, 0))
 
     def run(self, number: int) -> None:
         """Do the work up to that number."""
         with LOCK:
             while self.ended < number:
+                if self.held:
+                    raise AssertionError("something waits for a stream that is busy with what was asked of it later")
                 self._work[0]()
                 self._work.popleft()
                 self.ended += 1
+
+    def heard(self, number: int, after: dict) -> None:
+        """The host knows that the work up to that number is done, and what came before it."""
+        for queue, reached in (*after.items(), (self, number)):
+            queue.known = max(reached, queue.known)
 
 
 class Here(threading.local):
@@ -50,6 +73,9 @@ class Device:
         HERE.taken.append(self.id)
         HERE.device = self.id
 
+    def synchronize(self) -> None:
+        raise AssertionError("a whole device is waited for, where a stream or an event would do")
+
     def __enter__(self):
         self._before.append(HERE.device)
         HERE.device = self.id
@@ -60,7 +86,12 @@ class Device:
 
 
 class Stream:
-    """device_id: -1 and ptr: 0 for the null stream, which is another one on each device."""
+    """device_id: -1 and ptr: 0 for the null stream, which is another one on each device.
+
+    waits   how often a thread stood still until some stream had come to its end
+    """
+
+    waits = 0
 
     def __init__(self, null: bool = False, non_blocking: bool = False):
         devices = range(DEVICES) if null else [HERE.device]
@@ -86,7 +117,11 @@ class Stream:
         HERE.streams[device] = stream
 
     def synchronize(self) -> None:
-        self.queue.run(self.queue.asked())
+        Stream.waits += 1
+        queue, after = self.queue, dict(self.queue.after)
+        number = queue.asked()
+        queue.run(number)
+        queue.heard(number, after)
 
     def record(self, event=None):
         event = event or Event()
@@ -94,7 +129,7 @@ class Stream:
         return event
 
     def wait_event(self, event) -> None:
-        self.queue.add(partial(event.queue.run, event.number))
+        self.queue.wait_event(event)
 
 
 class Event:
@@ -103,19 +138,24 @@ class Event:
 
     def record(self, stream=None) -> None:
         self.queue = (stream or get_current_stream()).queue
-        self.number = self.queue.asked()
+        self.number, self.after = self.queue.asked(), dict(self.queue.after)
         if self.queue.device != self._device:
             raise RuntimeError(f"an event of device {self._device} on a stream of device {self.queue.device}")
 
     @property
     def done(self) -> bool:
+        if HERE.device != self._device:  # allowed, and gives the process a context and its memory on that device
+            raise AssertionError(f"an event of device {self._device} is looked at where device {HERE.device} is current")
         reached = self.queue.ended >= self.number
-        if not reached:
+        if reached:
+            self.queue.heard(self.number, self.after)
+        elif not self.queue.held:
             self.queue.run(self.queue.ended + 1)
         return reached
 
     def synchronize(self) -> None:
         self.queue.run(self.number)
+        self.queue.heard(self.number, self.after)
 
 
 def get_current_stream(device_id: int = -1) -> Stream:

@@ -89,6 +89,21 @@ def _routine(name: str) -> Callable[..., None]:
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)(get_pointer(capsule, get_name(capsule)))
 
 
+class Arranged(NamedTuple):
+    """A GEMM as a column-major BLAS sees it: whether A and B change places (C is transposed), how each of the two reads
+    then ("N", "T"), sizes and leading dimensions."""
+
+    swapped: bool
+    a_read: str
+    b_read: str
+    m: int
+    n: int
+    k: int
+    lda: int
+    ldb: int
+    ldc: int
+
+
 class _Call(NamedTuple):
     """A GEMM but for the addresses: its routine, whether A and B change places, and the other arguments."""
 
@@ -101,13 +116,13 @@ class _Call(NamedTuple):
     ldc: Any
 
 
-def _leading(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[bytes, int]:
+def _leading(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[str, int]:
     """How a matrix with these strides (in elements) reads as a column-major one: N or T, and its leading dimension."""
     (rows, cols), (row_stride, col_stride) = shape, strides
     if (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1):
-        return b"N", max(1, rows, col_stride if cols > 1 else 1)
+        return "N", max(1, rows, col_stride if cols > 1 else 1)
     if (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1):
-        return b"T", max(1, cols, row_stride if rows > 1 else 1)
+        return "T", max(1, cols, row_stride if rows > 1 else 1)
     raise ValueError(f"BLAS needs one dim of stride 1; strides {strides} of a {rows} x {cols} matrix have none")
 
 
@@ -125,19 +140,26 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
 
 
 @lru_cache(maxsize=1024)
-def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex) -> _Call:
-    """Of matrices with these (shape, strides)."""
-    swapped = _leading(*c)[0] == b"T"
+def arranged(a: Lying, b: Lying, c: Lying) -> Arranged:
+    """The GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does."""
+    swapped = _leading(*c)[0] == "T"
     if swapped:
         a, b, c = _transposed(b), _transposed(a), _transposed(c)
     (m, n), k = c[0], a[0][1]
-    (a_trans, lda), (b_trans, ldb), ldc = _leading(*a), _leading(*b), _leading(*c)[1]
+    (a_read, lda), (b_read, ldb), ldc = _leading(*a), _leading(*b), _leading(*c)[1]
     if max(m, n, k, lda, ldb, ldc) > LARGEST:
         raise ValueError(f"local GEMM {m} x {n} x {k} (leading dimensions {lda}, {ldb}, {ldc}) exceeds 2^31 - 1")
-    name, real, parts = _ROUTINES[dtype]
-    first = a_trans, b_trans, _integer(m), _integer(n), _integer(k), _scalar(real, parts, alpha)
-    return _Call(_routine(name), swapped, first, _integer(lda), _integer(ldb), _scalar(real, parts, beta),
-                 _integer(ldc))
+    return Arranged(swapped, a_read, b_read, m, n, k, lda, ldb, ldc)
+
+
+@lru_cache(maxsize=1024)
+def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex) -> _Call:
+    """Of matrices with these (shape, strides)."""
+    found, (name, real, parts) = arranged(a, b, c), _ROUTINES[dtype]
+    sizes = [_integer(size) for size in (found.m, found.n, found.k)]
+    first = found.a_read.encode(), found.b_read.encode(), *sizes, _scalar(real, parts, alpha)
+    return _Call(_routine(name), found.swapped, first, _integer(found.lda), _integer(found.ldb),
+                 _scalar(real, parts, beta), _integer(found.ldc))
 
 
 def _transposed(matrix: Lying) -> Lying:

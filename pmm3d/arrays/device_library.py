@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -11,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from .low_precision import WorkArrays, rounded_gemm, scale
+from . import cublas
+from .low_precision import WorkArrays
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
 
@@ -22,7 +24,8 @@ class DeviceLibrary(NumpyLibrary):
 
     module: str = "cupy"
     name: ClassVar[str] = "cupy"
-    gemm_adds: ClassVar[bool] = False
+    gemm_copies: ClassVar[bool] = False
+    slice_elements: ClassVar[int | None] = None
 
     @property
     def kind(self) -> str:
@@ -43,6 +46,12 @@ class DeviceLibrary(NumpyLibrary):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return self.xp.empty(tuple(shape), dtype=dtype)
+
+    def special(self, name: str) -> Callable[[Array], Array]:
+        return getattr(import_module("cupyx.scipy.special" if self.module == "cupy" else "scipy.special"), name)
+
+    def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        return self.xp.fuse(function)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
@@ -91,17 +100,10 @@ class DeviceLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
-        if self.dtype(a) != self.dtype(c):
-            rounded_gemm(self, a, b, c, alpha, beta, work)
-        elif alpha == 1 and beta == 0:
-            self.xp.matmul(a, b, out=c)
-        else:
-            with work.borrow(c.shape, self.dtype(c), self) as product:
-                self.xp.matmul(a, b, out=product)
-                self.xp.multiply(product, alpha, out=product)
-                scale(self, c, beta)
-                self.xp.add(c, product, out=c)
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
+        cublas.gemm(self.xp.cuda, (self.dtype(a), self.dtype(c)), self._matrix(a), self._matrix(b), self._matrix(c),
+                    alpha, beta, tf32)
 
 
 @dataclass(frozen=True)

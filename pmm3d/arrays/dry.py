@@ -12,8 +12,9 @@ import numpy as np
 from ..layout import MATRIX_DTYPES, itemsize
 from .dry_array import COMPARISONS, Axis, DryArray, common_dtype
 from .dry_run import DryRun, Held
-from .low_precision import WorkArrays, rounded_gemm, widened_gemm
+from .low_precision import WorkArrays, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
+from .sums import rounded_gemm
 
 ELEMENTWISE = (*COMPARISONS, "abs", "add", "ceil", "conj", "cos", "divide", "erf", "exp", "expm1", "floor", "imag",
                "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round",
@@ -43,8 +44,8 @@ class DryLibrary(NumpyLibrary):
         return self.of.partition(":")[0]
 
     @property
-    def gemm_adds(self) -> bool:  # type: ignore[override]
-        return self.name in ("numpy", "torch")
+    def gemm_copies(self) -> bool:  # type: ignore[override]
+        return self.of in ("numpy", "torch")
 
     @property
     def kind(self) -> str:
@@ -117,17 +118,15 @@ class DryLibrary(NumpyLibrary):
         """What stands for an element of that type."""
         return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
 
-    def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays) -> None:
+    def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
         """Written down, with the work arrays that the library takes."""
-        if a.dtype == "float16" and self.gemm_adds:
+        if a.dtype == "float16" and self.gemm_copies:
             widened_gemm(self, a, b, c, alpha, beta, work)
-        elif a.dtype != c.dtype:
+        elif a.dtype != c.dtype and self.gemm_copies:
             rounded_gemm(self, a, b, c, alpha, beta, work)
-        elif self.gemm_adds or (alpha == 1 and beta == 0):
-            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype)
         else:
-            with work.borrow(c.shape, c.dtype, self) as product:
-                self.gemm(a, b, product, 1, 0, work)
+            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype)
 
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
         """The result of a function of that name."""
@@ -165,8 +164,8 @@ class DryNamespace:
 
         return function
 
-    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
-        return array.sum(axis, keepdims)
+    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False, dtype: str | None = None) -> DryArray:
+        return array.sum(axis, keepdims) if dtype is None else array.reduced(axis, keepdims, dtype)
 
     def max(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
         return array.max(axis, keepdims)

@@ -1,4 +1,4 @@
-"""Products and sums of float16 and bfloat16, whose rounding errors add up: they go through float32."""
+"""Products of float16, whose rounding errors add up: they go through float32."""
 
 from __future__ import annotations
 
@@ -25,17 +25,6 @@ def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: com
                 wide_c[...] = c
             library.gemm(wide_a, wide_b, wide_c, alpha, beta, work)
             c[...] = wide_c
-
-
-def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
-    """A low-precision product, rounded once, added to a float32 accumulator C."""
-    shape = tuple(c.shape)
-    with work.borrow(shape, library.dtype(a), library) as product, work.borrow(shape, "float32", library) as wide:
-        library.gemm(a, b, product, 1, 0, work)
-        scale(library, c, beta)
-        wide[...] = product
-        library.xp.multiply(wide, alpha, out=wide)
-        library.xp.add(c, wide, out=c)
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import import_module
 from math import prod
 from types import ModuleType
 from typing import Any, ClassVar
@@ -25,6 +26,8 @@ ADDRESSED = 2**62
 """Bytes that an array may have; numpy knows no more of its sizes than 64 bits hold."""
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
+DEVICE_ELEMENTS = 2**24
+"""That a device works through at a time where it needs 8 bytes or more of memory for each."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,12 @@ class NumpyLibrary:
     """
 
     name: ClassVar[str] = "numpy"
-    gemm_adds: ClassVar[bool] = True
-    """Whether `gemm` adds to C itself; else it forms a product of its own first, in a work array."""
+    gemm_copies: ClassVar[bool] = True
+    """Whether `gemm` takes work arrays where operands are of low precision; the BLAS of a device takes them as they
+    are."""
+    slice_elements: ClassVar[int | None] = 2**15
+    """Elements that elementwise loops work through at a time, so that they and their temporaries stay in the cache of a
+    core; None: all of them, since each call on a device costs as much as a million elements do."""
     has_data: ClassVar[bool] = True
     """Whether there are values behind its arrays; those of a dry run have none."""
     on_host: ClassVar[bool] = True
@@ -73,6 +80,19 @@ class NumpyLibrary:
     def made(self, shape: tuple[int, ...], dtype: str, values: Callable[[], np.ndarray]) -> Array:
         """An array of what values() gives, a numpy array of that shape; not called where arrays have no data."""
         return self.from_numpy(values(), dtype)
+
+    def words(self, start: int, stop: int) -> Array:
+        """The whole numbers from start to stop, one dim of uint64; of int64 where the library cannot calculate with
+        those."""
+        return self.xp.arange(start, stop, dtype="uint64")
+
+    def special(self, name: str) -> Callable[[Array], Array]:
+        """A function of scipy.special ("erf", "ndtri"), of the library's own."""
+        return getattr(import_module("scipy.special"), name)
+
+    def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """An elementwise function as one kernel, where the library makes one; to be kept and used again."""
+        return function
 
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps
@@ -157,10 +177,22 @@ class NumpyLibrary:
         """Fill an array from the bytes in flat uint8 host memory, as `to_host` reads one."""
         array.reshape(-1).view("uint8")[...] = host
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
-        """C = alpha A B + beta C, with work arrays from the Workspace `work`.
+    def square_sum(self, array: Array) -> Any:
+        """The sum of the squares of the elements, in float64; of a device array an array of no dims there."""
+        flat, total = array.reshape(-1), 0.0
+        step = self.slice_elements or DEVICE_ELEMENTS
+        for start in range(0, flat.shape[0], step):
+            part = self.astype(flat[start : start + step], "float64")
+            total = total + (part * part).sum()
+        return total
 
-        float16 is widened to float32, multiplied, and rounded once.
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
+        """C = alpha A B + beta C, with work arrays from the Workspace `work`; C also of float32 where A and B are of
+        low precision.
+
+        On the host float16 is widened to float32, multiplied, and rounded once. tf32: whether a device may round
+        factors of float32 to 10 bits of mantissa. Raises ValueError for matrices that have no dim of stride 1.
         """
         if self.dtype(a) == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)

@@ -1,52 +1,82 @@
 """Random numbers that depend on the seed and the global index only: the same matrix on every grid and rank count.
 
-Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so any block is made alone.
+Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so any block is made alone, where it
+is to be: on the host or on a device. Bits are the same everywhere, and so are uniform numbers and integers; normal ones
+are to rounding, by each library's inverse of the distribution function.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..errors import Pmm3dError
-from ..layout import Box
-from .numpy_library import NumpyLibrary
+from ..layout import LOW_PRECISION, Box
+from .libraries import library_of
+from .numpy_library import DEVICE_ELEMENTS, Array, NumpyLibrary
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
 CHUNK = 2**16
-"""Numbers that are made at a time: what they take on their way stays in a core's cache."""
+"""Numbers that are made at a time on the host: what they take on their way stays in a core's cache."""
 DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+def _word(words: Array, value: int) -> np.uint64 | int:
+    """64 bits as arithmetic with such words takes them: torch's are signed."""
+    return np.uint64(value) if _unsigned(words) else value - 2**64 * (value >= 2**63)
 
 
-def bits(index: np.ndarray, seed: int, stream: int = 0) -> np.ndarray:
-    """64 random bits for each index (uint64). Streams of one seed are independent."""
-    start = _mix(np.array([int(seed) % 2**64], np.uint64) ^ _mix(np.array([stream + 1], np.uint64) * GOLDEN))
-    return _mix(start + (index + np.uint64(1)) * GOLDEN)
+def _unsigned(words: Array) -> bool:
+    return isinstance(words.dtype, np.dtype)
 
 
-def _real(index: np.ndarray, seed: int, stream: int, distribution: str) -> np.ndarray:
+def _right(words: Array, count: int) -> Array:
+    """Shifted to the right, with zeros from the left."""
+    if _unsigned(words):
+        return words >> np.uint64(count)
+    return (words >> count) & (2 ** (64 - count) - 1)
+
+
+def _mix(words: Array) -> Array:
+    words = (words ^ _right(words, 30)) * _word(words, 0xBF58476D1CE4E5B9)
+    words = (words ^ _right(words, 27)) * _word(words, 0x94D049BB133111EB)
+    return words ^ _right(words, 31)
+
+
+def bits(index: Array, seed: int, stream: int = 0) -> Array:
+    """64 random bits for each index (uint64, or int64 of torch, as `NumpyLibrary.words` makes them). Streams of one
+    seed are independent."""
+    streams = _mix(np.array([stream + 1], np.uint64) * np.uint64(GOLDEN))
+    start = _mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)
+    return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, int(start[0])))
+
+
+def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribution: str) -> Array:
     drawn = bits(index, seed, stream)
     if distribution == "integers":
-        return (drawn % np.uint64(9)).astype(np.float64) - 4
-    unit = ((drawn >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    if distribution == "uniform":
-        return 2 * unit - 1
-    from scipy.special import ndtri
-
-    return ndtri(unit)
+        halves = _right(drawn, 32) * _word(drawn, 4) + (drawn & _word(drawn, 2**32 - 1))  # 2^32 is 4 modulo 9
+        return library.astype(halves % _word(drawn, 9), "float64") - 4
+    unit = (library.astype(_right(drawn, 11), "float64") + 0.5) * 2.0**-53
+    return 2 * unit - 1 if distribution == "uniform" else library.special("ndtri")(unit)
 
 
-def fill(out: np.ndarray, box: Box, columns: int, seed: int, distribution: str) -> None:
+def _pieces(library: NumpyLibrary, out: Array, box: Box, columns: int) -> Iterator[tuple[Array, Array]]:
+    """(Some rows of `out`, the indices of their elements), one after the other."""
+    cols, most = library.words(box.c0, box.c1), CHUNK if library.on_host else DEVICE_ELEMENTS
+    step = max(1, most // max(1, box.c1 - box.c0))
+    for start in range(0, out.shape[0], step):
+        part = out[start : start + step]
+        rows = library.words(box.r0 + start, box.r0 + start + part.shape[0])[:, None]
+        yield part, rows * _word(rows, columns) + cols
+
+
+def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> None:
     """Fill `out` with the elements in a box of a random matrix that has that many columns.
 
     distribution   "uniform" in (-1, 1), "normal" (mean 0, variance 1), or "integers" from -4 to 4.
-                   Complex elements draw both parts.
+                   Complex elements draw both parts; those of low precision are rounded to float32 first.
 
         >>> out = np.empty((2, 3))
         >>> fill(out, Box(4, 6, 0, 3), 3, seed=1, distribution="integers")
@@ -58,21 +88,36 @@ def fill(out: np.ndarray, box: Box, columns: int, seed: int, distribution: str) 
         raise Pmm3dError(f"a seed is a whole number; got {seed!r}")
     if distribution not in DISTRIBUTIONS:
         raise Pmm3dError(f"unknown distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
-    cols = np.arange(box.c0, box.c1, dtype=np.uint64)
-    step = max(1, CHUNK // max(1, len(cols)))
-    for start in range(0, out.shape[0], step):
-        part = out[start : start + step]
-        rows = np.arange(box.r0 + start, box.r0 + start + len(part), dtype=np.uint64)
-        index = rows[:, None] * np.uint64(columns) + cols
-        if np.iscomplexobj(out):
-            part.real = _real(index, seed, 0, distribution)
-            part.imag = _real(index, seed, 1, distribution)
+    library = library_of(out)
+    dtype = library.dtype(out)
+    for part, index in _pieces(library, out, box, columns):
+        values = _real(library, index, seed, 0, distribution)
+        if dtype.startswith("complex"):
+            values = values + 1j * _real(library, index, seed, 1, distribution)
+        part[...] = library.astype(values, "float32") if dtype in LOW_PRECISION else values
+
+
+def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
+    """Fill `out` with 0, with probability p, or 1, for the elements in a box of a matrix of that many columns."""
+    library, limit = library_of(out), int(p * 2**64)
+    for part, index in _pieces(library, out, box, columns):
+        drawn = bits(index, seed, stream)
+        if _unsigned(drawn):
+            part[...] = drawn >= np.uint64(limit)
         else:
-            part[...] = _real(index, seed, 0, distribution)
+            part[...] = (drawn ^ -(2**63)) >= limit - 2**63
 
 
-def drawn(box: Box, dtype: str, columns: int, seed: int, distribution: str) -> np.ndarray:
-    """The same as a new array; of float32 where numpy has no such type."""
-    out = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)
+def drawn(library: NumpyLibrary, box: Box, dtype: str, columns: int, seed: int, distribution: str) -> Array:
+    """A new array that `fill` fills; on a device it is made there."""
+
+    def on_host() -> np.ndarray:
+        out = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)
+        fill(out, box, columns, seed, distribution)
+        return out
+
+    if library.on_host:
+        return library.made(box.shape, dtype, on_host)
+    out = library.empty(box.shape, dtype)
     fill(out, box, columns, seed, distribution)
     return out

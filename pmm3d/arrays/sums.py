@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..layout import LOW_PRECISION
-from .low_precision import scale
+from .low_precision import WorkArrays, scale
 from .numpy_library import Array, NumpyLibrary
-
-CACHED_ELEMENTS = 2**15
-"""Elements of the slices that sums work through on the host: they stay in the cache of a core."""
 
 
 def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
@@ -26,8 +23,8 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     """
     if not library.has_data:
         return
-    rows, cols = out.shape
-    step = max(1, CACHED_ELEMENTS // max(1, cols)) if library.on_host else max(1, rows)
+    (rows, cols), elements = out.shape, library.slice_elements
+    step = max(1, rows if elements is None else elements // max(1, cols))
     low = library.dtype(out) in LOW_PRECISION or library.dtype(parts[0]) in LOW_PRECISION
     add = _add_widened if low else _add
     if rows <= step:
@@ -36,6 +33,14 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     for start in range(0, rows, step):
         chunk = slice(start, start + step)
         add(library, [part[chunk] for part in parts], out[chunk], beta)
+
+
+def rounded_gemm(library: NumpyLibrary, a: Array, b: Array, c: Array, alpha: complex, beta: complex,
+                 work: WorkArrays) -> None:
+    """C = alpha A B + beta C with a low-precision product, rounded once, and a float32 accumulator C."""
+    with work.borrow(tuple(c.shape), library.dtype(a), library) as product:
+        library.gemm(a, b, product, alpha, 0, work)
+        sum_in_order(library, [product], c, beta)
 
 
 def _add_widened(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex) -> None:

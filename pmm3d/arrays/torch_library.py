@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -11,10 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
+from . import blas
 from .device_library import PinnedHost, StreamMemory
-from .low_precision import WorkArrays, rounded_gemm
+from .low_precision import WorkArrays
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import TorchStream
+from .sums import rounded_gemm
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class TorchLibrary(NumpyLibrary):
     @property
     def on_host(self) -> bool:  # type: ignore[override]
         return self.device == "cpu"
+
+    @property
+    def gemm_copies(self) -> bool:  # type: ignore[override]
+        return self.on_host
+
+    @property
+    def slice_elements(self) -> int | None:  # type: ignore[override]
+        return NumpyLibrary.slice_elements if self.on_host else None
 
     @property
     def xp(self) -> ModuleType:
@@ -57,6 +68,12 @@ class TorchLibrary(NumpyLibrary):
             return self.empty(shape, dtype)  # torch views no empty array as another type
         flat = self.xp.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
         return flat[: prod(shape) * itemsize(dtype)].view(self._torch_dtype(dtype)).view(tuple(shape))
+
+    def words(self, start: int, stop: int) -> Array:
+        return self.xp.arange(start, stop, dtype=self.xp.int64, device=self.device)
+
+    def special(self, name: str) -> Callable[[Array], Array]:
+        return getattr(self.xp.special, name)
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
@@ -117,10 +134,28 @@ class TorchLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays) -> None:
-        if self.on_host and self.dtype(a) != "bfloat16":
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False) -> None:
+        if not self.on_host:
+            self._device_gemm(a, b, c, alpha, beta, tf32)
+        elif self.dtype(a) != "bfloat16":
             super().gemm(a, b, c, alpha, beta, work)
-        elif self.dtype(a) == self.dtype(c):
+        elif self.dtype(c) == "bfloat16":
             self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
         else:
             rounded_gemm(self, a, b, c, alpha, beta, work)
+
+    def _device_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
+        """By cuBLAS, as torch calls it, which would copy what has no dim of stride 1: refused."""
+        blas.arranged(*(self._matrix(array)[1:] for array in (a, b, c)))
+        widened = {} if a.dtype == c.dtype else {"out_dtype": c.dtype}
+        rounding = self.xp.backends.cuda.matmul
+        before = rounding.fp32_precision
+        if tf32 == (before == "tf32") or self.dtype(a) not in ("float32", "complex64"):
+            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, **widened)
+            return
+        rounding.fp32_precision = "tf32" if tf32 else "ieee"
+        try:
+            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+        finally:
+            rounding.fp32_precision = before

@@ -104,18 +104,19 @@ class Axis:
         return self._begin_after(after, "all_reduce", library,
                                  lambda link: forms.summed(link, library, array, out, beta, work))
 
-    def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None, *,
-                      after: Sequence[Awaited] = ()) -> Pending:
+    def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
+                      sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
         """Begin the sums of several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
         counts   for each array, the elements of every rank's part: of each only this rank's part is summed
                  (reduce-scatter), the rest of it is left as it is
+        sent     the type in which they travel, if another one
 
         The arrays have no gaps. The rest as in `gather_into`; work memory: `forms.coalesced_work`.
         """
         library = library_of(arrays[0])
         return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library,
-                                 lambda link: forms.coalesced(link, library, arrays, counts))
+                                 lambda link: forms.coalesced(link, library, arrays, counts, sent))
 
     def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
                       work: Slab | None = None) -> Pending:
@@ -161,7 +162,7 @@ class Axis:
             stream = None if library is None or library.on_host else transport.communication_stream(library)
             tag = 1 + record.number % LARGEST_TAG
             link = Link(self._comm, tag, record, transport, stream, self._engine.check)
-            collective = make_collective(link) if stream is None else link.run_on(stream.own, make_collective)
+            collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
             return self._engine.start(collective, record)

@@ -120,10 +120,11 @@ class Engine:
             self._progress()
 
     def _progress(self) -> None:
-        for pending in tuple(self._active):
-            if pending._progress():
-                self._active.remove(pending)
-                self.ledger.end(pending.record)
+        with self.transport.current():
+            for pending in tuple(self._active):
+                if pending._progress():
+                    self._active.remove(pending)
+                    self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
         begun = time.perf_counter()

@@ -188,20 +188,23 @@ def _without_gaps(library: NumpyLibrary, arrays: Sequence[Array], rank: int, wor
             else work.array(tuple(array.shape), library.dtype(array)) for peer, array in enumerate(arrays)]
 
 
-def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None
-                    ) -> Collective[None]:
+def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
+              sent: str | None = None) -> Collective[None]:
     """Generator: arrays of one type, without gaps, each the sum of the ranks'. counts: of each, the elements of every
-    rank's part; then of each only this rank's part is summed. `coalesced_work`."""
-    if len(arrays) == 1 and counts is None:
+    rank's part; then of each only this rank's part is summed. sent: the type in which they travel; parts of low
+    precision are added in float32. `coalesced_work`."""
+    held = library.dtype(arrays[0])
+    packs = len(arrays) > 1 or sent not in (None, held)
+    if not packs and counts is None:
         yield from sum_arrays(link, library, arrays[0], arrays[0])
         return
-    flats, dtype = [array.reshape(-1) for array in arrays], library.dtype(arrays[0])
+    flats = [array.reshape(-1) for array in arrays]
     with ExitStack() as borrowed:
 
-        def work(size: int) -> Array:
+        def work(size: int, dtype: str) -> Array:
             return borrowed.enter_context(link.workspace.borrow((size,), dtype, library))
 
-        packed = work(sum(flat.shape[0] for flat in flats)) if len(flats) > 1 else flats[0]
+        packed = work(sum(flat.shape[0] for flat in flats), sent or held) if packs else flats[0]
         if counts is None:
             for part, flat in _beside(packed, flats):
                 part[...] = flat
@@ -210,9 +213,9 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
         else:
             sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
-            if len(flats) > 1:
+            if packs:
                 _pack_by_rank(packed, flats, counts)
-            own = work(sizes[link.rank])
+            own = work(sizes[link.rank], held)
             yield from reduce_parts(link, library, packed[:, None], own[:, None], sizes)
         for part, flat in _beside(own, wanted):
             flat[...] = part
@@ -232,18 +235,19 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
         first, position = first + ranks, position + ranks * sum(parts)
 
 
-def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int
-                   ) -> list[int]:
+def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int,
+                   sent: str | None = None) -> list[int]:
     """Bytes of the work arrays of `coalesced`, of arrays of so many elements.
 
         >>> coalesced_work([10, 6], None, "float64", 1, 0)
         [128, 0]
     """
-    packed = [sum(sizes) * itemsize(dtype)] if len(sizes) > 1 else []
+    sent = sent or dtype
+    packed = [sum(sizes) * itemsize(sent)] if len(sizes) > 1 or sent != dtype else []
     if counts is None:
-        return [*packed, all_reduce_volume(sum(sizes), dtype, ranks, rank).work]
+        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank).work]
     parts = [sum(each) for each in zip(*counts)]
-    return [*packed, parts[rank] * itemsize(dtype), reduce_volume(parts, rank, 1, dtype).work]
+    return [*packed, parts[rank] * itemsize(dtype), reduce_volume(parts, rank, 1, sent).work]
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:

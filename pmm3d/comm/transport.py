@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, Workspace
-from ..arrays.streams import Stream
+from ..arrays.streams import Event, Stream
 from ..errors import Pmm3dError
 from ..layout import itemsize
 from .ledger import Record
@@ -54,6 +54,7 @@ class Transport:
             raise Pmm3dError(f"device_transport is auto, direct or staged; got {mode!r}")
         self._mode = mode
         self._streams: dict[tuple[NumpyLibrary, int], Stream] = {}
+        self._last: Stream | None = None
         self.workspace, self.processes = workspace, processes
         self.settled = False
 
@@ -94,9 +95,13 @@ class Transport:
         key = library, caller.device
         if key not in self._streams:
             self._streams[key] = library.new_stream()
-        own = self._streams[key]
-        own.wait_for(caller.record())
-        return CommunicationStream(own, caller)
+        self._last = self._streams[key]
+        return CommunicationStream(self._last, caller, caller.record())
+
+    def current(self) -> AbstractContextManager[Any]:
+        """As a context: the device of the last collective on device arrays is this thread's. A thread that only asks
+        for events would else take some hundred MB of the first device."""
+        return nullcontext() if self._last is None else self._last.current()
 
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
@@ -106,12 +111,14 @@ class Transport:
 class CommunicationStream(NamedTuple):
     """Where a collective on device arrays adds and copies: not behind the GEMM that runs meanwhile.
 
-    own      the grid's stream on the device; it has waited for what was asked of the caller's before
+    own      the grid's stream on the device, which never waits for a GEMM: other collectives work in it too
     caller   the stream in which the collective was begun, whose memory results are
+    begun    what was asked of the caller's stream before, and must be done first
     """
 
     own: Stream
     caller: Stream
+    begun: Event
 
     def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
         """A new array for a result, which the caller's stream may use, and free, without asking this one."""
@@ -159,19 +166,22 @@ class Link:
         """A new array for the collective's result."""
         return library.empty(shape, dtype) if self.stream is None else self.stream.empty(library, shape, dtype)
 
-    def run_on(self, stream: Stream, make_collective: Callable[[Link], Collective[Result]]) -> Collective[Result]:
-        """Generator: the collective, with the stream current whenever it is resumed. At its end all is done on the
-        device: any stream and the host may use the result, and the arrays (which make_collective holds) be freed."""
+    def run_on(self, stream: CommunicationStream, make_collective: Callable[[Link], Collective[Result]]
+               ) -> Collective[Result]:
+        """Generator: the collective, once what was asked of the caller's stream before is done, with its own stream
+        current whenever it is resumed. At its end all is done on the device: any stream and the host may use the
+        result, and the arrays (which make_collective holds) be freed."""
         collective = make_collective(self)
+        yield [stream.begun]
         while True:
-            with stream.current():
+            with stream.own.current():
                 try:
                     requests = next(collective)
                 except StopIteration as end:
                     result: Result = end.value
                     break
             yield requests
-        yield [stream.record()]
+        yield [stream.own.record()]
         return result
 
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],

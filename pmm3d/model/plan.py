@@ -73,7 +73,7 @@ class ProductPlan:
     strips         of the columns of C, with the last panel
     moves          of the operands that are redistributed first, to where the product takes them; C is moved back too
     rounds         of each of these moves
-    gemm_copies    whether the array library's GEMM cannot add to C, and forms a product of its own first
+    gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -93,7 +93,7 @@ class ProductPlan:
     strips: int = 1
     moves: tuple[Move, ...] = ()
     rounds: int = 1
-    gemm_copies: bool = False
+    gemm_copies: bool = True
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -279,10 +279,8 @@ class RankPlan:
             work += min(2, len(widths)) * aligned(self.reduction_work)
         if plan.dtype in LOW_PRECISION:
             widened = [self.rows * width for width in widths]
-            work += sum(aligned(4 * elements) for elements in [*widened, self.rows * depth, depth * max(widths)])
-            work += 2 * aligned(4 * max(widened))
-        elif plan.gemm_copies:
-            work += aligned(self.rows * max(widths) * size)
+            copied = [max(widened), self.rows * depth, depth * max(widths)] if plan.gemm_copies else []
+            work += sum(aligned(4 * elements) for elements in copied + (widened if plan.panels > 1 else []))
         return work
 
     @cached_property

@@ -11,7 +11,7 @@ from .plan import ROLES, Operand, ProductPlan, Roles, native
 
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
-                 max_workspace: int | None = None, gemm_copies: bool = False) -> ProductPlan:
+                 max_workspace: int | None = None, gemm_copies: bool = True) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
 
     c               None if the product may choose the layout of C

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
-    from .arithmetic import add, divide, multiply, scale, subtract
+    from .arithmetic import add, cast, divide, multiply, scale, subtract
     from .compute import in_chunks
     from .contract import Gradient, Product
     from .dense import linear
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .operations import columns, log_softmax, mean, softmax, sum
     from .overlap import Overlap
     from .parameter import Parameter
+    from .precision import Precision
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
     from .tensor import Tensor, relayout
 
@@ -23,10 +24,11 @@ _MODULES = {
     "contract": ("Gradient", "Product"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
     "tensor": ("Tensor", "relayout"),
-    "arithmetic": ("add", "divide", "multiply", "scale", "subtract"),
+    "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),
     "operations": ("columns", "log_softmax", "mean", "softmax", "sum"),
     "dense": ("linear",),
     "parameter": ("Parameter",),
+    "precision": ("Precision",),
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Recompute", "Residual", "Sequential"),
     "module": ("Module",),
@@ -35,11 +37,11 @@ _MODULES = {
     "optim": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Product", "Recompute",
-    "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "columns", "cross_entropy", "defer_weights",
-    "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae", "mean", "mse",
-    "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "softmax", "subtract",
-    "sum", "tanh", "unchanged",
+    "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
+    "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
+    "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae", "mean",
+    "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "softmax",
+    "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

@@ -12,18 +12,18 @@ from functools import lru_cache, partial
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ..arrays import Array
+from ..arrays import Array, check_matrix_dtype, dtype_named
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
-from .compute import Form, array_namespace, by_rows, check_type, computing, elementwise
+from .compute import Form, by_rows, check_type, computing, elementwise, sums_along
 from .contract import Gradient
 from .tensor import Tensor, as_tensor, relayout, whole
 
 Operand = Any
 """A Tensor, a DistMatrix or a number."""
 Shape = tuple[int, int]
-__all__ = ["add", "divide", "multiply", "scale", "subtract"]
+__all__ = ["add", "cast", "divide", "multiply", "scale", "subtract"]
 
 
 class Slope(NamedTuple):
@@ -110,6 +110,26 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     return x.made(scaled(x.shard), (x,), lambda gradient: (scaled(gradient),))
 
 
+def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
+    """The same numbers in another element type, rounded to it; their gradient comes back in x's own.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     cast(DistMatrix.from_function(grid, (1, 2), lambda i, j: j + 1e-4), "float16").gather()
+        array([[1.e-04, 1.e+00]], dtype=float16)
+    """
+    x = whole(as_tensor(x))
+    form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
+    if form is other:
+        return x
+    return x.made(elementwise(other, _as_it_is, x.shard), (x,),
+                  lambda gradient: (elementwise(form, _as_it_is, gradient),))
+
+
+def _as_it_is(part: Array) -> Array:
+    return part
+
+
 def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array], slopes: Sequence[Slope]) -> Tensor:
     linear = not any(slope.needs for slope in slopes)
     pair = [each if linear else whole(each) for each in _tensors(a, b)]
@@ -177,9 +197,10 @@ def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
     """The gradient of a matrix of that shape, of one row or column where the result has many, from the gradient of the
     result, which has that form: this rank's sum, over those that it went to here."""
     (rows, cols), sums, units = (form.layout.rows, form.layout.cols), tuple[str, ...](), list(form.layout.units)
-    xp = array_namespace(gradient)
     if shape[0] != form.shape[0]:
-        gradient, rows, sums, units[0] = xp.sum(gradient, axis=0, keepdims=True), (), rows, 1
+        gradient, rows, sums, units[0] = sums_along(gradient, 0)[None, :], (), rows, 1
     if shape[1] != form.shape[1]:
-        gradient, cols, sums, units[1] = xp.sum(gradient, axis=1, keepdims=True), (), (*sums, *cols), 1
+        gradient, cols, sums, units[1] = sums_along(gradient, 1)[:, None], (), (*sums, *cols), 1
+    if form.library.dtype(gradient) != form.dtype:
+        gradient = form.library.astype(gradient, form.dtype)
     return Gradient(gradient, Layout(rows, cols, sums, units))

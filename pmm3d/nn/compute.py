@@ -17,14 +17,12 @@ from ..comm import Axis, Grid
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
 from ..layout.layout import cutting_unit, layout_of
+from ..model.volumes import accumulator
 from ..product import DistMatrix
 
 with needs("train", "networks"):
     import array_api_compat
     import array_api_compat.numpy
-
-CHUNK = 2**15
-"""Elements of the slices that elementwise operations work through: they and their temporaries stay in the cache."""
 
 LEAST_WORK = 2**21
 """Operations, some 100 us of a core, below which a computation is over before a helper thread has run."""
@@ -101,6 +99,15 @@ class Form:
         box = layout.box(shape, self.grid.shape, self.grid.coords)
         return _forms(self.grid)(shape, layout, self.dtype, self.library, box.shape)
 
+    def typed(self, dtype: str) -> Form:
+        """The same of another element type."""
+        return _forms(self.grid)(self.shape, self.layout, dtype, self.library, self.local_shape)
+
+    @property
+    def wide(self) -> Form:
+        """The same of the type in which its elements are added up: of float32 for low precision."""
+        return self.typed(accumulator(self.dtype))
+
     def filled(self, number: float) -> DistMatrix:
         """A matrix of one element, of this type, that all ranks hold."""
         local = self.new((1, 1))
@@ -138,21 +145,32 @@ class computing:  # noqa: N801
         self._grid.ledger.computed(self._what, self._begun)
 
 
-def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0) -> None:
-    """C = A B + beta C on this rank."""
+def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
+    """C = A B + beta C on this rank; A and B may be of low precision and C of float32. tf32: see
+    `NumpyLibrary.gemm`."""
     with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
-            form.library.gemm(a, b, c, 1, beta, form.grid.workspace)
+            form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
         elif beta == 0:
             c[...] = 0
-        if not form.library.on_host and not form.grid.engine.idle():
-            form.library.synchronize()
 
 
 def check_type(name: str, form: Form) -> None:
     """Raises DTypeError for integers, in which an operation's result does not fit."""
     if form.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{name}: a tensor of floating point numbers is needed; this one is of {form.dtype}")
+
+
+def sums_along(array: Array, dim: int | None = None) -> Array:
+    """The sums of a local array along a dim, or of all of it; of low precision in float32, which they are then of.
+
+        >>> import numpy as np
+        >>> sums_along(np.ones((2, 3), "float16"), 1)
+        array([3., 3.], dtype=float32)
+    """
+    xp, dtype = array_namespace(array), library_of(array).dtype(array)
+    options = {"dtype": xp.float32} if accumulator(dtype) != dtype else {}
+    return xp.sum(array, axis=dim, **options)
 
 
 def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
@@ -163,8 +181,8 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
 
 
 def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
-    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice. `out` may be one of them.
-    In a dry run the function is not called.
+    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice on the host. `out` may be
+    one of them. In a dry run the function is not called.
 
         >>> import numpy as np
         >>> array = np.arange(4.0)
@@ -172,38 +190,50 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         >>> array
         array([0., 1., 4., 9.])
     """
-    if not library_of(out).has_data:
+    library = library_of(out)
+    if not library.has_data:
         return
-    if prod(out.shape) <= CHUNK:
+    if _at_once(library, out):
         out[...] = function(*arrays)
         return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
-    for chunk in chunks(flat_out.shape[0]):
+    for chunk in chunks(library, flat_out.shape[0]):
         flat_out[chunk] = function(*(array[chunk] for array in flat))
 
 
 def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
-    """A new array of this form: function(*arrays), as by `in_chunks`."""
+    """A new array of this form: function(*arrays), as by `in_chunks`; on a device the one that the function makes."""
+    library = form.library
+    if library.slice_elements is None:
+        made = function(*arrays)
+        return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
     out = form.new()
     in_chunks(function, out, *arrays)
     return out
 
 
-def chunks(size: int) -> list[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, size, CHUNK)]
+def chunks(library: NumpyLibrary, size: int) -> list[slice]:
+    """Slices of a flat array of that size, one of all of it on a device."""
+    step = library.slice_elements or max(1, size)
+    return [slice(start, start + step) for start in range(0, size, step)]
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
     """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
-    if not out.shape[0] or not library_of(out).has_data:
+    library = library_of(out)
+    if not out.shape[0] or not library.has_data:
         return
-    if prod(out.shape) <= CHUNK:
+    if _at_once(library, out):
         out[...] = function(*arrays)
         return
-    rows = max(1, CHUNK // max(1, out.shape[1]))
+    rows = max(1, (library.slice_elements or 1) // max(1, out.shape[1]))
     for start in range(0, out.shape[0], rows):
         part = slice(start, start + rows)
         out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
+
+
+def _at_once(library: NumpyLibrary, out: Array) -> bool:
+    return library.slice_elements is None or prod(out.shape) <= library.slice_elements
 
 
 def stacked(axis: Axis, array: Array) -> Array:

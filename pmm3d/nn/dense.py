@@ -79,7 +79,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
     output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None)
+                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None,
+                         sharded is not None and sharded.precision.tf32)
     inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
@@ -97,6 +98,7 @@ class _Schedule:
     rows        the axes that split the rows of what the GEMMs see
     wanted      whether the gradient of I is;   weight   None if it is no parameter whose shards are gathered
     regathers   whether I is kept as it comes;   biased: whether there is a bias
+    tf32        whether GEMMs may round float32 to it
     """
 
     came: Form
@@ -108,6 +110,7 @@ class _Schedule:
     weight: Parameter | None
     regathers: bool
     biased: bool
+    tf32: bool
 
     @property
     def input(self) -> Layout:
@@ -137,7 +140,7 @@ class _Schedule:
         def fill(out: Array, beta: int, part: slice) -> None:
             if begins is not None:
                 out[...], beta = begins, 1
-            gemm(self.out, inputs[part], full, out, beta)
+            gemm(self.out, inputs[part], full, out, beta, tf32=self.tf32)
 
         size = inputs.shape[0], full.shape[1]
         natural = layout_of(self.rows, (self.n,), (self.k,), self.out.layout.units)
@@ -154,10 +157,10 @@ class _Schedule:
         if self.wanted:
             whole = self.full(full, "backward")
             of_input = Product(layout_of(self.rows, (self.k,), (self.n,), units), (m, k), lambda out, beta, part: gemm(
-                form, gradient[part], whole.T, out, beta), "reduce dI")
+                form, gradient[part], whole.T, out, beta, tf32=self.tf32), "reduce dI")
         weights = layout_of((self.k,), (self.n,), self.rows, (units[1], outer))
-        of_weight = Product(weights, (k, n), lambda out, beta, _: gemm(form, inputs.T, gradient, out, beta),
-                            "reduce dW")
+        of_weight = Product(weights, (k, n), lambda out, beta, _: gemm(
+            form, inputs.T, gradient, out, beta, tf32=self.tf32), "reduce dW")
         of_bias = Product(layout_of((), (self.n,), self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
             form, gradient, out, beta), "reduce dW")
         return [of_input, of_weight, of_bias] if self.biased else [of_input, of_weight]

@@ -11,7 +11,6 @@ from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
 from .compute import changed
-from .gradients import Accumulated
 from .module import Module
 from .optim import Optimizer
 from .parameter import Parameter
@@ -72,8 +71,8 @@ def twin(made: Made, grid: Grid) -> Made:
 
 def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     with grid.ledger.holding("weights"):
-        copy = Parameter(Facts.of(parameter.stored).on(grid))
-    copy.name, copy.accumulated = parameter.name, Accumulated(copy.form, owners=set(parameter.accumulated.owners))
+        copy = Parameter(Facts.of(parameter.stored).on(grid), parameter.precision)
+    copy.name, copy.accumulated.owners = parameter.name, set(parameter.accumulated.owners)
     return copy
 
 

@@ -6,25 +6,28 @@ A new one: compute the local result, name the parents, and say how the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from math import pi, prod, sqrt
-from types import ModuleType
+from math import prod
 
-import numpy as np
-
-from ..arrays import Array, NumpyLibrary, random
+from ..arrays import Array, random
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Box, Layout
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, column_sums, computing, elementwise, in_chunks
+from .compute import (
+    PER_ELEMENT,
+    Form,
+    array_namespace,
+    by_rows,
+    column_sums,
+    computing,
+    elementwise,
+    in_chunks,
+    sums_along,
+)
 from .contract import Product
+from .pointwise import GELU, RELU, SIGMOID, SILU, TANH, Pointwise, in_one_pass
 from .statistics import moments, total
 from .tensor import Tensor, relayout, whole
 
 __all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
-
-Elementwise = Callable[[Array, ModuleType], Array]
-"""function(part of an array, its namespace)."""
 
 
 def relu(x: Tensor) -> Tensor:
@@ -35,7 +38,7 @@ def relu(x: Tensor) -> Tensor:
         ...     relu(Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j - 1))).gather()
         array([[0., 0., 1.]])
     """
-    return _elementwise(x, lambda part, xp: part.clip(0), lambda out, xp: out > 0, of_output=True)
+    return _elementwise(x, RELU)
 
 
 def tanh(x: Tensor) -> Tensor:
@@ -46,7 +49,7 @@ def tanh(x: Tensor) -> Tensor:
         ...     tanh(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
         array([[0.    , 0.7616]])
     """
-    return _elementwise(x, lambda part, xp: xp.tanh(part), lambda out, xp: 1 - out * out, of_output=True)
+    return _elementwise(x, TANH)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ def sigmoid(x: Tensor) -> Tensor:
         ...     sigmoid(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
         array([[0.5   , 0.7311]])
     """
-    return _elementwise(x, _logistic, lambda out, xp: out * (1 - out), of_output=True)
+    return _elementwise(x, SIGMOID)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -68,12 +71,7 @@ def silu(x: Tensor) -> Tensor:
         ...     silu(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
         array([[0.    , 0.7311]])
     """
-
-    def derivative(part: Array, xp: ModuleType) -> Array:
-        gate = _logistic(part, xp)
-        return gate * (1 + part * (1 - gate))
-
-    return _elementwise(x, lambda part, xp: part * _logistic(part, xp), derivative)
+    return _elementwise(x, SILU)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -84,43 +82,29 @@ def gelu(x: Tensor) -> Tensor:
         ...     gelu(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
         array([[0.    , 0.8413]])
     """
-
-    def derivative(part: Array, xp: ModuleType) -> Array:
-        density = xp.exp(-0.5 * part * part) * (1 / sqrt(2 * pi))
-        return _normal(part, xp) + part * density
-
-    return _elementwise(x, lambda part, xp: part * _normal(part, xp), derivative)
+    return _elementwise(x, GELU)
 
 
-def _elementwise(x: Tensor, function: Elementwise, derivative: Elementwise, of_output: bool = False) -> Tensor:
-    """The derivative is taken of the input, or of the output, which is then all that is kept."""
+def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
     x = whole(x)
-    form, local = x.form, x.shard
-    xp, work = array_namespace(local), PER_ELEMENT * prod(form.local_shape)
+    form, local, work = x.form, x.shard, PER_ELEMENT * prod(x.form.local_shape)
+    value, slope = (_in_float32(form, each) for each in in_one_pass(function, form.library))
     with computing(form.grid, "elementwise", work):
-        out = elementwise(form, lambda part: function(part, xp), local)
+        out = elementwise(form, value, local)
 
     def rule(gradient: Array, kept: Array) -> tuple[Array]:
         with computing(form.grid, "elementwise", work):
-            return (elementwise(form, lambda g, part: g * derivative(part, xp), gradient, kept),)
+            return (elementwise(form, slope, gradient, kept),)
 
-    return x.made(out, (x,), rule, keep=[out if of_output else local])
-
-
-def _logistic(part: Array, xp: ModuleType) -> Array:
-    return 0.5 * (1 + xp.tanh(0.5 * part))
+    return x.made(out, (x,), rule, keep=[out if function.of_output else local])
 
 
-def _normal(part: Array, xp: ModuleType) -> Array:
-    scaled = part * sqrt(0.5)
-    if "torch" in xp.__name__:
-        return 0.5 * (1 + scaled.erf())
-    return 0.5 * (1 + _special("cupyx.scipy.special" if "cupy" in xp.__name__ else "scipy.special").erf(scaled))
-
-
-@cache
-def _special(name: str) -> ModuleType:
-    return import_module(name)
+def _in_float32(form: Form, function: Callable[..., Array]) -> Callable[..., Array]:
+    """Of arrays of low precision it is computed in float32, as torch's own kernels do."""
+    wide = form.wide
+    if wide is form or form.library.name == "torch":
+        return function
+    return lambda *arrays: function(*(wide.library.astype(array, wide.dtype) for array in arrays))
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
@@ -151,15 +135,11 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
     """1 for the elements of a shard that stay, 0 for the others; uint8."""
-    library, columns = form.library, form.shape[1]
-    kept = form.grid.workspace.array(box.shape, "uint8", NumpyLibrary() if library.has_data else library)
-    if not library.has_data:
-        return kept
-    limit = np.uint64(int(p * 2**64))
-    cols = np.arange(box.c0, box.c1, dtype=np.uint64)
-    rows = np.arange(box.r0, box.r1, dtype=np.uint64)[:, None]
-    by_rows(lambda row: random.bits(row * np.uint64(columns) + cols, seed, stream) >= limit, kept, rows)
-    return library.from_numpy(kept, "uint8")
+    library = form.library
+    kept = form.grid.workspace.array(box.shape, "uint8", library)
+    if library.has_data:
+        random.fill_kept(kept, box, form.shape[1], p, seed, stream)
+    return kept
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -197,7 +177,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         with computing(form.grid, "elementwise"):
             by_rows(lambda g, factor: g * factor, scaled, gradient, factor)
             in_chunks(lambda g, part: g * part, product, scaled, normal)
-            sums = xp.stack([xp.sum(scaled, axis=1), xp.sum(product, axis=1)])
+            sums = xp.stack([sums_along(scaled, 1), sums_along(product, 1)])
         with form.grid.ledger.phase("layer norm"):
             sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise"):

@@ -23,6 +23,7 @@ from ..product.relayout import relayout
 from .compute import Form, in_chunks
 from .contract import EVERYTHING, Gradient, Part, Product, landing, natural
 from .overlap import Overlap
+from .precision import Precision
 
 IN_FLIGHT = 2
 """Sums of gradients along one axis that are under way at once: more would take memory and speed nothing up, since the
@@ -50,7 +51,8 @@ class State(Enum):
 class Accumulated:
     """A parameter's gradient, kept from step to step.
 
-    form      of the parameter
+    of        the form of the parameter, and of the parts that rules return;   precision   its types
+    form      the same of the gradient's type;   message   of that in which parts are sent
     array     shaped like the parameter's shard;   state   how far it is
     sums      axes over which the ranks' arrays are still to be added
     split     whether, once summed, each rank along data holds its own part only (ZeRO-1)
@@ -60,7 +62,8 @@ class Accumulated:
     waiting   queues of `defer_weights` that hold parts of it
     """
 
-    form: Form
+    of: Form
+    precision: Precision
     array: Array = None
     state: State = State.EMPTY
     sums: tuple[str, ...] = ()
@@ -69,6 +72,14 @@ class Accumulated:
     to_come: int = 0
     owners: set[bool] = field(default_factory=set)
     waiting: set[object] = field(default_factory=set)
+
+    @cached_property
+    def form(self) -> Form:
+        return self.of.typed(self.precision.gradient)
+
+    @cached_property
+    def message(self) -> Form:
+        return self.of.typed(self.precision.sent)
 
     @property
     def layout(self) -> Layout:
@@ -177,7 +188,7 @@ class Gradients:
         if record.state is State.BROKEN:
             raise Pmm3dError("backward: an earlier backward pass ended with an error and left gradients that are not "
                              "whole: forget them first (optimizer.zero_grad())")
-        found = natural(record.form, part)
+        found = natural(record.of, part)
         landed, kind, axis = landing(found.layout, record.form.layout, self._grid.shape)
         if record in self._bucket:
             self._flush()
@@ -197,10 +208,10 @@ class Gradients:
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
         self.agree()
         cols, counts = out.shape[1], record.form.counts(axis.name)
-        partial = self._partials.take(record.form, (sum(counts), cols))
+        partial = self._partials.take(record.message, (sum(counts), cols))
         _fill(part, partial, 0)
         record.wait()
-        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.form.dtype).work])
+        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.message.dtype).work])
         with self._grid.ledger.phase("reduce dW"):
             record.pending = axis.reduce_into(partial, out, counts, beta)
         self._partials.busy(record.pending)
@@ -210,9 +221,10 @@ class Gradients:
     def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
         """By way of an array of its own: what takes more than one step, or is not added on this rank."""
         self.agree()
-        array, form = getattr(part, "array", None), record.form
-        if isinstance(part, Product):
-            array = form.new(part.shape)
+        form = record.message
+        array = None if isinstance(part, Product) else part.array
+        if array is None or form.dtype != record.of.dtype:
+            array = form.new(part.shape if isinstance(part, Product) else tuple(part.array.shape))
             _fill(part, array, 0)
         with self._grid.ledger.phase("relayout"):
             moved = relayout(self._grid, array, form.shape, part.layout, landed).wait()
@@ -300,13 +312,14 @@ class Gradients:
         before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
         arrays = [member.array for member in members]
         counts = [member.data_counts for member in members] if members[0].split else None
-        sizes, dtype = [prod(member.form.local_shape) for member in members], members[0].form.dtype
-        self.note_work(phase, coalesced_work(sizes, counts, dtype, axis.size, axis.index))
+        sizes = [prod(member.form.local_shape) for member in members]
+        held, sent = members[0].form.dtype, members[0].message.dtype
+        self.note_work(phase, coalesced_work(sizes, counts, held, axis.size, axis.index, sent))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
         with self._grid.ledger.phase(phase):
-            pending = axis.sum_coalesced(arrays, counts, after=before)
+            pending = axis.sum_coalesced(arrays, counts, sent, after=before)
         for member in members:
             member.pending = pending
         self._flights[axis.name] = [*flight, pending]
@@ -331,7 +344,7 @@ def _alike(records: Iterable[Accumulated]) -> list[list[Accumulated]]:
 
 
 def _kind(record: Accumulated) -> tuple[object, ...]:
-    return record.form.dtype, record.form.library, record.split
+    return record.form.dtype, record.message.dtype, record.form.library, record.split
 
 
 class Partials:

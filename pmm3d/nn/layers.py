@@ -18,11 +18,12 @@ from ..layout import Layout
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
-from .arithmetic import add
+from .arithmetic import add, cast
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
 from .module import found
 from .parameter import Parameter
+from .precision import Precision
 from .tape import Tape, outside, propagate
 from .tensor import Tensor
 
@@ -32,17 +33,26 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 
 
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
-              dtype: str = "float32", library: Library = "numpy") -> Parameter:
+              dtype: str = "float32", library: Library = "numpy", precision: Precision | str | None = None) -> Parameter:
     """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective.
 
-    Raises GridError if the grid leaves ranks idle.
+    precision   its types: an `nn.Precision`, or the name of one; None: of the name `dtype`
+
+    Raises GridError if the grid leaves ranks idle, DTypeError for a precision that the library does not have.
     """
+    precision = Precision.of(precision, dtype)
+    precision.check(grid.library(library))
     if grid.size != grid.shape.size:
         raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
     with grid.ledger.holding("weights"):
-        made = DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library=library)
+        made = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout, library=library)
     made.local[...] = made.local * bound + value
-    return Parameter(made)
+    return Parameter(made, precision)
+
+
+def entering(x: Tensor, weight: Parameter) -> Tensor:
+    """What comes to a layer, in the type that it computes in: a batch may come in that of the master weights."""
+    return cast(x, weight.dtype) if x.dtype == weight.precision.master else x
 
 
 class Linear(Module):
@@ -52,6 +62,7 @@ class Linear(Module):
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
+    precision         "bfloat16", ..., or an `nn.Precision`. x may also come in the type of the master weights
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
                       values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
 
@@ -63,7 +74,8 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
-                 activations: str = "replicated", unit: int = 1, dtype: str = "float32", library: Library = "numpy"):
+                 activations: str = "replicated", unit: int = 1, dtype: str = "float32", library: Library = "numpy",
+                 precision: Precision | str | None = None):
         _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
             raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
@@ -71,7 +83,7 @@ class Linear(Module):
         if activations not in ACTIVATIONS:
             raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
         self.grid, self.activations, self._has_input = grid, activations, False
-        options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library}
+        options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
         self.weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
                                 **options)
         self.bias: Parameter | None = None
@@ -87,7 +99,7 @@ class Linear(Module):
             self.weight.move(weight_layout(cols[0], units))
             if self.bias is not None:
                 self.bias.move(Layout((), OTHER[cols[0]], units=(1, units[1])))
-        return linear(x, self.weight, self.bias, activations=self.activations)
+        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
 
 
 class LayerNorm(Module):
@@ -99,11 +111,12 @@ class LayerNorm(Module):
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
-                 library: Library = "numpy"):
+                 library: Library = "numpy", precision: Precision | str | None = None):
         _check_sizes("LayerNorm", features=features)
         self.grid, self.eps, self._has_input = grid, eps, False
-        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library)
-        self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library)
+        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
+        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, **options)
+        self.bias = parameter(grid, (1, features), Layout((), cols), **options)
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = Layout((), x.layout.cols, units=(1, x.layout.units[1]))
@@ -111,7 +124,7 @@ class LayerNorm(Module):
         if first and wanted.cols and wanted != self.gain.layout:
             self.gain.move(wanted)
             self.bias.move(wanted)
-        return functional.layer_norm(x, self.gain, self.bias, self.eps)
+        return functional.layer_norm(entering(x, self.gain), self.gain, self.bias, self.eps)
 
 
 class Dropout(Module):
@@ -211,6 +224,7 @@ class MLP(Block):
     norm         a LayerNorm before each activation;   dropout   its probability, after each activation
     recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
     activations  "replicated" over the axis that a layer sums over, or "sharded" over it too (sequence parallelism)
+    precision    "float32", "tf32", "bfloat16", "float16", "float64", or an `nn.Precision`; None: that of `dtype`
 
         >>> with Grid(shape="ddp") as grid:
         ...     MLP(grid, [8, 16, 3], functional.gelu, norm=True).size
@@ -220,11 +234,11 @@ class MLP(Block):
     def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
                  norm: bool = False, dropout: float = 0.0, recompute: bool = False,
                  activations: str = "replicated", seed: int = 0, dtype: str = "float32",
-                 library: Library = "numpy"):
+                 library: Library = "numpy", precision: Precision | str | None = None):
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
         made, cols, number = list[Layer](), "y", 0
-        options: dict[str, Any] = {"dtype": dtype, "library": library}
+        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
             layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols,
                                           activations=activations, **options)]

@@ -1,30 +1,33 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor. A rank has the sum over its own rows; that over the ranks goes
+Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if that is of low precision. A rank has the sum over its own rows; that over the ranks goes
 on in the background until `item` is asked for, or is left to be done (`Tape.summing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from math import prod
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, library_of
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise
-from .functional import Elementwise
 from .statistics import across, added, log_sum_exp, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 Matrix = Tensor | DistMatrix
+Elementwise = Callable[[Array, ModuleType], Array]
+"""function(part of an array, its namespace)."""
 
 
 def mse(prediction: Tensor, target: Matrix) -> Tensor:
@@ -58,16 +61,17 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
 def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
     prediction = whole(prediction)
     form, local, aligned = prediction.form, prediction.shard, _aligned(prediction, target)
-    xp, of_target = array_namespace(local), aligned.requires_grad
+    xp, of_target, wide = array_namespace(local), aligned.form if aligned.requires_grad else None, form.wide
     with computing(form.grid, "loss"):
-        difference = elementwise(form, lambda p, t: p - t, local, aligned.shard)
-        total = xp.sum(elementwise(form, lambda d: value(d, xp), difference))
+        difference = elementwise(wide, lambda p, t: (p if wide is form else wide.library.astype(p, wide.dtype)) - t,
+                                 local, aligned.shard)
+        total = xp.sum(elementwise(wide, lambda d: value(d, xp), difference))
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        factor = float(gradient[0, 0]) * weight
+        factor = _factor(form, gradient, weight)
         slope = elementwise(form, lambda d: factor * derivative(d, xp), difference)
-        return slope, elementwise(form, lambda part: -part, slope) if of_target else None
+        return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
 
     return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
 
@@ -91,65 +95,129 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
     logits = whole(logits)
     form, local = logits.form, logits.shard
     xp = array_namespace(local)
-    columns, rows = _local_labels(logits, labels)
-    largest, logarithm, chosen = _log_sum_exp(logits, columns, rows)
+    own = _local_labels(logits, labels)
+    largest, logarithm, chosen = _log_sum_exp(logits, own)
     weight = 1 / max(1, form.shape[0])
     total = xp.sum(largest + logarithm - chosen)
     normalizer = (largest + logarithm)[:, None]
 
-    def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array) -> tuple[Array]:
-        factor = float(gradient[0, 0]) * weight
+    def rule(gradient: Array, local: Array, normalizer: Array, *own: Array) -> tuple[Array]:
+        factor, (rows, columns, *inside) = _factor(form, gradient, weight), own
         dx = form.new()
         with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape)):
             by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
-            dx[rows, columns] -= factor
+            if local.shape[1]:
+                dx[rows, columns] -= (factor * inside[0])[0] if inside else factor
         return (dx,)
 
-    return _mean((logits,), total, weight, rule, (local, normalizer, rows, columns))
+    return _mean((logits,), total, weight, rule, (local, normalizer, *own.arrays))
 
 
-def _local_labels(logits: Tensor, labels: Matrix) -> tuple[Array, Array]:
-    """(columns, rows): of this rank's labels that lie in this rank's columns, as local indices."""
-    box, host = logits.box, _labels_of(logits, labels)
+def _factor(form: Form, gradient: Array, weight: float) -> float | Array:
+    """The gradient of a loss times a number: of device arrays 1 x 1 there, so that nobody waits for it."""
+    return float(gradient[0, 0]) * weight if form.library.on_host else gradient * weight
+
+
+class OwnLabels(NamedTuple):
+    """Of this rank's rows, at (rows, columns) of its logits.
+
+    missed   0, where the logit is another rank's; -inf where the label is none, so that the loss is infinite
+    inside   on a device, of all rows, whether the label is in this rank's columns: 1, or 0 and any column; None on the
+             host, where only rows whose label is are there
+    """
+
+    rows: Array
+    columns: Array
+    missed: Array | None = None
+    inside: Array | None = None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Those that a gradient rule needs."""
+        return (self.rows, self.columns) if self.inside is None else (self.rows, self.columns, self.inside)
+
+
+def _local_labels(logits: Tensor, labels: Matrix) -> OwnLabels:
+    box, library = logits.box, logits.library
+    if not library.on_host:
+        return _labels_there(logits, labels)
+    host = _labels_of(logits, labels)
     if host is None:
-        index = logits.library.empty((logits.form.local_shape[0],), "int64")
-        return index, index
+        index = library.empty((logits.form.local_shape[0],), "int64")
+        return OwnLabels(index, index)
     own = np.flatnonzero((host >= box.c0) & (host < box.c1))
-    columns, lines = (logits.library.from_numpy(index, "int64") for index in (host[own] - box.c0, own))
-    return columns, lines
+    return OwnLabels(*(library.from_numpy(index, "int64") for index in (own, host[own] - box.c0)))
+
+
+def _labels_there(logits: Tensor, labels: Matrix) -> OwnLabels:
+    """On the device of the logits. Labels that are not known to be right are looked at by the host, once for each
+    matrix; one that is changed to be wrong after that makes the loss infinite."""
+    box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
+    matrix = _aligned_labels(logits, labels)
+    if not _known(logits, labels):
+        _check_labels(logits, library_of(matrix.local).to_numpy(matrix.local).reshape(-1), False)
+        (labels.value if isinstance(labels, Tensor) else labels).labels_below = logits.shape[1]
+    held = matrix.local.reshape(-1)
+    if matrix.library != library:
+        held = library.from_numpy(matrix.library.to_numpy(held), "int64")
+    inside = (held >= box.c0) & (held < box.c1)
+    right = (held >= 0) & (held < logits.shape[1])
+    columns = xp.clip(held - box.c0, 0, max(0, box.shape[1] - 1))
+    rows = library.astype(library.words(0, box.shape[0]), "int64")
+    missed = xp.log(library.astype(right, logits.dtype))
+    return OwnLabels(rows, columns, missed, library.astype(inside, logits.dtype))
 
 
 def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
     """Those of this rank's rows, checked; None in a dry run."""
+    matrix = _aligned_labels(logits, labels)
+    if not matrix.library.has_data:
+        return None
+    host = matrix.library.to_numpy(matrix.local).reshape(-1)
+    _check_labels(logits, host, _known(logits, labels))
+    return host
+
+
+def _known(logits: Tensor, labels: Matrix) -> bool:
+    """Whether all ranks know that these labels are right."""
     labels = labels.value if isinstance(labels, Tensor) else labels
-    grid, (rows, classes) = logits.grid, logits.shape
+    return labels.labels_below is not None and labels.labels_below <= logits.shape[1]
+
+
+def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
+    """The labels with rows as the logits'."""
+    labels = labels.value if isinstance(labels, Tensor) else labels
+    rows = logits.shape[0]
     if not isinstance(labels, DistMatrix):
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
     if labels.shape != (rows, 1):
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
-    wanted = layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1))
-    if labels.layout.on(grid.shape) != wanted.on(grid.shape):
-        labels = labels.redistribute(wanted)
-    if not labels.library.has_data:
-        return None
-    host = labels.library.to_numpy(labels.local).reshape(-1)
-    known = labels.labels_below is not None and labels.labels_below <= classes
-    with nullcontext() if known else grid.together("cross_entropy"):
+    wanted, shape = layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1)), logits.grid.shape
+    return labels if labels.layout.on(shape) == wanted.on(shape) else labels.redistribute(wanted)
+
+
+def _check_labels(logits: Tensor, host: np.ndarray, known: bool) -> None:
+    """Raises Pmm3dError on every rank for labels that are none, unless they are known to be right."""
+    classes = logits.shape[1]
+    with nullcontext() if known else logits.grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
             raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}")
         wrong = np.flatnonzero((host < 0) | (host >= classes))
         if len(wrong):
             raise Pmm3dError(f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "
                              f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}")
-    return host
 
 
-def _log_sum_exp(logits: Tensor, columns: Array, rows: Array) -> tuple[Array, Array, Array]:
+def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.shard
-    chosen = form.new((1, local.shape[0]))[0]
-    chosen[...] = 0
-    chosen[rows] = local[rows, columns]
+    chosen = form.wide.new((1, local.shape[0]))[0]
+    if own.inside is None or not local.shape[1]:
+        chosen[...] = 0
+    if own.inside is None:
+        chosen[own.rows] = local[own.rows, own.columns]
+    elif local.shape[1]:
+        chosen[...] = array_namespace(local).where(own.inside > 0, local[own.rows, own.columns], own.missed)
     with form.grid.ledger.phase("loss"):
         return log_sum_exp(form, local, 1, chosen)
 
@@ -158,7 +226,7 @@ def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, ke
           axes: Iterable[str] = ()) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
     like = parents[0]
-    value = like.form.filled(0).local
+    value = like.form.wide.filled(0).local
     value[...] = total * weight
     sums = (*like.layout.rows, *axes)
     if not like.tape.summing:

@@ -9,7 +9,7 @@ from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from .arithmetic import summed_to
-from .compute import array_namespace, by_rows, check_type, computing
+from .compute import array_namespace, by_rows, check_type, computing, sums_along
 from .statistics import added, beside, log_sum_exp, total
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -112,7 +112,7 @@ def _normalized(name: str, x: Matrix, dim: int, function: Callable[..., Array], 
         dx = form.new()
         with computing(form.grid, "elementwise"):
             by_rows(weighted, dx, gradient, out)
-            sums = xp.sum(dx, axis=dim)
+            sums = sums_along(dx, dim)
         with form.grid.ledger.phase(name):
             sums = beside(total(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
         with computing(form.grid, "elementwise"):

@@ -8,9 +8,10 @@ from typing import Any
 
 from ..arrays import Array
 from ..errors import Pmm3dError
+from .loss_scale import LossScale
 from .optimizer import NonFiniteGradientError, Optimizer, Option, Parameters
 
-__all__ = ["SGD", "Adam", "AdamW", "Cosine", "NonFiniteGradientError", "Optimizer", "Schedule", "Step"]
+__all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "NonFiniteGradientError", "Optimizer", "Schedule", "Step"]
 
 
 class SGD(Optimizer):

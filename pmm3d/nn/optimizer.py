@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, NumpyLibrary
+from ..comm import Pending
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
@@ -21,6 +22,8 @@ from .parameter import Parameter
 
 Group = dict[str, Any]
 """"params", and the options that they are changed with: "lr", "weight_decay" and those of the kind of optimizer."""
+MASTER = "master"
+"""The state that an optimizer keeps of parameters that are rounded from it."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 
 
@@ -114,9 +117,10 @@ class Optimizer:
             if not 0 <= self.group[name] < inf:
                 raise Pmm3dError(f"{type(self).__name__}: {name} is a number of at least 0; got {self.group[name]!r}")
 
-    def step(self, *, check: bool = False) -> None:
+    def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective.
 
+        factor  the gradients are multiplied with it on the way: to clip them, or to take a loss's scale off
         check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
                 infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
 
@@ -130,14 +134,37 @@ class Optimizer:
         with self.grid.ledger.phase("optimizer"):
             for parameter in self._in_groups(filled):
                 with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
-                    self._change(parameter)
-                parameter.version += 1
-                if self._splits(parameter):
-                    own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-                    gathers.append(self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts))
+                    self._change(parameter, factor)
+                gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
         self.zero_grad()
+
+    def skip(self) -> None:
+        """A step in which no parameter is changed: it counts as one without gradients, which are let go."""
+        self._filled()
+        self.steps += 1
+        self.missed.update(self.parameters)
+        self.zero_grad()
+
+    def round_masters(self) -> None:
+        """Round the master weights, which were written to, to the parameters that have them. Collective."""
+        with self.grid.ledger.phase("optimizer"):
+            gathers = []
+            for parameter in self.parameters:
+                if parameter.precision.has_master:
+                    self._own(parameter, parameter.shard)[...] = self._states(parameter)[-1].reshape(-1)
+                    gathers += self._spread(parameter)
+            for gather in gathers:
+                gather.wait()
+
+    def _spread(self, parameter: Parameter) -> list[Pending]:
+        """A parameter was changed: begin to bring what the ranks along data changed of it to all of them."""
+        parameter.version += 1
+        if not self._splits(parameter):
+            return []
+        own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
+        return [self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts)]
 
     def _in_groups(self, filled: set[Parameter]) -> Iterator[Parameter]:
         """Those parameters, each while `group` has the options that it is changed with."""
@@ -158,15 +185,17 @@ class Optimizer:
             parameter.grad = None
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        """Change a slice of a parameter, and of its state, in place. xp: the namespace of the arrays; `self.changes`:
+        """Change a slice of a parameter, of its master weights if it has them, and of its state, in place. xp: the namespace of the arrays; `self.changes`:
         how often the parameter has been changed, this time included."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"."""
+        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low precision,
+        "optimizer/0.weight/master": the weights that are changed."""
         return {f"optimizer/{parameter.name}/{name}":
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
-                for parameter in self.parameters for name, array in zip(self.state_names, self._states(parameter))}
+                for parameter in self.parameters
+                for name, array in zip([*self.state_names, MASTER], self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
@@ -185,14 +214,24 @@ class Optimizer:
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
-        total, here = 0.0, self.grid.shape.position(self.grid.rank)
-        for parameter in self._filled():
-            own = self._own(parameter, self._gradient(parameter))
-            counts = parameter.library.has_data and self._layout(parameter).is_first(here)
-            for chunk in chunks(own.shape[0]) if counts else ():
-                part = parameter.library.astype(own[chunk], "float64")
-                total += float((part * part).sum())
-        return total
+        return float(sum(map(self._own_square, self._filled())))
+
+    def _own_square(self, parameter: Parameter) -> Any:
+        """Of one gradient; on a device a number there."""
+        own, here = self._own(parameter, self._gradient(parameter)), self.grid.shape.position(self.grid.rank)
+        counts = parameter.library.has_data and self._layout(parameter).is_first(here)
+        return parameter.library.square_sum(own) if counts else 0.0
+
+    def non_finite(self) -> str:
+        """Which gradients are not finite, in words. Collective: a number for each parameter from each rank."""
+        filled = self._filled()
+        squares = np.array([self._own_square(parameter) for parameter in filled])
+        total = self.grid.everyone.all_reduce(squares, agreed=True).wait()
+        wrong = [parameter.name or "a parameter" for parameter, square in zip(filled, total) if not isfinite(square)]
+        if not wrong:
+            return "all gradients are finite"
+        return f"the gradient of {wrong[-1]} is not finite" + (
+            f", the last one in the network of {len(wrong)}" if len(wrong) > 1 else "")
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
@@ -239,12 +278,22 @@ class Optimizer:
             record.split = False
         return record.array
 
-    def _change(self, parameter: Parameter) -> None:
+    def _change(self, parameter: Parameter, factor: float) -> None:
         xp, self.changes = array_namespace(parameter.shard), self.steps - self.missed[parameter]
-        arrays = [self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter))]
-        arrays += [array.reshape(-1) for array in self._states(parameter)]
-        for chunk in chunks(arrays[0].shape[0]) if parameter.library.has_data else ():
-            self.update(xp, *[array[chunk] for array in arrays])
+        shard, whole = (self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter)))
+        states, library, types = self._states(parameter), parameter.library, parameter.precision
+        states = [array.reshape(-1) for array in states]
+        for chunk in chunks(library, shard.shape[0]) if library.has_data else ():
+            weight, gradient, own = shard[chunk], whole[chunk], [array[chunk] for array in states]
+            gradient = gradient if types.gradient == types.master else library.astype(gradient, types.master)
+            gradient = gradient if factor == 1 else gradient * factor
+            if types.has_master:
+                master = own.pop()
+                _take_written(xp, library, weight, master)
+                self.update(xp, master, gradient, *own)
+                weight[...] = master
+            else:
+                self.update(xp, weight, gradient, *own)
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
@@ -255,13 +304,18 @@ class Optimizer:
         return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
 
     def _states(self, parameter: Parameter) -> list[Array]:
-        """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
+        """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes; the last
+        one is that part itself, if it has master weights."""
         if parameter not in self._state:
-            box = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords)
+            types, library = parameter.precision, parameter.library
+            shape = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords).shape
             with self.grid.ledger.holding("state"):
-                self._state[parameter] = [parameter.library.empty(box.shape, parameter.dtype) for _ in self.state_names]
-            for array in self._state[parameter]:
+                states = [library.empty(shape, types.master) for _ in range(len(self.state_names) + types.has_master)]
+            for array in states:
                 array[...], parameter.has_state = 0, True
+            if types.has_master:
+                states[-1].reshape(-1)[...] = self._own(parameter, parameter.shard)
+            self._state[parameter] = states
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
@@ -270,6 +324,13 @@ class Optimizer:
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""
         return self.shard_over_data and "data" not in parameter.layout.splitting
+
+
+def _take_written(xp: ModuleType, library: NumpyLibrary, weight: Array, master: Array) -> None:
+    """Where the weight is not the rounded master any more, somebody wrote to it: the master follows."""
+    kept, given = library.dtype(master), library.dtype(weight)
+    rounded = library.astype(master, given)
+    master[...] = xp.where(rounded == weight, master, library.astype(weight, kept))
 
 
 def _check_finite(norm: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ..errors import LayoutError
+from ..errors import DTypeError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from .compute import Form
 from .contract import Part
 from .gradients import Accumulated, State
+from .precision import Precision
 from .tape import Node
 from .tensor import Tensor
 
@@ -16,6 +17,7 @@ class Parameter(Tensor):
     """A tensor that a network learns, in any layout: a weight, its rows sharded over z within those of another axis; a
     vector; a table.
 
+    precision    of what types it, its gradient and its master weights are; None: `Precision.named` of its own type
     name         its path in the network, as in "2.weight"
     version      counts the changes of its values
     accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
@@ -33,11 +35,15 @@ class Parameter(Tensor):
     has_state = False
     accumulated: Accumulated
 
-    def __init__(self, value: DistMatrix):
+    def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
             raise LayoutError(f"a Parameter in {value.layout}: no rank has its values; "
                               "Parameter(value.redistribute(value.layout.summed))")
-        self.accumulated = Accumulated(Form.of(value))
+        self.precision = Precision.of(precision, value.dtype)
+        self.precision.check(value.library)
+        if self.precision.compute != value.dtype:
+            raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
+        self.accumulated = Accumulated(Form.of(value), self.precision)
         super().__init__(value, requires_grad=True)
 
     @property
@@ -93,5 +99,6 @@ class Parameter(Tensor):
                                   "its input's columns (cols=)")
         with self.grid.ledger.holding("weights"):
             self._take(self._value.redistribute(layout))
-        self.node, self.accumulated = Node(self.form, leaf=self), Accumulated(self.form, owners=self.accumulated.owners)
+        self.node = Node(self.form, leaf=self)
+        self.accumulated = Accumulated(self.form, self.precision, owners=self.accumulated.owners)
         self.version += 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid, Pending
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, stacked
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, stacked, sums_along
 
 Combine = Callable[[Array, Sequence[int]], Array]
 """combine(gathered, counts): from the statistics of all ranks along an axis, (ranks, kinds, rows), and of how many
@@ -45,9 +45,9 @@ def across(form: Form, own: Array, dim: int, combine: Combine) -> Array:
 
 def log_sum_exp(form: Form, local: Array, dim: int, more: Array = None) -> tuple[Array, Array, Array]:
     """For each row (dim 1) or column (0): the largest element, the logarithm of the sum of exp(element - largest), and
-    the sum over all ranks of `more`, a number for each."""
-    xp, work = array_namespace(local), form.new()
-    own = form.new((2 + (more is not None), local.shape[1 - dim]))
+    the sum over all ranks of `more`, a number for each; of low precision in float32."""
+    xp, work = array_namespace(local), form.wide.new()
+    own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
     with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape)):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
         by_rows(lambda part, largest: xp.exp(part - largest), work, local, beside(_finite(own[0]), dim))
@@ -73,10 +73,11 @@ def _finite(largest: Array) -> Array:
 
 def moments(form: Form, local: Array) -> tuple[Array, Array]:
     """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares (Chan, Golub,
-    LeVeque 1983)."""
-    xp, columns, deviation = array_namespace(local), local.shape[1], form.new()
+    LeVeque 1983); of low precision in float32."""
+    xp, columns, form = array_namespace(local), local.shape[1], form.wide
+    deviation = form.new()
     with computing(form.grid, "statistics"):
-        mean = xp.sum(local, axis=1) / max(1, columns)
+        mean = sums_along(local, 1) / max(1, columns)
         by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
         own = xp.stack([mean, xp.sum(deviation, axis=1)])
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from numbers import Real
 from operator import add as plus
 from typing import Any
+
+import numpy as np
 
 from ..arrays import Array
 from ..comm import Pending
@@ -122,11 +125,12 @@ class Tensor:
             result.node = Node(result.form, nodes, *kept)
         return result
 
-    def backward(self, gradient: Tensor | DistMatrix | None = None) -> None:
+    def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: float = 1.0) -> None:
         """Gradients by everything that this tensor was made of; they add to what is there already.
 
-        gradient   by this tensor, a matrix of its shape and type, in any layout; 1 if left out, for a loss, which is
-                   1 x 1
+        gradient   by this tensor, a matrix of its shape and type, in any layout; `scale` if left out, for a loss, which
+                   is 1 x 1
+        scale      what all gradients are multiplied with: see `optim.LossScale`
 
         The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
         on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
@@ -138,14 +142,16 @@ class Tensor:
         if node is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
         counted = uses(node)
-        start = self._start(gradient)
-        with self.tape.parallel.backward(self.tape.syncing, counted):
+        start = self._start(gradient, scale)
+        with self.tape.parallel.backward(self.tape.syncing, counted), _overflowing(scale):
             if node.leaf is None:
                 propagate(node, start)
             else:
                 self.receive(start)
 
-    def _start(self, gradient: Tensor | DistMatrix | None) -> Array:
+    def _start(self, gradient: Tensor | DistMatrix | None, scale: float) -> Array:
+        if gradient is not None and scale != 1:
+            raise Pmm3dError("backward: give the gradient or a scale, not both: multiply the gradient with it")
         if gradient is not None:
             given = gradient.value if isinstance(gradient, Tensor) else gradient
             with self.grid.together("backward"):
@@ -155,7 +161,7 @@ class Tensor:
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
                               f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")
         one = self.form.new()
-        one[...] = 1
+        one[...] = scale
         return one
 
     def _check_start(self, gradient: Any) -> None:
@@ -214,6 +220,11 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._value!r}>"
+
+
+def _overflowing(scale: float) -> AbstractContextManager[Any]:
+    """Scaled gradients may be infinite, and are looked at before they are used: numpy need not warn of them."""
+    return nullcontext() if scale == 1 else np.errstate(over="ignore", invalid="ignore")
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:

@@ -174,7 +174,7 @@ class DistMatrix(StoredMatrix):
             library = grid.library(library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             box = shards(shape, layout, grid).box(grid.rank)
-            local = library.made(box.shape, dtype, lambda: random.drawn(box, dtype, int(shape[1]), seed, distribution))
+            local = random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         return cls(grid, local, shape, layout).keep_one()
 
     @property

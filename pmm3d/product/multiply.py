@@ -25,7 +25,7 @@ Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 @one_thread
 def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
-           panels: int | None = None, max_workspace: int | None = None) -> Matrix:
+           panels: int | None = None, max_workspace: int | None = None, tf32: bool = False) -> Matrix:
     """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).
 
     a    (m, k)  rows over z, cols over y, sharded over x
@@ -37,6 +37,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                     run in another order.
     max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
                     along k, and by moving in rounds
+    tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
     play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
@@ -60,7 +61,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [14.,  2.]])
     """
     grid, a, b = grid_of(a, b), summed(a), summed(b)
-    passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace
+    passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace, tf32
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed):
             check_operands(a, b, out, beta)
@@ -79,7 +80,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
             if native is not matrix and read:
                 move_into(matrix, native, rest, plan.rounds)
         if mine is not None:
-            _multiply(mine, native_a, native_b, native_c, alpha, beta, rest.again())
+            _multiply(mine, native_a, native_b, native_c, alpha, beta, tf32, rest.again())
         if native_c is not c:
             move_into(native_c, c, rest, plan.rounds)
     return out
@@ -100,11 +101,11 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     def make() -> tuple[ProductPlan, RankPlan | None]:
         wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
-                            max_workspace=max_workspace, gemm_copies=not a.library.gemm_adds)
+                            max_workspace=max_workspace, gemm_copies=a.library.gemm_copies)
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
-    return plans.get((_operand(a), _operand(b), c, a.dtype, a.library.gemm_adds, panels, max_workspace), make)
+    return plans.get((_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, panels, max_workspace), make)
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
@@ -125,10 +126,10 @@ def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix
 
 
 def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix, alpha: complex, beta: complex,
-              work: Slab) -> None:
+              tf32: bool, work: Slab) -> None:
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
-    strips = ResultStrips(plan, c, alpha, beta, work)
+    strips = ResultStrips(plan, c, alpha, beta, tf32, work)
     coming = panels_a.start(0), panels_b.start(0)
     for index in range(plan.plan.panels):
         panel_a, panel_b = coming[0].wait(), coming[1].wait()

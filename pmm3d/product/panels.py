@@ -98,9 +98,10 @@ class ComingPanel:
 class ResultStrips:
     """The strips of C: where the GEMM adds, and what becomes of the sums."""
 
-    def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, work: Slab):
+    def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, tf32: bool,
+                 work: Slab):
         self._plan, self._grid, self._library = plan, c.grid, c.library
-        self._alpha, self._beta = alpha, beta
+        self._alpha, self._beta, self._tf32 = alpha, beta, tf32
         self._out = [c.local[:, low:high] for low, high in plan.strips]
         self._partial: Sequence[Array] = self._out
         if plan.reduces:
@@ -121,13 +122,11 @@ class ResultStrips:
         grid, library, c = self._grid, self._library, self._sums[strip]
         with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
             if a.shape[1]:
-                library.gemm(a, b, c, self._alpha, beta, self._work)
+                library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32)
             elif beta == 0:
                 c[...] = 0
             elif beta != 1:
                 c *= beta
-            if not library.on_host and not grid.engine.idle():
-                library.synchronize()
 
     def finish(self, strip: int) -> None:
         """All products of the strip are in it: round it, begin its reduction; at most two reductions are under way."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from differences import assert_gradients_are_differences, drawn
 from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
+from samples import to_numpy
 from torch_reference import by_rank_0
 
 from pmm3d import DTypeError, Grid, GridError, LayoutError, nn
@@ -73,19 +74,19 @@ def values_of(shapes):
     return {name: drawn(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
 
 
-def assert_as_torch(grid, case, expected, shapes, layouts):
+def assert_as_torch(grid, case, expected, shapes, layouts, library="numpy"):
     out, grads = expected
-    given = {name: nn.Tensor(spread(grid, value, layouts[name]), requires_grad=True)
+    given = {name: nn.Tensor(spread(grid, value, layouts[name], library), requires_grad=True)
              for name, value in values_of(shapes).items()}
     result = case(nn, given)
     assert result.shape == out.shape and result.dtype == "float64"
-    assert np.abs(result.gather() - out).max(initial=0) < 1e-12, layouts
-    result.backward(spread(grid, drawn(out.shape, 40), result.layout.summed))
+    assert np.abs(to_numpy(result.gather(), library) - out).max(initial=0) < 1e-12, layouts
+    result.backward(spread(grid, drawn(out.shape, 40), result.layout.summed, library))
     for name, grad in grads.items():
         assert (given[name].grad is None) == (grad is None)
         if grad is not None:
             assert given[name].grad.layout == layouts[name].summed
-            assert np.abs(given[name].grad.gather() - grad).max(initial=0) < 1e-12, (name, layouts)
+            assert np.abs(to_numpy(given[name].grad.gather(), library) - grad).max(initial=0) < 1e-12, (name, layouts)
     assert_replicas_agree(grid, {name: given[name].grad for name, grad in grads.items() if grad is not None})
 
 
@@ -95,8 +96,9 @@ def fitting(shapes, layout):
             else Layout(layout.rows, layout.cols, layout.sums) for name, shape in shapes.items()}
 
 
+@pytest.mark.parametrize("library", ["numpy", "standin"])
 @pytest.mark.parametrize("kind", ["elementwise", "along"])
-def test_values_and_gradients_are_those_of_torch(comm, kind):
+def test_values_and_gradients_are_those_of_torch(comm, kind, library):
     """Each operation on each grid, with another layout each time, the same for all operands every other time."""
     cases = {"elementwise": ELEMENTWISE, "along": ALONG}[kind]
     expected, turn = by_rank_0(comm, lambda: of_torch(cases, SHAPES)), count()
@@ -105,9 +107,9 @@ def test_values_and_gradients_are_those_of_torch(comm, kind):
         for (title, case), number in zip(cases.items(), turn):
             layouts = {name: fitting(SHAPES, LAYOUTS[(number + number % 2 * 3 * index) % len(LAYOUTS)])[name]
                        for index, name in enumerate(SHAPES)}
-            assert_as_torch(grid, case, expected[title], SHAPES, layouts)
+            assert_as_torch(grid, case, expected[title], SHAPES, layouts, library)
 
-    on_each_grid(comm, check)
+    on_each_grid(comm, check, None if library == "numpy" else [WIDEST[comm.size]])
 
 
 def test_parts_may_be_empty(comm):

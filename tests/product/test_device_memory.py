@@ -109,7 +109,7 @@ def test_results_and_arrays_may_be_freed_at_once(comm):
         assert all(np.array_equal(to_numpy(found, "standin"), 2 * sum(whole)) for found in sums)
 
 
-def test_work_arrays_of_a_gemm_and_of_a_sum_are_not_the_same(comm):
+def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):
     """Both are lent by the grid's workspace, and given back before the device has used them."""
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank) as stream:
         library, go_on = library_named("standin"), SimpleNamespace(done=False)
@@ -123,7 +123,10 @@ def test_work_arrays_of_a_gemm_and_of_a_sum_are_not_the_same(comm):
             yield from sum_arrays(link, library, sums, sums)
 
         pending = grid.x.begin("sum", later, library=library)
-        library.gemm(a, a, c, 2, 1, grid.workspace)
+        with grid.workspace.borrow((60, 60), "float64", library) as twice:
+            twice[...] = a
+            twice *= 2
+            library.gemm(twice, a, c, 1, 1, grid.workspace)
         product_is_there = stream.record()
         assert not product_is_there.done and not product_is_there.done  # two of the three pieces of work
         go_on.done = True

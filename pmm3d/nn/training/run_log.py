@@ -34,7 +34,6 @@ class RunLog:
 
     What it cannot write or draw once the run has begun is said once in a warning, and the run goes on.
 
-
     bar             whether a progress bar is drawn
     prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `prometheus.Textfile`
 

@@ -1,0 +1,48 @@
+"""GEMM on device memory through the cuBLAS that cupy binds: any leading dimension, alpha and beta, no copies.
+
+One entry, cublasGemmEx, serves all types. Sums are kept in float32 or wider, also where A and B are of float16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import blas
+
+_TYPES = {
+    "float16": ("CUDA_R_16F", "CUBLAS_COMPUTE_32F", "float32"),
+    "float32": ("CUDA_R_32F", "CUBLAS_COMPUTE_32F", "float32"),
+    "float64": ("CUDA_R_64F", "CUBLAS_COMPUTE_64F", "float64"),
+    "complex64": ("CUDA_C_32F", "CUBLAS_COMPUTE_32F", "complex64"),
+    "complex128": ("CUDA_C_64F", "CUBLAS_COMPUTE_64F", "complex128"),
+}
+"""Element type -> CUDA's names for it and for the type of its sums; the type of alpha and beta."""
+TF32 = "CUBLAS_COMPUTE_32F_FAST_TF32"
+_OPERATIONS = {"N": "CUBLAS_OP_N", "T": "CUBLAS_OP_T"}
+
+
+def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: blas.Matrix, alpha: complex,
+         beta: complex, tf32: bool = False) -> None:
+    """C = alpha A B + beta C in the current stream; beta = 0 does not read C.
+
+    cuda     cupy.cuda
+    dtypes   of A and B, and of C: the same, or float16 and float32
+    tf32     whether float32 and complex64 factors may be rounded to 10 bits of mantissa
+
+    Raises ValueError for matrices that have no dim of stride 1, and for dims and leading dimensions beyond 2^31 - 1.
+    """
+    if 0 in c[1]:
+        return
+    call, library = blas.arranged(a[1:], b[1:], c[1:]), cuda.cublas
+    operands, sums, scalar = _TYPES[dtypes[0]]
+    if tf32 and scalar in ("float32", "complex64") and dtypes[0] == scalar:
+        sums = TF32
+    of_operands, of_result = (getattr(cuda.runtime, name) for name in (operands, _TYPES[dtypes[1]][0]))
+    (first, second), scalars = (b, a) if call.swapped else (a, b), np.array([alpha, beta], scalar)
+    library.gemmEx(
+        cuda.device.get_cublas_handle(), *(getattr(library, _OPERATIONS[read]) for read in (call.a_read, call.b_read)),
+        call.m, call.n, call.k, scalars[:1].ctypes.data, first[0], of_operands, call.lda, second[0], of_operands,
+        call.ldb, scalars[1:].ctypes.data, c[0], of_result, call.ldc, getattr(library, sums),
+        library.CUBLAS_GEMM_DEFAULT)

@@ -1,0 +1,93 @@
+"""Dynamic loss scaling: gradients of float16 are kept within its range."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from ..errors import Pmm3dError
+from .optimizer import NonFiniteGradientError, Optimizer
+
+MOST_IN_A_ROW = 50
+"""Steps that are skipped one after the other: what is not finite then is so at any scale."""
+
+
+class LossScale:
+    """Scales the loss before the backward pass, and its gradients back in the optimizer's step. A step whose gradient is
+    not finite is skipped on all ranks: nothing is changed but the scale, and the count of steps.
+
+    start          the first scale;   most, least   its bounds
+    every          it is doubled after so many good steps in a row; and halved when one is skipped
+    value          the scale of the step under way, by which `Tensor.backward(scale=)` multiplies
+    skipped        steps that were skipped so far;   in_a_row   of them, those since the last good one
+
+    Raises Pmm3dError for numbers that make no sense.
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> from pmm3d.nn import optim
+        >>> with Grid(shape="ddp") as grid:
+        ...     net, x = nn.Linear(grid, 3, 2, precision="float16"), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     optimizer, scale = optim.AdamW(net.parameters()), optim.LossScale(start=2.0**30, most=2.0**30)
+        ...     for _ in range(20):
+        ...         nn.mse(net(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward(scale=scale.value)
+        ...         took = scale.step(optimizer, clip=1.0)
+        ...     took, 0 < scale.skipped < 20, scale.value == 2.0 ** (30 - scale.skipped)
+        (True, True, True)
+    """
+
+    def __init__(self, start: float = 2.0**16, every: int = 200, most: float = 2.0**24, least: float = 1.0):
+        if not 0 < least <= start <= most or not isfinite(most) or every < 1:
+            raise Pmm3dError("LossScale: 0 < least <= start <= most, and every is at least 1; got least = "
+                             f"{least!r}, start = {start!r}, most = {most!r}, every = {every!r}")
+        self.value, self.every, self.most, self.least = float(start), every, most, least
+        self.good = self.skipped = self.in_a_row = 0
+
+    def takes(self, norm: float) -> bool:
+        """Whether a step whose gradient has this 2-norm, the same on all ranks, is to be taken; what follows from that
+        for the next one's scale."""
+        if isfinite(norm):
+            self.good, self.in_a_row = self.good + 1, 0
+            if self.good % self.every == 0:
+                self.value = min(self.most, 2 * self.value)
+            return True
+        self.good, self.in_a_row, self.skipped = 0, self.in_a_row + 1, self.skipped + 1
+        self.value = max(self.least, self.value / 2)
+        return False
+
+    def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
+        """The optimizer's step, and whether it was taken. Collective: one number from each rank.
+
+        clip   the largest 2-norm of the gradient, scaled back
+
+        Raises NonFiniteGradientError, on every rank, when it skips the fiftieth step in a row.
+        """
+        scale = self.value
+        norm = optimizer.gradient_norm() / scale
+        return self.conclude(optimizer, norm, scale, clip)
+
+    def conclude(self, optimizer: Optimizer, norm: float, scale: float, clip: float | None = None) -> bool:
+        """As `step`, of gradients that have the factor `scale`, and whose 2-norm without it is known."""
+        if self.takes(norm):
+            optimizer.step(factor=clipping(norm, clip) / scale)
+            return True
+        if self.in_a_row >= MOST_IN_A_ROW:
+            raise NonFiniteGradientError(
+                f"{self.in_a_row} steps in a row were skipped, as gradients of float16 were not finite, the last at a "
+                f"loss scale of {scale:g}: {optimizer.non_finite()}. No weight was changed by them. Look at the loss "
+                'and the inputs, try a smaller learning rate or a warm-up, or precision = "bfloat16"')
+        optimizer.skip()
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; JSON-able."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `state` gave; `every` and the bounds stay as they were given to this one."""
+        self.value = min(self.most, max(self.least, float(state["value"])))
+        self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))
+
+
+def clipping(norm: float, clip: float | None) -> float:
+    """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
+    return clip / norm if clip and norm > clip else 1.0

@@ -1,0 +1,87 @@
+"""Elementwise functions of one array, and their slopes, in the form that each array library computes in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import pi, sqrt
+from typing import Any, NamedTuple
+
+from ..arrays import Array, NumpyLibrary
+
+
+class Pointwise(NamedTuple):
+    """A function f of each element.
+
+    value      (x, library): f(x)
+    slope      (g, kept, library): g times the derivative of f, by x, or by f(x)
+    of_output  whether `kept` is f(x), which is then all that is kept; else x
+    torch      the name of torch's own kernels: in torch.ops.aten, the slope's with "_backward"
+    """
+
+    value: Callable[[Array, NumpyLibrary], Array]
+    slope: Callable[[Array, Array, NumpyLibrary], Array]
+    of_output: bool
+    torch: str
+
+
+def _logistic(x: Array, library: NumpyLibrary) -> Array:
+    return 0.5 * (1 + library.xp.tanh(0.5 * x))
+
+
+def _silu_slope(g: Array, x: Array, library: NumpyLibrary) -> Array:
+    gate = _logistic(x, library)
+    return g * (gate * (1 + x * (1 - gate)))
+
+
+def _normal(x: Array, library: NumpyLibrary) -> Array:
+    """The normal distribution function."""
+    return 0.5 * (1 + library.special("erf")(x * sqrt(0.5)))
+
+
+def _gelu_slope(g: Array, x: Array, library: NumpyLibrary) -> Array:
+    density = library.xp.exp(-0.5 * x * x) * (1 / sqrt(2 * pi))
+    return g * (_normal(x, library) + x * density)
+
+
+RELU = Pointwise(lambda x, library: library.xp.maximum(x, 0), lambda g, out, _: g * (out > 0), True, "relu")
+TANH = Pointwise(lambda x, library: library.xp.tanh(x), lambda g, out, _: g * (1 - out * out), True, "tanh")
+SIGMOID = Pointwise(_logistic, lambda g, out, _: g * (out * (1 - out)), True, "sigmoid")
+SILU = Pointwise(lambda x, library: x * _logistic(x, library), _silu_slope, False, "silu")
+GELU = Pointwise(lambda x, library: x * _normal(x, library), _gelu_slope, False, "gelu")
+
+
+class OnePass(NamedTuple):
+    """A Pointwise for arrays of one library: value(x), slope(gradient, kept)."""
+
+    value: Callable[[Array], Array]
+    slope: Callable[[Array, Array], Array]
+
+
+def in_one_pass(function: Pointwise, library: NumpyLibrary) -> OnePass:
+    """torch's own kernels; a fused one where the library makes such (cupy); else the expression, of slices in cache."""
+    return _of_library(function, library) if library.has_data else _expressions(function, library)
+
+
+@cache
+def _of_library(function: Pointwise, library: NumpyLibrary) -> OnePass:
+    if library.name == "torch":
+        return _of_torch(library.xp.ops.aten, function.torch)
+    value, slope = _expressions(function, library)
+    return OnePass(library.fused(value), library.fused(slope))
+
+
+def _expressions(function: Pointwise, library: NumpyLibrary) -> OnePass:
+    def value(x: Array) -> Array:
+        return function.value(x, library)
+
+    def slope(g: Array, kept: Array) -> Array:
+        return function.slope(g, kept, library)
+
+    return OnePass(value, slope)
+
+
+def _of_torch(aten: Any, name: str) -> OnePass:
+    if name == "relu":
+        return OnePass(aten.relu, lambda g, out: aten.threshold_backward(g, out, 0))
+    return OnePass(getattr(aten, name), getattr(aten, f"{name}_backward"))

@@ -1,0 +1,144 @@
+"""No byte leaves before the work that wrote it, no work reads before its message has come: by the stand-in's own record
+of both, for every collective, products and a step of training. Nothing waits for a whole device."""
+
+from types import SimpleNamespace
+
+import pytest
+import standin
+from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
+from samples import integers, to_library
+from standin_order import looked_at
+
+from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d.arrays.streams import CupyStream
+from pmm3d.comm import engine
+from pmm3d.nn import compute
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
+pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(60)]
+
+
+def collectives(grid):
+    whole = to_library(integers((8, 3), seed=grid.rank), "standin")
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
+        getattr(grid.everyone, name)(whole + 1).wait()
+    into = standin.empty((8 * grid.size, 3))
+    pending = grid.everyone.gather_into(whole * 2, into, [8] * grid.size)
+    sums = grid.everyone.sum_into(whole, whole, after=[pending])
+    parts = [whole[start : start + 8 // grid.size] for start in range(0, 8, 8 // grid.size)]
+    landing = [standin.empty(parts[0].shape) for _ in parts]
+    pending.wait(), sums.wait()
+    grid.everyone.exchange_into(parts, landing).wait()
+    grid.everyone.reduce_into(into, whole, [8] * grid.size).wait()
+    grid.everyone.sum_coalesced([whole, into]).wait()
+
+
+def products(grid):
+    a = DistMatrix.from_global(grid, to_library(integers((12, 14), seed=1), "standin"))
+    b = DistMatrix.from_global(grid, to_library(integers((14, 10), seed=2), "standin"), layout=Layout.B)
+    for panels in (1, 3):
+        c = matmul(a, b, panels=panels)
+        matmul(a.T, c, alpha=2, beta=1, out=b, panels=panels)
+
+
+def step(grid):
+    net = network_of(grid, CLASSES, library="standin", dropout=0.1)
+    optimizer = adamw(net.parameters(), shard_over_data=True)
+    loss_of(net, CLASSES, *batch_of(CLASSES, 0), "standin").backward()
+    optimizer.clip(0.5)
+    optimizer.step()
+
+
+def order_of(comm, monkeypatch, program, transport, *taken_away):
+    """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
+    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
+    for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
+        with Grid(comm, shape, data, device_transport=transport) as grid:
+            with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
+                with looked_at(monkeypatch) as order, monkeypatch.context() as patch:
+                    for each in taken_away:
+                        patch.setattr(*each)
+                    kept = program(grid)
+                    order.end()
+                del kept
+            yield order
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("program", [collectives, products, step])
+def test_messages_and_work_are_in_order(comm, monkeypatch, program, transport):
+    for order in order_of(comm, monkeypatch, program, transport):
+        assert order.faults == [] and order.produced > 4 and order.read > 4
+
+
+def heedless(pending):
+    """Pending._progress, but that it goes on whether messages have come or not."""
+    try:
+        while True:
+            next(pending._generator)
+    except StopIteration as end:
+        pending._result, pending.done = end.value, True
+    return True
+
+
+def gathered_and_summed(grid):
+    """Returns all arrays, so that they outlive messages that nobody waits for."""
+    part, whole = to_library(integers((8, 3)), "standin"), standin.empty((8 * grid.size, 3))
+    part += 1
+    grid.everyone.gather_into(part, whole, [8] * grid.size).wait()
+    doubled = whole + whole
+    grid.everyone.sum_into(doubled, doubled).wait()
+    return part, whole, doubled
+
+
+@TRANSPORTS
+def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypatch, transport):
+    taken = [(CupyStream, "record", lambda stream: SimpleNamespace(done=True)),
+             (CupyStream, "wait_for", lambda stream, event: None)]
+    for order in order_of(comm, monkeypatch, gathered_and_summed, transport, *taken):
+        assert any("Isend before the work" in fault for fault in order.faults)
+
+
+@TRANSPORTS
+def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch, transport):
+    taken = engine.Pending, "_progress", heedless
+    for order in order_of(comm, monkeypatch, gathered_and_summed, transport, taken):
+        assert any("of a message under way (Irecv)" in fault for fault in order.faults)
+
+
+@TRANSPORTS
+def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transport):
+    """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
+    with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
+        first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
+        stream.synchronize()
+        sums = [grid.y.sum_into(first, first)]
+        second += 1
+        stream.queue.held = True
+        sums.append(grid.y.sum_into(second, second))
+        sums[0].wait()
+        assert not sums[1].test()
+        stream.queue.held = False
+        sums[1].wait()
+
+
+def waits_in(call) -> int:
+    """How often the host stood still until a stream had come to its end."""
+    before = standin.Stream.waits
+    call()
+    return standin.Stream.waits - before
+
+
+@TRANSPORTS
+def test_the_host_does_not_stand_still_for_the_device(comm, transport):
+    """But for the end of a product, and for the norm of the gradients."""
+    with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True):
+        a = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"))
+        b = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"), layout=Layout.B)
+        for panels in (1, 4):
+            assert waits_in(lambda: matmul(a, b, panels=panels)) == 1
+        net = network_of(grid, CLASSES, library="standin")
+        optimizer = adamw(net.parameters())
+        for _ in range(2):
+            out = net(spread(grid, batch_of(CLASSES, 0)[0], library="standin"))
+            assert waits_in(lambda: out.backward(out.value)) == waits_in(optimizer.step) == 0

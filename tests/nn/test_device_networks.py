@@ -1,0 +1,115 @@
+"""Networks on the stand-in device: the numbers of numpy, and the same bits whatever is overlapped, on lazy streams."""
+
+import numpy as np
+import pytest
+import standin
+from networks import (
+    CLASSES,
+    VECTORS,
+    adamw,
+    batch_of,
+    bits,
+    largest_difference,
+    loss_of,
+    network_of,
+    spread,
+    train,
+    weights_of,
+)
+from samples import to_numpy
+
+from pmm3d import Grid, nn
+from pmm3d.io import Checkpoints
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.training import TrainState
+
+pytestmark = pytest.mark.deadline(60)
+PRESETS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
+           4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)]}
+
+
+def on_streams(comm, body, transports=("direct", "staged"), grids=None):
+    """body(grid) on a device and a stream of this rank's own, memory travelling in each way in turn."""
+    for index, (shape, data) in enumerate(grids or PRESETS[comm.size]):
+        with Grid(comm, shape, data, device_transport=transports[index % len(transports)]) as grid:
+            with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
+                body(grid)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("case, options", [
+    (CLASSES, {"dropout": 0.2, "clip": 0.5}),
+    (VECTORS, {"activations": "sharded", "recompute": True}),
+    (VECTORS._replace(loss="mae", activation="tanh"), {"make": lambda weights: optim.SGD(weights, 0.05, 0.9)}),
+    (CLASSES._replace(activation="silu"), {"make": lambda weights: adamw(weights, shard_over_data=True)}),
+], ids=["dropout, clip", "sharded", "mae", "zero-1"])
+def test_training_on_a_device_is_that_on_the_host(comm, case, options):
+    def check(grid):
+        losses, net = train(grid, case, 3, library="standin", **options)
+        expected, same = train(grid, case, 3, **options)
+        assert np.abs(losses - expected).max() < 1e-10
+        assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
+
+    on_streams(comm, check)
+
+
+@pytest.mark.parallel([2, 4])
+def test_what_is_overlapped_changes_no_bit_on_a_device(comm):
+    def trained(grid, overlap):
+        nn.Tape.of(grid).parallel.overlap = overlap
+        return list(bits(weights_of(train(grid, CLASSES, 2, library="standin", dropout=0.1)[1])).values())
+
+    def check(grid):
+        expected = trained(grid, nn.Overlap.none())
+        for overlap in (nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(reshard_after_forward=False, oag=False)):
+            assert trained(grid, overlap) == expected, overlap
+
+    on_streams(comm, check)
+
+
+@pytest.mark.parallel([1, 4])
+def test_metrics_on_a_device_are_those_on_the_host(comm):
+    def measured(grid, library):
+        net, (x, y) = network_of(grid, CLASSES, library=library), batch_of(CLASSES, 0)
+        given = spread(grid, x, library=library)
+        with nn.no_grad(grid):
+            out, labels = net(given), spread(grid, y, batch_layout(None), library)
+            return nn.accuracy(out, labels), nn.r2(out, out * 0.5 + 1.0), nn.mean(out, 1).gather()
+
+    def check(grid):
+        (*found, means), (*expected, same) = measured(grid, "standin"), measured(grid, "numpy")
+        assert np.allclose(found, expected, rtol=1e-12, atol=0)
+        assert np.allclose(to_numpy(means, "standin"), same, rtol=1e-12, atol=1e-12)
+
+    on_streams(comm, check)
+
+
+@pytest.mark.parallel([1, 4])
+def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
+    """Also on the host, to rounding."""
+    losses = lambda net, optimizer, steps: [stepped(net, optimizer, step) for step in steps]
+
+    def stepped(net, optimizer, step):
+        loss = loss_of(net, CLASSES, *batch_of(CLASSES, step), net.parameters()[0].library)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def check(grid):
+        checkpoints, made = Checkpoints(grid, shared_path / str(grid.shape)), {}
+        for name, library in (("first", "standin"), ("again", "standin"), ("host", "numpy")):
+            net = network_of(grid, CLASSES, library=library, dropout=0.1)
+            net.settle(CLASSES.sizes[0], "float64", library)
+            optimizer = adamw(net.parameters())
+            state = TrainState(net, optimizer)
+            if name == "first":
+                losses(net, optimizer, range(2))
+                state.save(checkpoints)
+            else:
+                state.resume(checkpoints)
+            made[name] = losses(net, optimizer, range(2, 4)), weights_of(net)
+        assert made["first"][0] == made["again"][0] and bits(made["first"][1]) == bits(made["again"][1])
+        assert largest_difference(made["first"][1], made["host"][1]) < 1e-10
+
+    on_streams(comm, check, grids=[("1x1x1", 1)] if comm.size == 1 else [("1x2x1", 2)])
