@@ -144,3 +144,5 @@ def test_a_full_run_has_every_precision_and_transport_for_both_libraries(package
                                            if name in case.options] for case in cases}
     assert (wanted["rate"], wanted["step"], wanted["message"]) == ([0.97], [0.85, 0.97], [0.8])
     assert all(case.needs in {other.name for other in cases} for case in cases if case.needs)
+    chosen = package["main"]._chosen(cases, "product: cupy, float64, 2x1x1, nccl")
+    assert [case.name.partition(":")[0] for case in chosen] == ["transport", "product"]
