@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,7 @@ def product(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         c = matmul(a, b, **how)
         matmul(a, b, out=c, alpha=0.5, beta=0.5, **how)
         found, left, right = (wide(matrix.gather()) for matrix in (c, a, b))
-        why = transport_of(grid)
+        why = grid.transport.why
     error = relative_error(found, left @ right)
     return _within(error, options["precision"]), {"error": error, "transport": why}
 
@@ -99,7 +97,7 @@ def _messages(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         sums = wide(grid.x.all_reduce(rows.local).wait())
         moved = wide(grid.x.shift(rows.local).wait())
         whole = wide(grid.x.all_gather(rows.local).wait())
-        why = transport_of(grid)
+        why = grid.transport.why
     expected = 1000.0 * np.arange(4 * comm.size)[:, None] + np.arange(1000)
     blocks = expected.reshape(comm.size, 4, 1000)
     right = [np.array_equal(whole, expected), np.array_equal(sums, blocks.sum(0)),
@@ -108,13 +106,6 @@ def _messages(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         raise Wrong(f"{why}: " + ", ".join(f"{name} {'right' if good else 'WRONG'}" for name, good in
                                            zip(("all_gather", "all_reduce", "shift"), right)))
     return f"{why}; all_reduce, shift and all_gather are right", {"transport": why}
-
-
-def transport_of(grid: Grid) -> str:
-    """How device memory travels, in a line, if the grid tells: no check fails for want of it."""
-    with suppress(AttributeError):
-        return str(attrgetter("transport.why")(grid))
-    return "not told"
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

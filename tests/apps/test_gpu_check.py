@@ -56,7 +56,7 @@ def environ(*folders):
 
 def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     chosen = ("surroundings|rate.*float32|step|launches|random|dropout|checkpoint|memory|transport|message|"
-              "product.*(bfloat16|float64|complex64)|training.*float32")
+              "product.*(bfloat16|float64|complex64)|training.*(float32|bfloat16)")
     options = ["--library", "torch", "--small", "--ranks", "1", "2", "--only", chosen, "--mpiexec", " ".join(LAUNCHER),
                "--report", str(tmp_path / "report")]
     done = subprocess.run([sys.executable, "-m", "gpu_check", *options], capture_output=True, text=True, timeout=300,
@@ -74,6 +74,25 @@ def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     text = (tmp_path / "report" / "report.txt").read_text()
     assert f"gpu-check: {len(names)} ok of {len(names)}" in text and "For docs/gpu.md:" in text
     assert "| product | torch | bfloat16 | 1, 2 | 4 of 4 | " in text and "| training | torch | float32 | 1, 2 |" in text
+
+
+def test_on_a_stand_in_device_each_transport_is_checked(tmp_path):
+    """One that is refused is absent, and so is what needs it: the exit code is 0."""
+    chosen = "surroundings|message|(product|training).*float32, 2x1x1|dropout"
+    options = ["--library", "standin", "--small", "--ranks", "2", "--only", chosen, "--mpiexec", " ".join(LAUNCHER),
+               "--report", str(tmp_path / "report")]
+    done = subprocess.run([sys.executable, "-m", "gpu_check", *options], capture_output=True, text=True, timeout=300,
+                          env=environ(ROOT / "apps", ROOT / "tests"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report" / "report.json").read_text())["cases"]
+    states = {entry["case"]["name"].partition(": ")[2]: entry["state"] for entry in found}
+    assert states.pop("standin, nccl, 2 ranks") == "absent"
+    assert {name.split(", ")[3] for name, state in states.items() if state == "absent"} == {"nccl"}
+    ways = {entry["case"]["options"]["transport"]: entry["figures"]["transport"] for entry in found
+            if entry["case"]["name"].startswith("product") and entry["state"] == "ok"}
+    assert {way: why.partition(":")[0] for way, why in ways.items()} == {"direct": "direct", "staged": "staged"}
+    [ranks] = [entry["figures"]["devices"] for entry in found if "devices" in entry["figures"]]
+    assert [(row["rank"], row["device"]) for row in ranks] == [(0, 0), (1, 1)]
 
 
 def test_a_check_that_dies_or_hangs_is_told_of_and_the_rest_goes_on(package, tmp_path, monkeypatch):
