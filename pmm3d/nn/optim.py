@@ -75,7 +75,8 @@ class Adam(Optimizer):
             raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {self.eps!r}")
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        step = AdamStep(self.lr, *self.betas, self.eps, self.weight_decay, self.decoupled, self.changes)
+        first, second = self.betas
+        step = AdamStep(self.lr, first, second, self.eps, self.weight_decay, self.decoupled, self.changes)
         step.change(library_of(weight), weight, gradient, *state)
 
 
