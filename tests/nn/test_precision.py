@@ -5,6 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 from networks import INPUT, on_each_grid, spread, weights_of
+from samples import integers
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import DTypeError
