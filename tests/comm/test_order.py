@@ -17,7 +17,7 @@ from pmm3d.comm.staging import Staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
-pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(120)]
 
 
 def collectives(grid):

@@ -100,6 +100,11 @@ class Passes(Part):
     steps: Count
 
 
+class LossScale(Part):
+    value: Amount
+    skipped: Count
+
+
 class Columns(Part):
     """A number for each rank."""
 
@@ -165,6 +170,7 @@ class Record(Part):
     epoch: Count | None = None
     epochs: Count | None = None
     passes: Passes | None = None
+    loss_scale: LossScale | None = None
     ranks: Columns | None = None
     moved: list[Moved] | None = None
     memory: Memory | None = None
@@ -181,6 +187,8 @@ class Line(Part):
     samples_per_second: float | None = None
     waiting: float | None = None
     gradient_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: float | None = None
     validation: dict[str, float | None] | None = None
 
 
