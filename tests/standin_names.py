@@ -1,5 +1,6 @@
 """cupy's names for the arrays of a stand-in: numpy's functions, done lazily on a stream."""
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,7 +30,12 @@ cuda = SimpleNamespace(
     alloc_pinned_memory=bytearray,
     cublas=cublas,
     device=device,
-    runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device, **CUDA_TYPES),
+    runtime=SimpleNamespace(
+        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device,
+        getDeviceProperties=lambda number: {"name": b"stand-in"},
+        deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
+        **CUDA_TYPES,
+    ),
 )
 
 

@@ -3,15 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .libraries import (
-    check_matrix_dtype,
-    dtype_named,
-    library_here,
-    library_kind,
-    library_named,
-    library_of,
-    take_device,
-)
+from .devices import take_device
+from .libraries import check_matrix_dtype, dtype_named, library_here, library_kind, library_named, library_of
 from .numpy_library import Array, NumpyLibrary
 from .sums import sum_in_order
 from .workspace import Slab, Workspace

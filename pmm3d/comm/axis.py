@@ -18,6 +18,8 @@ from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
 from .ledger import Record
+from .nccl import Nccl
+from .settling import nccl_of, settle
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -25,6 +27,7 @@ LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
 COUNT_TAG = 0
 """No call's."""
+
 
 class Axis:
     """One axis of a grid, or the whole grid ("all"): a group of ranks and the collectives among them.
@@ -47,7 +50,10 @@ class Axis:
 
     def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
-        self._engine, self._comm, self._calls, self._skipped, self._settled = engine, comm, 0, 0, False
+        self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
+        self._settled = False
+        self._nccl: Nccl | None = None
+        self._turn: Pending | None = None
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -144,10 +150,15 @@ class Axis:
         """Before the first arrays of a device travel along the axis: find out how. Collective along the axis, once."""
         if not library.has_data:
             raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
+        if library.on_host or self._settled:
+            return
         transport = self._engine.transport
-        if not (library.on_host or self._settled or transport.settled):
-            self._settled, transport.settled = True, self.name == "all"
-            self.begin("trial of device memory", lambda link: transport.settle(link, library)).wait()
+        if not transport.settled:
+            self.begin("trial of device memory", lambda link: settle(link, library)).wait()
+            transport.settled = self.name == "all"
+        if transport.mode == "nccl":
+            self._nccl = self.begin("making of NCCL's communicator", lambda link: nccl_of(link, library)).wait()
+        self._settled = True
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
               library: NumpyLibrary | None = None) -> Pending:
@@ -158,14 +169,20 @@ class Axis:
                   current stream, in a stream of its own
         """
         with self._engine.guard:
-            record, transport = self.next_record(name), self._engine.transport
-            stream = None if library is None or library.on_host else transport.communication_stream(library)
+            transport, stream = self._engine.transport, None
+            if library is not None and not library.on_host:
+                self.settle(library)
+                stream = transport.communication_stream(library, self.name)
+            record = self.next_record(name)
             tag = 1 + record.number % LARGEST_TAG
-            link = Link(self._comm, tag, record, transport, stream, self._engine.check)
+            link = Link(self._comm, tag, record, transport, stream, self._engine.check, self._nccl)
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
-            return self._engine.start(collective, record)
+            if stream is None or self._nccl is None:
+                return self._engine.start(collective, record)
+            self._turn = self._engine.start(_after(self._turn, collective), record)
+            return self._turn
 
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""
@@ -191,6 +208,12 @@ class Axis:
         """Whether the communicator is left to MPI when the grid is closed."""
         self._comm.kept = kept
 
+    def close(self) -> None:
+        """Give back what moves device arrays."""
+        if self._nccl is not None:
+            self._nccl.close()
+            self._nccl = None
+
     def _counted(self) -> Collective[bool]:
         mine, before = np.array([self._calls], np.int64), np.empty(1, np.int64)
         yield [self._comm.Irecv(before, (self.index - 1) % self.size, COUNT_TAG),
@@ -203,6 +226,13 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"
+
+
+def _after(before: Pending | None, collective: Collective[Any]) -> Collective[Any]:
+    """Generator: the collective, once the one before has ended: all ranks ask NCCL for the same in the same order."""
+    if before is not None:
+        yield [before]
+    return (yield from collective)
 
 
 def _checked(operation: str, option: str, value: Any) -> Any:

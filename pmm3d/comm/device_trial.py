@@ -1,44 +1,114 @@
 """Whether MPI takes device pointers, found out in a child process: where the answer is no, MPI reads the pointer on the
-host and the process dies."""
+host and the process dies.
+
+The child is one process that sends to itself: two ranks would need a launcher, and inside a job there may be none that
+may be used. So a trial shows that this MPI knows device memory, not that it can move it between two processes: that is
+tried by the ranks themselves (`settling`), with the same messages.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, library_named
 from ..arrays.device_library import DeviceLibrary
+from . import trial_cache
+from .hosts import mpi_name
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "HYDRA", "HYDI", "MPI_LOCAL", "PALS_")
 """Variables with which the child would take itself for a rank of this job."""
+SIZES = (2**9, 2**20)
+"""Bytes: a message that is sent at once, and one that waits for its receive; their ways through MPI differ."""
+COULD_NOT = 3
+"""The exit code of a child that did not come as far as MPI."""
 
 
-def takes_device_pointers(library: NumpyLibrary, timeout: float = 60) -> bool:
-    """Whether a child process of one rank can send itself some memory of this library's device."""
+class Outcome(NamedTuple):
+    """direct: whether MPI takes device pointers, None if that could not be found out;   why: in words."""
+
+    direct: bool | None
+    why: str
+
+
+def trial(library: NumpyLibrary, timeout: float = 60, cached: bool = True) -> Outcome:
+    """Whether a child process of one rank can send itself memory of this library's device.
+
+    cached   a finding of before is taken where there is one for this host, MPI and library (`trial_cache`)
+    """
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
+    key = trial_cache.key_of(f"{name} {_version(library)}")
+    where = f"{mpi_name()}, {library.name}, host {key['host']}"
+    known = trial_cache.recalled(key) if cached else None
+    if known is not None:
+        return Outcome(known[0], f"{_found(known[0])} ({where}; tried in a child process on {known[1]})")
+    direct, how = _tried(name, timeout)
+    if direct is None:
+        return Outcome(None, f"whether MPI takes device pointers could not be found out ({where}; the child process "
+                             f"{how})")
+    trial_cache.remember(key, direct)
+    return Outcome(direct, f"{_found(direct)} ({where}; the child process {how})")
+
+
+def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
+    """(values, an array of the device with them, one to receive them) for each of SIZES."""
+    values = [np.arange(size // 4, dtype=np.float32) for size in SIZES]
+    made = [(each, library.from_numpy(each, "float32"), library.from_numpy(np.zeros_like(each), "float32"))
+            for each in values]
+    library.synchronize()
+    return made
+
+
+def region(library: NumpyLibrary, array: Any) -> list[Any]:
+    """An array of float32 as MPI takes it."""
+    return [MPI.buffer.fromaddress(library.address(array), 4 * array.shape[0]), MPI.BYTE]
+
+
+def _found(direct: bool) -> str:
+    return "MPI takes device pointers" if direct else "this MPI does not take device pointers"
+
+
+def _version(library: NumpyLibrary) -> str:
+    return str(getattr(library.xp, "__version__", ""))
+
+
+def _tried(name: str, timeout: float) -> tuple[bool | None, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
     try:
         child = subprocess.run([sys.executable, "-m", __name__, name], env=environment, timeout=timeout,
                                stdin=subprocess.DEVNULL, capture_output=True)
     except subprocess.TimeoutExpired:
-        return False
-    return child.returncode == 0
+        return None, f"did not end within {timeout:g} s"
+    except OSError as error:
+        return None, f"could not be started: {error}"
+    if child.returncode == COULD_NOT:
+        said = child.stderr.decode(errors="replace").strip().splitlines()
+        return None, f"failed before: {said[-1] if said else 'no word'}"
+    if child.returncode == 0:
+        return True, "sent itself some"
+    died = f"died of signal {-child.returncode}" if child.returncode < 0 else f"ended with code {child.returncode}"
+    return False, died
 
 
 def _child(name: str) -> int:
-    module = name.partition(":")[0]
-    __import__(module)
-    library = library_named(name)
-    expected = np.arange(2**18, dtype=np.float32)
-    source, target = library.from_numpy(expected, "float32"), library.from_numpy(np.zeros_like(expected), "float32")
-    library.synchronize()
-    regions = [MPI.buffer.fromaddress(library.address(array), expected.nbytes) for array in (source, target)]
-    MPI.COMM_SELF.Sendrecv([regions[0], MPI.BYTE], 0, 0, [regions[1], MPI.BYTE], 0, 0)
-    return 0 if np.array_equal(library.to_numpy(target), expected) else 1
+    """Exit code: 0 if what came is what was sent."""
+    try:
+        __import__(name.partition(":")[0])
+        library = library_named(name)
+        made = messages(library)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return COULD_NOT
+    for values, source, target in made:
+        MPI.COMM_SELF.Sendrecv(region(library, source), 0, 0, region(library, target), 0, 0)
+        if not np.array_equal(library.to_numpy(target), values):
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -80,6 +80,10 @@ class DryGrid(Grid):
     def host_of(self, rank: int) -> str:
         return f"host {rank // -(-self.size // self.hosts)}"
 
+    def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
+        """None: a dry run has no devices."""
+        return []
+
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Refused."""
         raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")

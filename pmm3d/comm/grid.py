@@ -58,7 +58,7 @@ class Grid:
                on for all ranks if it is on for one)
     log        log each collective, as the logger pmm3d.comm (PMM3D_LOG, off)
     trace      keep each collective and GEMM for `write_trace` (PMM3D_TRACE, off)
-    device_transport   "auto", "direct" or "staged" (PMM3D_DEVICE_TRANSPORT)
+    device_transport   "direct", "staged" or "nccl"; "auto": as PMM3D_TRANSPORT says, else found by trial (`Transport`)
 
     rank, size      of this process in the communicator
     shape           a GridShape
@@ -66,6 +66,7 @@ class Grid:
     x, y, z, data   the axes, and those of `axes` by their names; everyone: all ranks of the communicator, idle ones
                     included
     hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
+    transport       how device memory travels: its `mode`, and `why`
     ledger, workspace, engine
     attached        what higher layers keep with the grid
     dry_run         None, but of `Grid.dry`: what was done and held
@@ -106,7 +107,8 @@ class Grid:
         with ExitStack() as made:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
-            with self.together("Grid", shape, data, product, memory, dtype, self._check, *in_order, always=True):
+            compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, *in_order)
+            with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
                 self._watch.start()
@@ -140,6 +142,7 @@ class Grid:
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
         self._axes = {"everyone": self.everyone}
+        made.callback(self.everyone.close)
         made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
 
     def _make_axes(self, made: ExitStack) -> None:
@@ -156,6 +159,7 @@ class Grid:
                     comm = OwnedComm(own)
                     made.callback(comm.Free)
                     self._axes[name] = Axis(self.engine, name, comm, self._members(name))
+                    made.callback(self._axes[name].close)
                     setattr(self, name, self._axes[name])
         except MPI.Exception as error:
             raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
@@ -196,6 +200,10 @@ class Grid:
         """A duplicate of the communicator. Raises GridError once the grid is closed."""
         self.engine.guard.check_open()
         return self._comm
+
+    @property
+    def transport(self) -> Transport:
+        return self.engine.transport
 
     @property
     def active(self) -> bool:
@@ -288,6 +296,16 @@ class Grid:
     def same_processes(self, other: Grid) -> bool:
         """Whether the other grid is over the same processes, in the same order."""
         return other.dry_run is None and MPI.Comm.Compare(self.comm, other.comm) in (MPI.IDENT, MPI.CONGRUENT)
+
+    def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
+        """Which rank has which device: on rank 0 a dict a rank, with host, rank, local_rank, device (its number there;
+        None without), name, pci, and shared_with, other ranks that have it too. An empty list elsewhere. Collective.
+
+        library   whose current device it is; that of the last device arrays on the grid if left out
+        """
+        from .sharing import devices_of_ranks
+
+        return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..arrays import Workspace
+from ..arrays import NumpyLibrary, Workspace
+from ..arrays.devices import device_memory, device_of, library_of_error
 from ..errors import MemoryLimitError, OutOfMemoryError
 from ..model.machine import available_memory, resident_memory
 from .ledger import Ledger
 from .words import in_bytes
 
-TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory")
+TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger, workspace: Workspace) -> BaseException:
@@ -16,7 +17,7 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     if not is_out_of_memory(error):
         return error
     held = f"This process holds {in_bytes(resident_memory())}, {in_bytes(workspace.allocated)} of it in work arrays"
-    free = f"the node has {in_bytes(available_memory())} left"
+    free = f"the node has {in_bytes(available_memory())} left{_of_device(library_of_error(error))}"
     predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
     found = OutOfMemoryError(f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
                              f"{free}. Predicted for a rank: "
@@ -25,6 +26,20 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
                              "and the batch system (--mem) may set limits too")
     found.__cause__ = error
     return found
+
+
+def _of_device(library: NumpyLibrary | None) -> str:
+    """What is held and left there; empty if the host ran out."""
+    if library is None:
+        return ""
+    try:
+        memory, device = device_memory(library), device_of(library)
+    except Exception as error:
+        return f", the device does not say ({type(error).__name__})"
+    if memory is None or device is None:
+        return ""
+    return (f", device {device.number} ({device.name}) {in_bytes(memory.free)} of {in_bytes(memory.total)}, and "
+            f"{library.name}'s pool holds {in_bytes(memory.held)} there")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

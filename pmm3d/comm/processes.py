@@ -66,6 +66,10 @@ class Processes(Sequence[Process]):
     def host_of(self, rank: int) -> str:
         return self._names[self._host[rank]]
 
+    def nodes(self) -> np.ndarray:
+        """Of each rank, the number of its host."""
+        return self._host
+
     def node_of(self, rank: int) -> int:
         """The number of its host, in the order of their first ranks."""
         return int(self._host[rank])

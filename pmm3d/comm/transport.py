@@ -3,22 +3,26 @@ below the 2 GiB that MPI counts and some networks take."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, Workspace
-from ..arrays.streams import Event, Stream
-from ..errors import Pmm3dError
+from ..arrays.devices import Device
+from ..errors import GridError, Pmm3dError
 from ..layout import itemsize
+from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
+from .device_streams import CommunicationStream, DeviceStreams
+from .device_trial import Outcome
 from .ledger import Record
+from .nccl import Nccl
 from .processes import Processes
+from .staging import Staging
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
@@ -28,7 +32,6 @@ WINDOW = 64
 """Ranks that one exchanges with at once: to test thousands of messages takes longer than most of them do."""
 LARGEST_MESSAGE = 2**30
 """Bytes: MPI counts in 32 bits, and half of that is a round number."""
-logger = logging.getLogger("pmm3d.comm")
 
 
 def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]:
@@ -41,91 +44,50 @@ def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]
 
 
 class Transport:
-    """What one rank knows about getting arrays to MPI. Belongs to a Grid.
+    """How the arrays of one rank get to the others. Belongs to a Grid.
 
-    mode        for device memory: "direct" passes device pointers to MPI; "staged" goes through pinned host memory;
-                "auto" sends some in a child process first, since MPI without support crashes rather than refuses
-    processes   of the grid's ranks, the first of which on each host makes the trial (`Axis.settle`)
-    settled     whether all ranks of the grid have heard of it
+    asked       what it was made with
+    mode        of device memory. "direct": MPI takes device pointers, in messages from rank to rank (its reductions of
+                device memory crash: open-mpi/ompi#9845, #12045); "staged": through pinned host memory; "nccl": NCCL
+                moves it. Until the first arrays of a device are there it may be "auto"
+    why         one line: the mode, and how it was found
+    processes   of the grid's ranks
+    settled     whether all ranks of the grid have agreed on the mode
+    outcome     of the trial whether MPI takes device pointers
+    library     of the last device arrays;   device: on which this rank has them
     """
 
+    outcome: Outcome | None = None
+    library: NumpyLibrary | None = None
+    device: Device | None = None
+
     def __init__(self, mode: str, workspace: Workspace, processes: Processes | None = None):
-        if mode not in ("auto", "direct", "staged"):
-            raise Pmm3dError(f"device_transport is auto, direct or staged; got {mode!r}")
-        self._mode = mode
-        self._streams: dict[tuple[NumpyLibrary, int], Stream] = {}
-        self._last: Stream | None = None
-        self.workspace, self.processes = workspace, processes
-        self.settled = False
+        if mode not in TRANSPORTS:
+            raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
+        self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
+        self.workspace, self.processes, self.settled = workspace, processes, False
+        self._streams = DeviceStreams()
 
-    def staged(self, library: NumpyLibrary) -> bool:
-        """Whether arrays of this library go through host memory."""
-        if library.on_host:
-            return False
-        if self._mode == "auto":
-            from .device_trial import takes_device_pointers
+    def communication_stream(self, library: NumpyLibrary, axis: str) -> CommunicationStream:
+        """For a collective along an axis that is begun now in this thread's current stream.
 
-            self._decide(takes_device_pointers(library), True)
-        return self._mode == "staged"
-
-    def settle(self, link: Link, library: NumpyLibrary) -> Collective[None]:
-        """Generator: the first rank of each host tries, unless it knows, and all ranks of the link do what works on all
-        their hosts. Rank 0 of the grid says it."""
-        from .device_trial import takes_device_pointers
-
-        members = link.record.members
-        own, direct = members[link.rank], self._mode != "staged"
-        if self._mode == "auto" and (self.processes is None or self.processes.first_near(own, members) == own):
-            direct = takes_device_pointers(library)
-        mine, least = np.array([direct], np.int64), np.empty(1, np.int64)
-        yield [link.comm.Iallreduce(mine, least, MPI.MIN)]
-        if self._mode == "auto":
-            self._decide(bool(least[0]), own == 0)
-
-    def _decide(self, direct: bool, says: bool) -> None:
-        self._mode = "direct" if direct else "staged"
-        if says and not direct:
-            logger.warning("this MPI does not take device pointers (tried in a child process): device memory goes "
-                           "through pinned host memory")
-
-
-    def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
-        """For a collective that is begun now in this thread's current stream."""
-        caller = library.current_stream()
-        key = library, caller.device
-        if key not in self._streams:
-            self._streams[key] = library.new_stream()
-        self._last = self._streams[key]
-        return CommunicationStream(self._last, caller, caller.record())
+        Raises GridError for arrays of another device than before: it may be another rank's."""
+        streams = self._streams.of(library, axis if self.mode == "nccl" else "")
+        if self.device is not None and streams.caller.device != self.device.number:
+            raise GridError(f"arrays of device {streams.caller.device}, where this rank's are on device "
+                            f"{self.device.number}, {self.device.name}: a rank has one device on a grid. Make the "
+                            "arrays there, with cupy.cuda.Device or torch.cuda.set_device around them")
+        return streams
 
     def current(self) -> AbstractContextManager[Any]:
         """As a context: the device of the last collective on device arrays is this thread's. A thread that only asks
         for events would else take some hundred MB of the first device."""
-        return nullcontext() if self._last is None else self._last.current()
+        last = self._streams.last
+        return nullcontext() if last is None else last.current()
 
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
-        return nullcontext() if library.on_host else self.communication_stream(library).own.current()
-
-
-class CommunicationStream(NamedTuple):
-    """Where a collective on device arrays adds and copies: not behind the GEMM that runs meanwhile.
-
-    own      the grid's stream on the device, which never waits for a GEMM: other collectives work in it too
-    caller   the stream in which the collective was begun, whose memory results are
-    begun    what was asked of the caller's stream before, and must be done first
-    """
-
-    own: Stream
-    caller: Stream
-    begun: Event
-
-    def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new array for a result, which the caller's stream may use, and free, without asking this one."""
-        with self.caller.current():
-            array = library.empty(shape, dtype)
-        self.own.wait_for(self.caller.record())
-        return array
+        return nullcontext() if library.on_host else self.communication_stream(library, "").own.current()
 
 
 class Link:
@@ -135,17 +97,18 @@ class Link:
 
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them
+    nccl     the communicator that moves arrays of a device, in the transport of that name
     dry      whether it is a dry run's, which sends nothing
     """
 
     dry: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
-                 stream: CommunicationStream | None = None, check: bool = True):
+                 stream: CommunicationStream | None = None, check: bool = True, nccl: Nccl | None = None):
         self.rank, self.size = comm.rank, comm.size
         self.comm, self.record, self.transport = comm, record, transport
-        self.stream, self.check = stream, check
-        self._tag = tag
+        self.stream, self.check, self.nccl = stream, check, nccl
+        self.tag = tag
 
     @property
     def workspace(self) -> Workspace:
@@ -187,7 +150,7 @@ class Link:
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         """Generator: post all messages, yield their requests; afterwards the received arrays are filled. Messages from
-        and to a device are posted when what was asked of it before is done, which is yielded first.
+        and to a device leave when what was asked of it before is done; those of NCCL are asked of its stream at once.
 
         sends, receives   (peer, array of `library`); both sides know the sizes, empty arrays send nothing
         """
@@ -197,11 +160,17 @@ class Link:
         if self.stream is None:
             raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays, which says on what "
                              "device, and after what, the collective works")
-        if self.transport.staged(library):
-            yield from self._staged(library, self.stream.own, sends, receives)
+        if self.transport.mode == "direct":
+            yield [self.stream.own.record()]
+            yield self._posted(library, sends, receives)
             return
-        yield [self.stream.own.record()]
-        yield self._posted(library, sends, receives)
+        self.record.received += sum(_bytes(library, array) for _, array in receives)
+        self.record.sent += sum(_bytes(library, array) for _, array in sends)
+        if self.nccl is None:
+            yield [Staging(self.comm, self.tag, self.workspace, library, self.stream, sends, receives)]
+        else:
+            self.nccl.exchange(library, self.stream.own, sends, receives)
+            yield []
 
     def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                             receives: Sequence[tuple[int, Array]]) -> Collective[None]:
@@ -215,25 +184,6 @@ class Link:
             windows.setdefault((self.rank - peer) % self.size // WINDOW, ([], []))[1].append((peer, array))
         for _, (leaving, coming) in sorted(windows.items(), key=itemgetter(0)):
             yield from self.exchange(library, leaving, coming)
-
-    def _staged(self, library: NumpyLibrary, stream: Stream, sends: Sequence[tuple[int, Array]],
-                receives: Sequence[tuple[int, Array]]) -> Collective[None]:
-        """`exchange` through pinned host memory, which others may have once the device has read what came."""
-        with ExitStack() as borrowed:
-
-            def pinned(array: Array) -> np.ndarray:
-                return borrowed.enter_context(self.workspace.borrow((_bytes(library, array),), "uint8", memory))
-
-            memory, host = library.pinned(), NumpyLibrary()
-            leaving = [(peer, array, pinned(array)) for peer, array in sends if 0 not in array.shape]
-            coming = [(peer, array, pinned(array)) for peer, array in receives if 0 not in array.shape]
-            for _, array, bytes_there in leaving:
-                library.to_host(array, bytes_there)
-            yield [stream.record()]
-            yield self._posted(host, *([(peer, there) for peer, _, there in listed] for listed in (leaving, coming)))
-            for _, array, bytes_there in coming:
-                library.from_host(array, bytes_there)
-            yield [stream.record()]
 
     def _posted(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                 receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
@@ -250,11 +200,11 @@ class Link:
         plain = type(array) is np.ndarray
         nbytes = array.nbytes if plain else _bytes(library, array)
         if plain and 0 < nbytes <= LARGEST_MESSAGE:
-            requests.append(call([array, nbytes, MPI.BYTE], peer, self._tag))
+            requests.append(call([array, nbytes, MPI.BYTE], peer, self.tag))
             return nbytes
         for offset, length in chunks(nbytes):
             part = MPI.buffer.fromaddress(library.address(array) + offset, length)
-            requests.append(call([part, length, MPI.BYTE], peer, self._tag))
+            requests.append(call([part, length, MPI.BYTE], peer, self.tag))
         return nbytes
 
 

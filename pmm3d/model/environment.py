@@ -19,6 +19,9 @@ TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPA
 LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                      "JSM_NAMESPACE_LOCAL_SIZE")
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
+TRANSPORTS = ("auto", "direct", "staged", "nccl")
+TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
+RENAMED = "PMM3D_DEVICE_TRANSPORT"
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
 """Where a rank that ends the job tells pmm3d.launcher, on whose node it is, the exit code."""
@@ -121,7 +124,7 @@ def _seconds(given: Any) -> float:
 
 
 def _transport(text: str) -> str:
-    if text not in ("auto", "direct", "staged"):
+    if text not in TRANSPORTS:
         raise ValueError(text)
     return text
 
@@ -154,22 +157,25 @@ class Settings:
                            "0 or 1: log each collective of each of the first 64 ranks (logger pmm3d.comm)")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
-    device_transport: str = _variable("PMM3D_DEVICE_TRANSPORT", "auto", _transport,
-                                      "auto, direct or staged: how device memory reaches MPI",
-                                      "auto, direct or staged")
+    device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _transport,
+                                      f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
+                                      TRANSPORTS_IN_WORDS)
 
     @classmethod
     def chosen(cls, **arguments: Any) -> tuple[Settings, Pmm3dError | None]:
-        """The arguments of Grid that are not None, the environment for the rest; and what is wrong with them.
+        """The arguments of Grid, the environment for those that are None or "auto"; and what is wrong with them.
 
         What makes no sense has its default: it may be so on one rank alone, which raises once all can hear of it.
         """
         values: dict[str, Any] = {}
         problem: Pmm3dError | None = None
+        if RENAMED in os.environ:
+            problem = Pmm3dError(f"the variable {RENAMED} is called PMM3D_TRANSPORT now")
         for setting in fields(cls):
             given = arguments.get(setting.name)
             try:
-                values[setting.name] = setting.metadata["read"]() if given is None else _argument(setting, given)
+                unsaid = given is None or (isinstance(given, str) and given == setting.metadata["default"])
+                values[setting.name] = setting.metadata["read"]() if unsaid else _argument(setting, given)
             except Pmm3dError as error:
                 values[setting.name], problem = setting.metadata["default"], problem or error
         return cls(**values), problem

@@ -38,17 +38,19 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
     return grid.everyone.all_reduce(result, agreed=True).wait()
 
 
-def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, seed: int = 0) -> float:
+def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, seed: int = 0,
+              unit: float | None = None) -> float:
     """Largest |A (B r) - C r| over random vectors r of +-1, in units of the rounding to be expected. Collective.
 
     Up to 1 the product is right; a wrong row of C escapes one trial with a probability of 1/2 at most, all of them
-    with 1/8 (Freivalds, 1979). Expected is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for rounding errors of random sign.
+    with 1/8 (Freivalds, 1979). Expected is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for rounding errors of random sign; u is
+    `unit`, the type's unit roundoff if left out.
     Matrices of partial sums are brought to their sums first.
     """
     a, b, c = summed(a), summed(b), summed(c)
     k, n = max(1, b.shape[0]), b.shape[1]
     kind = np.complex128 if a.dtype.startswith("complex") else np.float64
-    unit = _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2
+    unit = unit or _UNIT_ROUNDOFF.get(a.dtype) or np.finfo(a.dtype).eps / 2
     scale = 4 * unit * (sqrt(k) if a.dtype not in LOW_PRECISION else sqrt(b.grid.shape.size) + sqrt(k) * 2.0**-13)
     expected = scale / sqrt(max(1, n)) * apply(a, apply(b, np.ones(n), True), True)
     expected += np.finfo(np.float64).eps * sqrt(max(1, n * k)) * np.max(expected, initial=0) / scale

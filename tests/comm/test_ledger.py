@@ -13,7 +13,7 @@ from pmm3d.comm.trace import rank_events, write_chrome_trace
 from pmm3d.model.environment import Settings
 from pmm3d.model.notes import show_notes
 
-VARIABLES = ("PMM3D_TIMEOUT", "PMM3D_LOG", "PMM3D_TRACE", "PMM3D_CHECK", "PMM3D_DEVICE_TRANSPORT")
+VARIABLES = ("PMM3D_TIMEOUT", "PMM3D_LOG", "PMM3D_TRACE", "PMM3D_CHECK", "PMM3D_TRANSPORT")
 
 
 def run(ledger, axis, operation, sent, received, phase=""):
@@ -205,7 +205,7 @@ def test_settings_come_from_the_environment(environment):
             environment.setenv(f"PMM3D_{name}", text)
             assert getattr(Settings(), name.lower()) is value
     environment.setenv("PMM3D_TIMEOUT", "2.5")
-    environment.setenv("PMM3D_DEVICE_TRANSPORT", "staged")
+    environment.setenv("PMM3D_TRANSPORT", "staged")
     assert Settings().timeout == 2.5 and Settings().device_transport == "staged"
 
 

@@ -330,7 +330,7 @@ def test_nothing_of_a_grid_can_be_copied(comm, make_copy):
 @several
 @pytest.mark.parametrize("name, value", [
     ("PMM3D_TIMEOUT", "soon"), ("PMM3D_DEBUG", "perhaps"), ("PMM3D_LOG", "2"), ("PMM3D_TRACE", "x"),
-    ("PMM3D_CHECK", "maybe"), ("PMM3D_DEVICE_TRANSPORT", "fast"),
+    ("PMM3D_CHECK", "maybe"), ("PMM3D_TRANSPORT", "fast"),
 ])
 def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monkeypatch, fails, name, value):
     if comm.rank == 1:
@@ -343,7 +343,7 @@ def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monke
 @pytest.mark.parametrize("option, value, words", [
     ("timeout", -1, "a number of seconds, 0 for no limit"), ("timeout", "10", "a number of seconds"),
     ("debug", "perhaps", "True or False"), ("check", 7, "True or False"), ("log", [], "True or False"),
-    ("trace", np.zeros(2), "True or False"), ("device_transport", "fast", "auto, direct or staged"),
+    ("trace", np.zeros(2), "True or False"), ("device_transport", "fast", "auto, direct, staged or nccl"),
 ])
 def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails, option, value, words):
     fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} is {words}.*; got ",

@@ -1,7 +1,9 @@
 """pmm3d.comm.transport: messages below MPI's limit, and the trial whether MPI takes device pointers."""
 
 import os
+import subprocess
 import sys
+from datetime import date
 
 import pytest
 import standin  # noqa: F401
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 
 from pmm3d import Pmm3dError
 from pmm3d.arrays import Workspace, library_named
-from pmm3d.comm.device_trial import takes_device_pointers
+from pmm3d.comm import device_trial, trial_cache
+from pmm3d.comm.device_trial import trial
 from pmm3d.comm.transport import LARGEST_MESSAGE, Transport, chunks
+from pmm3d.model.environment import Settings
 
 
 @given(st.integers(0, 2**45), st.integers(2**24, 2**31 - 1))
@@ -37,33 +41,72 @@ def test_messages_stay_below_what_mpi_counts(nbytes, count):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(Pmm3dError, match="device_transport is auto, direct or staged; got 'fast'"):
+    with pytest.raises(Pmm3dError, match="device_transport is auto, direct, staged or nccl; got 'fast'"):
         Transport("fast", Workspace())
 
 
-def test_host_memory_is_never_staged():
-    for mode in ("auto", "direct", "staged"):
-        assert not Transport(mode, Workspace()).staged(library_named("numpy"))
-        assert not Transport(mode, Workspace()).staged(library_named("torch"))
+def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
+    monkeypatch.setenv("PMM3D_TRANSPORT", "staged")
+    for said, expected in ((None, "staged"), ("auto", "staged"), ("direct", "direct")):
+        assert Settings.chosen(device_transport=said)[0].device_transport == expected
+    monkeypatch.setenv("PMM3D_TRANSPORT", "fast")
+    assert "PMM3D_TRANSPORT='fast' is not understood" in str(Settings.chosen()[1])
+    monkeypatch.setenv("PMM3D_DEVICE_TRANSPORT", "staged")
+    assert "is called PMM3D_TRANSPORT now" in str(Settings.chosen()[1])
 
 
 @pytest.fixture
-def child_path(monkeypatch):
-    """Let the child process of a trial import what this one can."""
+def child(monkeypatch, tmp_path):
+    """Let the child process of a trial import what this one can; nothing was tried before. The number of children."""
+    started, run = [], subprocess.run
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(device_trial.subprocess, "run", lambda *a, **k: started.append(a) or run(*a, **k))
+    return started
 
 
-def test_the_trial_takes_pointers_that_mpi_can_read(child_path):
-    assert takes_device_pointers(library_named("standin"))
+def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(child):
+    for _ in range(2):
+        found = {name: trial(library_named(name)) for name in ("standin", "standin_far")}
+        assert found["standin"].direct is True and "MPI takes device pointers" in found["standin"].why
+        assert found["standin_far"].direct is False and "does not take device pointers" in found["standin_far"].why
+        assert len(child) == 2
+    assert trial(library_named("standin"), cached=False).direct and len(child) == 3
 
 
-def test_the_trial_survives_pointers_that_mpi_cannot_read(child_path, caplog):
-    library = library_named("standin_far")
-    assert not takes_device_pointers(library)
-    transport = Transport("auto", Workspace())
-    assert transport.staged(library) and transport.staged(library)
-    assert caplog.text.count("does not take device pointers") == 1
+@pytest.mark.parametrize("part", ["host", "mpi", "mpi file", "library", "driver", "settings"])
+def test_a_finding_of_other_circumstances_is_not_used(child, monkeypatch, part):
+    """Neither under its own name nor, as after a collision of digests, under this one's."""
+    key = trial_cache.key_of("standin ")
+    other = key | {part: {"UCX_TLS": "tcp"} if part == "settings" else "another"}
+    trial_cache.remember(other, False)
+    assert trial_cache.recalled(other) == (False, date.today().isoformat()) and trial_cache.recalled(key) is None
+    trial_cache._file_of(other).rename(trial_cache._file_of(key))
+    assert trial_cache.recalled(key) is None
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert trial_cache.key_of("standin ") != key
 
 
-def test_a_trial_that_hangs_means_no(child_path):
-    assert not takes_device_pointers(library_named("standin"), timeout=1e-3)
+def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
+    library = library_named("standin")
+    key = trial_cache.key_of("standin ")
+    file = trial_cache._file_of(key)
+    file.parent.mkdir(parents=True)
+    for broken in ("", "[]", "null", '{"key": 1', '{"key": {}, "direct": true}'):
+        file.write_text(broken)
+        assert trial_cache.recalled(key) is None
+    file.unlink()
+    os.mkfifo(file)
+    assert trial_cache.recalled(key) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no folder
+    assert trial(library).direct is True and trial(library).direct is True and len(child) == 2
+
+
+def test_a_trial_that_proves_nothing_is_not_kept(child):
+    hung = trial(library_named("standin"), timeout=1e-3)
+    assert hung.direct is None and "did not end within 0.001 s" in hung.why
+    os.environ["PYTHONPATH"] = ""
+    broken = trial(library_named("standin"))
+    assert broken.direct is None and "failed before: ModuleNotFoundError" in broken.why
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    assert trial(library_named("standin")).direct is True and len(child) == 3

@@ -11,7 +11,7 @@ import standin
 import standin_far  # noqa: F401, so that library_named knows it
 from samples import integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
+from pmm3d import DisagreementError, DistMatrix, Grid, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
 from pmm3d.comm.algorithms import sum_arrays
@@ -186,6 +186,8 @@ def test_a_product_is_done_when_it_returns(comm, grid_shape):
 def test_the_trial_decides_how_memory_travels(comm, caplog, library, staged):
     with Grid(comm, (comm.size, 1, 1), device_transport="auto") as grid:
         assert_products_are_right(grid, library)
+        assert grid.transport.mode == ("staged" if staged else "direct") == grid.transport.why.partition(":")[0]
+        assert ("does not take" if staged else "takes device pointers") in grid.transport.why
     assert caplog.text.count("does not take device pointers") == (staged and comm.rank == 0)
 
 
@@ -194,8 +196,8 @@ def trials(comm, monkeypatch):
     """What ranks tried, on made-up nodes of two ranks: MPI takes no device pointers on the last of them."""
     tried = []
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node {comm.rank // 2}")
-    monkeypatch.setattr(device_trial, "takes_device_pointers",
-                        lambda library: tried.append(library.name) or comm.rank < 2 * ((comm.size - 1) // 2))
+    outcome = device_trial.Outcome(comm.rank < 2 * ((comm.size - 1) // 2), f"node {comm.rank // 2} does what it does")
+    monkeypatch.setattr(device_trial, "trial", lambda library: tried.append(library.name) or outcome)
     return tried
 
 
@@ -208,8 +210,9 @@ def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
             assert_products_are_right(grid, "standin")
             grid.everyone.all_gather(standin.asarray(np.ones(3))).wait()
         assert len(trials) == (comm.rank % 2 == 0)
-        assert grid.engine.transport.staged(library_named("standin"))
-    assert caplog.text.count("does not take device pointers") == (comm.rank == 0)
+        last = (comm.size - 1) // 2
+        assert grid.transport.mode == "staged" and grid.transport.why == f"staged: node {last} does what it does"
+    assert caplog.text.count("goes through pinned host memory") == (comm.rank == 0)
 
 
 @pytest.mark.parallel([2, 4])
@@ -225,15 +228,17 @@ def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, cap
         assert to_numpy(grid.everyone.all_reduce(ones).wait(), "standin")[0] == expected[2]
         assert len(trials) <= 1 and comm.allreduce(len(trials)) <= comm.size - 1
         assert_products_are_right(grid, "standin")
-    assert caplog.text.count("does not take device pointers") <= (comm.rank == 0)
+    assert caplog.text.count("goes through pinned host memory") <= (comm.rank == 0)
 
 
 @pytest.mark.parallel([2, 4])
-def test_ranks_told_how_memory_travels_stay_with_it(comm, trials):
-    """One rank alone has the setting: it follows it, the others try, and their messages fit together."""
-    with Grid(comm, device_transport="staged" if comm.rank == 0 else "auto") as grid:
-        assert_products_are_right(grid, "standin")
-    assert len(trials) == (comm.rank % 2 == 0 and comm.rank > 0)
+def test_ranks_that_are_told_differently_are_refused(comm, monkeypatch, fails):
+    """Their messages would not fit together."""
+    if comm.rank == 1:
+        monkeypatch.setenv("PMM3D_TRANSPORT", "staged")
+    fails(DisagreementError, "Grid: the ranks passed different arguments.*staged", lambda: Grid(comm))
+    monkeypatch.setenv("PMM3D_TRANSPORT", "fast" if comm.rank == 1 else "auto")
+    fails(Pmm3dError, "PMM3D_TRANSPORT='fast' is not understood", lambda: Grid(comm))
 
 
 def test_arrays_go_on_being_used_by_other_threads(comm):

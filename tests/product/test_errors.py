@@ -63,7 +63,7 @@ def test_a_time_limit_that_makes_no_sense(comm, fails, timeout):
 
 
 def test_an_unknown_device_transport(comm, fails):
-    fails(Pmm3dError, "auto, direct or staged; got 'gpu'", lambda: Grid(comm, device_transport="gpu"))
+    fails(Pmm3dError, "auto, direct, staged or nccl; got 'gpu'", lambda: Grid(comm, device_transport="gpu"))
 
 
 def test_inner_sizes_that_differ(grid, fails):

@@ -9,17 +9,19 @@ from types import SimpleNamespace
 import pytest
 from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
+from pmm3d.comm.device_trial import Outcome
 from pmm3d.tools.doctor import devices, files, locks, network
 from pmm3d.tools.doctor.nodes import Node
 
 # Devices
 
 
-def gpu(*visible, of_host=4, bound="", installed=("cupy",), tried=None, amd=False):
-    return devices.Devices(visible, of_host, bound, amd, installed, tried or {})
+def gpu(*visible, of_host=4, bound="", installed=("cupy",), tried=None, amd=False, asked="auto"):
+    return devices.Devices(visible, of_host, bound, amd, installed, tried or {}, asked)
 
 
-FINE = dict(tried={"cupy": devices.Trial("14.0", True)})
+FINE = dict(tried={"cupy": devices.Trial("14.0", True, "MPI takes device pointers")})
+REFUSED = {"cupy": devices.Trial("14.0", False, "this MPI does not take device pointers")}
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,8 @@ FINE = dict(tried={"cupy": devices.Trial("14.0", True)})
         ([gpu(of_host=0)] * 2, OK, ["none seen; installed: cupy"]),
         ([gpu(of_host=0, amd=True)] * 2, NOTE, ["/dev/kfd"]),
         ([gpu(of_host=2)] * 2, WARNING, ["the host has 2 GPUs, but no rank may use one", "--gpus-per-node"]),
-        ([gpu(*"abcd", **FINE), gpu(*"abcd")], OK, ["4 on rank 0 of 4", "cupy 14.0", "MPI takes cupy's pointers"]),
+        ([gpu(*"abcd", **FINE), gpu(*"abcd")], OK,
+         ["4 on rank 0 of 4", "cupy 14.0", "cupy's arrays go direct (MPI takes device pointers)"]),
         ([gpu("a", **FINE), gpu()], WARNING, ["rank 1 see no GPU"]),
         ([gpu("a", bound="CUDA_VISIBLE_DEVICES=0", **FINE), gpu("b", bound="CUDA_VISIBLE_DEVICES=1")], WARNING,
          ["each rank sees one GPU of 4 (CUDA_VISIBLE_DEVICES=0)", "--gpu-bind=none"]),
@@ -36,8 +39,10 @@ FINE = dict(tried={"cupy": devices.Trial("14.0", True)})
         ([gpu(*"ab", installed=())] * 2, WARNING, ["neither cupy nor torch"]),
         ([gpu(*"ab", tried={"cupy": devices.Trial("CUDARuntimeError: x")}), gpu(*"ab")], WARNING,
          ["does not compute on the GPU of n1: CUDARuntimeError: x"]),
-        ([gpu(*"ab", tried={"cupy": devices.Trial("14.0", False)}), gpu(*"ab")], NOTE,
-         ["does not take cupy's device pointers", "pinned host memory"]),
+        ([gpu(*"ab", tried=REFUSED), gpu(*"ab")], NOTE, ["does not take device pointers", "pinned host memory"]),
+        ([gpu(*"ab", tried=REFUSED, asked="staged")] * 2, OK, ["cupy's arrays go staged (asked for)"]),
+        ([gpu(*"ab", tried=REFUSED, asked="direct")] * 2, FAILURE, ["PMM3D_TRANSPORT=direct, and this MPI does not"]),
+        ([gpu(*"ab", **FINE, asked="PMM3D_TRANSPORT='fast' is not understood")] * 2, FAILURE, ["'fast'", "unset it"]),
     ],
 )
 def test_gpus(facts, verdict, parts):
@@ -74,11 +79,11 @@ def test_devices_are_found_through_the_driver(monkeypatch):
 
 def test_a_library_that_does_not_compute_says_why(monkeypatch):
     monkeypatch.setitem(devices.LOAD, "cupy", "raise RuntimeError('no device here')")
-    assert devices.try_library("cupy") == ("RuntimeError: no device here", None)
+    assert devices.try_library("cupy") == ("RuntimeError: no device here", None, "")
     monkeypatch.setitem(devices.LOAD, "cupy", "print('14.0')")
     monkeypatch.setattr(devices, "library_named", lambda name: name)
-    monkeypatch.setattr(devices, "takes_device_pointers", lambda library, seconds: library == "cupy")
-    assert devices.try_library("cupy") == ("14.0", True)
+    monkeypatch.setattr(devices, "trial", lambda library, seconds, cached: Outcome(library == "cupy", "tried anew"))
+    assert devices.try_library("cupy") == ("14.0", True, "tried anew")
 
 
 # Network

@@ -81,7 +81,7 @@ class RunRecord:
         run, grid = self._run, self._grid
         run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.loaded_blas()
-        nodes = hosts(grid.comm, blas.threads)
+        nodes, devices = hosts(grid.comm, blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
@@ -92,6 +92,7 @@ class RunRecord:
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
                 "program": _program(blas), "grid": grid.shape._asdict(),
                 "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
+                **_device_facts(grid, devices),
                 "network": _network(run.state.network), "settings": run.settings,
                 "starts": [*starts, start], "events": events,
             }
@@ -217,6 +218,13 @@ def _program(blas: machine.Blas) -> Document:
     return {"pmm3d": __version__, "python": sys.version.split()[0], "mpi": mpi_name(),
             "blas": f"{blas.name} {blas.version}", "kernel": blas.kernel, "threads": blas.threads,
             "cpu": machine.cpu().name}
+
+
+def _device_facts(grid: Grid, devices: list[Document]) -> Document:
+    """Where ranks have devices: which, and how their memory travels."""
+    if all(row["device"] is None for row in devices):
+        return {}
+    return {"devices": devices, "transport": grid.transport.why}
 
 
 def _network(network: Module) -> Document:

@@ -38,12 +38,16 @@ def bench_command(
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
     grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: every grid of "
                                            "this many ranks, compared.")] = "auto",
-    dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + ".",
-                                       callback=_one_of(*MATRIX_DTYPES))] = "float64",
+    dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + "; tf32: float32, of which a GPU may round "
+                                            "the factors.",
+                                       callback=_one_of(*MATRIX_DTYPES, "tf32"))] = "float64",
     array: Annotated[str, typer.Option(help="Whose arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
     transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
                                            callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
-    repeat: Annotated[int, typer.Option(min=1, help="Timed products; the median counts.")] = 7,
+    repeat: Annotated[int, typer.Option(min=1, help="Timings; the median counts. On a GPU each is of many products "
+                                                    "in a row.")] = 7,
+    reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns; "
+                                                "on one rank.")] = "",
     verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
@@ -59,8 +63,8 @@ def bench_command(
 ) -> None:
     """Time C = A B on all ranks, verify it, and say how far from the limit it is.
 
-    The limit is the ranks' cores times the rate of the same BLAS on one core, measured in the same run with a product
-    of the same proportions. Bytes that each axis moved stand beside the model's and the lower bound for any algorithm.
+    The limit is the ranks' cores times the rate of the same BLAS on one core, or their GPUs times that of one, measured
+    in the same run with a product of the same proportions. Bytes that each axis moved stand beside the model's and the lower bound for any algorithm.
 
     [bold]Examples[/]
 
@@ -69,12 +73,15 @@ def bench_command(
     pmm3d bench --m 65536 --n 512 --k 512 --dtype float32
 
     pmm3d bench --grid all --plot grids.png      which grid is the fastest?
+
+    pmm3d bench --array torch:cuda --dtype bfloat16 --reference torch:cuda
     """
     with all_ranks() as comm:
         from .result import Case, write_json
 
         on_first(comm, lambda: _check_output(json, plot, trace))
-        case = Case(m, n, k, dtype, array, transpose, repeat, verify, panels, max_workspace)
+        case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
+                          max_workspace=max_workspace, reference=reference)
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
             _show(results)

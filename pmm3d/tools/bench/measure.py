@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
@@ -19,10 +19,12 @@ from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
-from .result import Case, Check, Environment, Limit, Memory, Partition, Result, Speed, Traffic, flop
+from .result import Case, Check, Environment, Limit, Memory, Partition, Reference, Result, Speed, Traffic, flop
+from .timing import Timer, check_reference, in_a_row, random_arrays, reference_of, repetitions
 
-CORE_FLOP = flop(2048, 2048, 2048, "float64")
-"""Of the GEMM on one core at most: a second on a slow one."""
+SQUARE, DEVICE_SQUARE = 2048, 8192
+"""The cube whose GEMM is timed on one core, and on one device, which a smaller one does not fill. That of the product's
+shape takes as many operations at most: a second on a slow core."""
 CORE_REPEATS = 5
 """Of which the median counts."""
 WARM_UP = 2
@@ -39,6 +41,7 @@ def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = la
 
     limit   of one core, if it was measured before
     """
+    check_reference(case, comm.size)
     with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace), **options) as grid:
         say = tell if grid.rank == 0 else (lambda text: None)
         take_device(case.array, grid.local_rank)
@@ -63,43 +66,58 @@ def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
 
 
 def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, known: Limit | None) -> Result:
-    def multiply(c: DistMatrix | None) -> DistMatrix:
-        return matmul(a, b, out=c, panels=case.panels, max_workspace=case.max_workspace)
-
-    c = multiply(None)
+    multiply = partial(matmul, a, b, **_options(case))
+    c, timer = multiply(), Timer(grid, a.library)
     for _ in range(WARM_UP - 1):
-        multiply(c)
-    say("single-core GEMM")
+        multiply(out=c)
+    timer.warm_up(lambda: multiply(out=c))
+    say("the GEMM alone")
     limit = known or _limit(grid, case)
     grid.ledger.reset()
     resident = machine.resident_memory()
-    seconds = []
-    for index in range(case.repeat):
-        say(f"product {index + 1} of {case.repeat}")
-        seconds.append(_timed(grid, lambda: multiply(c)))
+    seconds, reference = _timed(grid, case, timer, lambda: multiply(out=c), say)
     growth = machine.resident_memory() - resident
-    sent, received, phases = _of_one_product(grid, case.repeat)
-    say("single-core GEMM")
+    sent, received, phases = _of_one_product(grid, case.repeat * timer.times)
+    say("the GEMM alone")
     core = limit.gflops if known else max(limit.gflops, core_rate(grid, case, limit.shape))
     say("verification")
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.loaded_blas()
     nodes = hosts(grid.comm, blas.threads)
-    cores = sum(host.cores for host in nodes) if a.library.on_host else grid.shape.size
+    cores = sum(host.cores for host in nodes) if a.library.on_host else _devices(grid, case)
     rate = case.flop / median(seconds) / 1e9
     computed, waited = (sum(phase[what] for phase in phases.values()) for what in ("computed", "waited"))
     speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
                   square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
-                  computed_seconds=computed, waited_seconds=waited)
+                  computed_seconds=computed, waited_seconds=waited, unit="cores" if a.library.on_host else "devices",
+                  square=limit.square)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)))
-    return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes))
+    return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes), reference)
+
+
+def _options(case: Case) -> dict[str, Any]:
+    """Of matmul."""
+    return {"panels": case.panels, "max_workspace": case.max_workspace, **_rounding(case)}
+
+
+def _rounding(case: Case) -> dict[str, Any]:
+    return {"tf32": True} if case.tf32 else {}
 
 
 def _limit(grid: Grid, case: Case) -> Limit:
-    shape = shrunk(*case.product, CORE_FLOP)
-    return Limit(shape, core_rate(grid, case, shape), core_rate(grid, case, (2048, 2048, 2048)))
+    square = SQUARE if library_named(case.array).on_host else DEVICE_SQUARE
+    cube = square, square, square
+    shape = shrunk(*case.product, flop(*cube, "float64"))
+    rate = core_rate(grid, case, shape)
+    return Limit(shape, rate, rate if shape == cube else core_rate(grid, case, cube), square)
+
+
+def _devices(grid: Grid, case: Case) -> int:
+    """How many devices the ranks have between them. Collective."""
+    own = grid.host_of(grid.rank), take_device(case.array, grid.local_rank)
+    return len(set(grid.comm.allgather(own)))
 
 
 def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
@@ -107,11 +125,22 @@ def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
     return {axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES}
 
 
-def _timed(grid: Grid, work: Callable[[], Any]) -> float:
-    grid.comm.Barrier()
-    begun = time.perf_counter()
-    work()
-    return grid.comm.largest(time.perf_counter() - begun)
+def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
+           say: Tell) -> tuple[list[float], Reference | None]:
+    """Seconds of each timing of the product; those of the reference, in turns, if there is to be one. Collective."""
+    kinds, found = [(timer, work)], [list[float](), list[float]()]
+    if case.reference:
+        name, library, plain = reference_of(case)
+        kinds.append((Timer(grid, library), plain))
+        kinds[1][0].warm_up(plain)
+    for index in range(case.repeat):
+        say(f"product {index + 1} of {case.repeat}")
+        for kind in (range(len(kinds)) if index % 2 else reversed(range(len(kinds)))):
+            found[kind].append(kinds[kind][0].seconds(kinds[kind][1]))
+    if not case.reference:
+        return found[0], None
+    ours, theirs = map(median, found)
+    return found[0], Reference(name, found[1], case.flop / theirs / 1e9, theirs / ours)
 
 
 def shrunk(m: int, n: int, k: int, most: int) -> tuple[int, int, int]:
@@ -122,22 +151,18 @@ def shrunk(m: int, n: int, k: int, most: int) -> tuple[int, int, int]:
     return dims[0], dims[1], dims[2]
 
 
-def core_rate(grid: Grid, case: Case, shape: tuple[int, ...]) -> float:
+def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
     """Median GFLOP/s of this BLAS on one core (or of one device), on rank 0 while the others sleep. Collective."""
     rate = 0.0
     if grid.rank == 0:
-        m, n, k = shape
-        library, work = library_named(case.array), Workspace()
-        a, b, c = (library.from_numpy(np.random.default_rng(0).random(size, np.float32) - 0.5, case.dtype)
-                   for size in ((m, k), (k, n), (m, n)))
-        times = []
+        library = library_named(case.array)
+        a, b, c = random_arrays(library, case.dtype, shape)
+        gemm = partial(library.gemm, a, b, c, 1, 0, Workspace(), **_rounding(case))
         with threadpool_limits(1):
-            for _ in range(CORE_REPEATS + 1):
-                begun = time.perf_counter()
-                library.gemm(a, b, c, 1, 0, work)
-                library.synchronize()
-                times.append(time.perf_counter() - begun)
-        rate = flop(m, n, k, case.dtype) / median(times[1:]) / 1e9
+            in_a_row(gemm, library, 1)
+            times = repetitions(library, gemm)
+            seconds = median(in_a_row(gemm, library, times) for _ in range(CORE_REPEATS))
+        rate = flop(*shape, case.dtype) / seconds / 1e9
     arrival = grid.comm.Ibarrier()
     while not arrival.Test():
         time.sleep(5e-3)
@@ -169,12 +194,12 @@ def _together(everyones: list[Any], repeat: int) -> tuple[dict[str, int], dict[s
 def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
     if case.verification == "none":
         return Check(False, "not asked for")
-    worst = verify.freivalds(a, b, c)
+    worst = verify.freivalds(a, b, c, unit=2.0**-11 if case.tf32 else None)
     text = f"Freivalds, 3 vectors: error {worst:.2g} of the bound"
     fits = case.verification == "exact" or verify.exact_fits(*case.product, case.dtype)
     if case.verification == "freivalds" or not fits:
         return Check(worst <= 1, text)
-    right = verify.exact(a, b, panels=case.panels, max_workspace=case.max_workspace)
+    right = verify.exact(a, b, **_options(case))
     return Check(worst <= 1 and right, f"{text}; integers compared exactly: {'equal' if right else 'DIFFERENT'}")
 
 

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 from ...errors import Pmm3dError
 
-PRODUCT = ("m", "n", "k", "dtype", "array", "transpose")
+PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose")
+TF32 = "tf32"
+"""As a dtype: float32, of which a device may round the factors."""
 
 
 class Case(NamedTuple):
-    """What to measure. transpose: which operands are stored transposed, "nn", "tn", "nt" or "tt" as in BLAS."""
+    """What to measure. transpose: which operands are stored transposed, "nn", "tn", "nt" or "tt" as in BLAS. reference:
+    the library whose own matmul is timed in turns with the product, on one rank; empty: none."""
 
     m: int
     n: int
@@ -25,6 +28,13 @@ class Case(NamedTuple):
     verification: str = "auto"
     panels: int | None = None
     max_workspace: int | None = None
+    tf32: bool = False
+    reference: str = ""
+
+    @classmethod
+    def named(cls, m: int, n: int, k: int, dtype: str, array: str, **options: Any) -> Case:
+        """The case of a dtype that may be "tf32"."""
+        return cls(m, n, k, "float32" if dtype == TF32 else dtype, array, tf32=dtype == TF32, **options)
 
     @property
     def product(self) -> tuple[int, int, int]:
@@ -47,16 +57,27 @@ class Partition(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """GFLOP/s of the GEMM of a shape on one core, and of 2048 cubed there."""
+    """GFLOP/s of the GEMM of a shape on one core, or one device, and of a cube of the size `square` there."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int]
     gflops: float
     square_gflops: float
+    square: int
+
+
+class Reference(NamedTuple):
+    """What ran in turns with the product: the medians of both give its share, product / reference."""
+
+    name: str
+    seconds: list[float]
+    gflops: float
+    share: float
 
 
 class Speed(NamedTuple):
     """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
-    of the medians before and after; ratio: of gflops to the cores' rate. Phases: seconds of one product as the mean
+    of the medians before and after; ratio: of gflops to the cores' rate. unit: "cores", or the "devices" that take
+    their place for arrays on devices. square: the size of the cube of square_core_gflops. Phases: seconds of one product as the mean
     over the ranks, "waited_max" of the worst one."""
 
     seconds: list[float]
@@ -69,6 +90,8 @@ class Speed(NamedTuple):
     computed_seconds: float
     waited_seconds: float
     phases: dict[str, dict[str, float]]
+    unit: str = "cores"
+    square: int = 2048
 
     @property
     def median(self) -> float:
@@ -76,7 +99,8 @@ class Speed(NamedTuple):
 
     @property
     def limit(self) -> Limit:
-        return Limit(tuple(self.core_shape), self.core_gflops, self.square_core_gflops)
+        m, n, k = self.core_shape
+        return Limit((m, n, k), self.core_gflops, self.square_core_gflops, self.square)
 
 
 class Traffic(NamedTuple):
@@ -135,6 +159,7 @@ class Result(NamedTuple):
     memory: Memory
     check: Check
     environment: Environment
+    reference: Reference | None = None
 
     @property
     def shape(self) -> str:
@@ -144,7 +169,8 @@ class Result(NamedTuple):
         """The fields of all records side by side, those of the environment under that name."""
         return ({name: getattr(self.case, name) for name in PRODUCT} | self.partition._asdict() | self.speed._asdict()
                 | self.traffic._asdict() | self.memory._asdict() | self.check._asdict()
-                | {"environment": self.environment._asdict()})
+                | {"environment": self.environment._asdict(),
+                   "reference": self.reference and self.reference._asdict()})
 
 
 def flop(m: int, n: int, k: int, dtype: str) -> int:

@@ -42,7 +42,8 @@ def _print_advice(result: Result, console: Console) -> None:
 
 def _headline(result: Result) -> str:
     case = result.case
-    kind = f"{case.dtype}, {case.array}" + ("" if case.transpose == "nn" else f", stored {case.transpose}")
+    kind = f"{'tf32' if case.tf32 else case.dtype}, {case.array}"
+    kind += "" if case.transpose == "nn" else f", stored {case.transpose}"
     return f"\n[bold]C = A B[/]  m, n, k = {case.m}, {case.n}, {case.k}  ({kind})"
 
 
@@ -60,6 +61,9 @@ def _product(result: Result) -> Table:
     idle = f", {partition.idle_ranks} ranks idle" if partition.idle_ranks else ""
     low, middle, high = (1e3 * figure for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
     core = "x".join(map(str, speed.core_shape))
+    beside = {} if result.reference is None else {
+        "beside": f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
+                  f"{result.reference.gflops:.1f} GFLOP/s, in turns"}
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
     return _rows("[bold]Product[/]", {
         "grid": f"{result.shape} of {partition.ranks} ranks{idle}; {partition.panels} panel(s) along k, "
@@ -70,16 +74,17 @@ def _product(result: Result) -> Table:
                          f"by {in_bytes(memory.resident_growth)} while measuring",
         "time": f"median {middle:.2f} ms of {len(speed.seconds)} (from {low:.2f} to {high:.2f})",
         "rate": f"{speed.gflops:.1f} GFLOP/s",
-        "limit": f"{speed.cores} cores x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one core; 2048 cubed: "
-                 f"{speed.square_core_gflops:.1f})",
+        "limit": f"{speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one "
+                 f"{speed.unit[:-1]}; {speed.square} cubed: {speed.square_core_gflops:.1f})",
         "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit",
+        **beside,
         "verified": f"[{colour}]{'yes' if check.verified else 'NO'}[/] ({check.verification})",
     })
 
 
 def _phases(result: Result) -> Table:
-    table = _columns("[bold]Time of one product[/] (ms, mean over the ranks)", "phase", "computing", "waiting",
-                     "waiting, worst rank")
+    whose = "ms, mean over the ranks" if result.speed.unit == "cores" else "ms of the host, which asks the devices"
+    table = _columns(f"[bold]Time of one product[/] ({whose})", "phase", "computing", "waiting", "waiting, worst rank")
     for name, phase in result.speed.phases.items():
         table.add_row(name, *_milliseconds(phase["computed"], phase["waited"], phase["waited_max"]))
     table.add_row("all", *_milliseconds(result.speed.computed_seconds, result.speed.waited_seconds), style="bold")

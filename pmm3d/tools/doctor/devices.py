@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ...arrays import library_named
-from ...comm.device_trial import takes_device_pointers
+from ...comm.device_trial import trial
 from ...comm.words import names_in_words, ranks_in_words
+from ...errors import Pmm3dError
+from ...model.environment import TRANSPORTS, Settings
 from .finding import Finding, counted, ranks_by
 from .session import Session, child_says
 
@@ -30,15 +32,21 @@ BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 class Trial(NamedTuple):
     """Of an array library on a device. text: its version, or why it does not compute; direct: whether MPI takes its
-    pointers, None if it does not compute."""
+    pointers, None if that is not known;   why: how it was found, where the library computes."""
 
     text: str
     direct: bool | None = None
+    why: str = ""
+
+    @property
+    def computes(self) -> bool:
+        return self.text[:1].isdigit()
 
 
 class Devices(NamedTuple):
     """visible: the identities of the devices that this rank sees; of_host: device files of the node; bound: what limits
-    what it sees; installed: array libraries; tried: on one rank of a host."""
+    what it sees; installed: array libraries; tried: on one rank of a host; asked: the transport, or what is wrong with
+    PMM3D_TRANSPORT."""
 
     visible: tuple[str, ...]
     of_host: int
@@ -46,6 +54,7 @@ class Devices(NamedTuple):
     amd: bool
     installed: tuple[str, ...]
     tried: dict[str, Trial]
+    asked: str = "auto"
 
 
 def gather(session: Session) -> Devices:
@@ -55,7 +64,8 @@ def gather(session: Session) -> Devices:
     with ThreadPoolExecutor() as pool:
         tried = dict(zip(wanted, pool.map(try_library, wanted)))
     bound = next((f"{name}={os.environ[name]}" for name in BINDING if name in os.environ), "")
-    return Devices(visible, len(glob.glob("/dev/nvidia[0-9]*")), bound, os.path.exists("/dev/kfd"), installed, tried)
+    return Devices(visible, len(glob.glob("/dev/nvidia[0-9]*")), bound, os.path.exists("/dev/kfd"), installed, tried,
+                   asked_for())
 
 
 def visible_devices(driver: str = DRIVER) -> tuple[str, ...]:
@@ -75,10 +85,19 @@ def visible_devices(driver: str = DRIVER) -> tuple[str, ...]:
     return tuple(identities)
 
 
+def asked_for() -> str:
+    try:
+        return Settings().device_transport
+    except Pmm3dError as error:
+        return str(error)
+
+
 def try_library(name: str) -> Trial:
-    text = child_says(CHILD_SECONDS, "-c", LOAD[name])
-    computes = text[:1].isdigit()
-    return Trial(text, takes_device_pointers(library_named(LIBRARIES[name]), CHILD_SECONDS) if computes else None)
+    """Anew, whatever was found before; it is remembered in its place."""
+    loaded = Trial(child_says(CHILD_SECONDS, "-c", LOAD[name]))
+    if not loaded.computes:
+        return loaded
+    return Trial(loaded.text, *trial(library_named(LIBRARIES[name]), CHILD_SECONDS, cached=False))
 
 
 def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
@@ -96,12 +115,20 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     _judge_libraries(finding, facts, hosts)
     tried = next((fact.tried for fact in facts if fact.tried), {})
-    direct = {name: trial.direct for name, trial in tried.items() if trial.direct is not None}
-    finding.figures |= {"usable": {name: trial.text for name, trial in tried.items()}, "direct": direct}
-    loaded = ", ".join(f"{name} {tried[name].text}" for name in direct)
-    pointers = ", ".join(f"MPI {'takes' if yes else 'does not take'} {name}'s pointers" for name, yes in direct.items())
+    computing = {name: trial for name, trial in tried.items() if trial.computes}
+    finding.figures |= {"usable": {name: trial.text for name, trial in tried.items()}, "transport": first.asked,
+                        "direct": {name: trial.direct for name, trial in computing.items()}}
+    loaded = ", ".join(f"{name} {trial.text}" for name, trial in computing.items())
+    pointers = ", ".join(_way(name, trial, first.asked) for name, trial in computing.items())
     visible = f"{len(first.visible)} on rank 0 of {first.of_host or len(first.visible)} on its host"
     finding.found = "; ".join(filter(None, (visible, loaded, pointers)))
+
+
+def _way(name: str, trial: Trial, asked: str) -> str:
+    """How arrays of a library would travel, and why."""
+    if asked != "auto":
+        return f"{name}'s arrays go {asked} (asked for)"
+    return f"{name}'s arrays go {'direct' if trial.direct else 'staged'} ({trial.why})"
 
 
 def _judge_none(finding: Finding, first: Devices) -> None:
@@ -134,15 +161,21 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
         finding.warn("there is a GPU, but neither cupy nor torch", 'pip install "pmm3d[cupy]" or "pmm3d[torch]"')
     for name in LIBRARIES:
         tried = {hosts[rank]: fact.tried[name] for rank, fact in enumerate(facts) if name in fact.tried}
-        broken = [host for host, trial in tried.items() if trial.direct is None]
+        broken = [host for host, trial in tried.items() if not trial.computes]
         if broken:
             finding.warn(f"{name} is installed and does not compute on the GPU of {names_in_words(broken)}: "
                          f"{tried[broken[0]].text}",
                          "install the build for this driver's CUDA (nvidia-smi shows the version): cupy-cuda12x, "
                          "cupy-cuda13x, or torch's index of that CUDA")
-        staged = [host for host, trial in tried.items() if trial.direct is False]
-        if staged:
-            finding.note(f"MPI does not take {name}'s device pointers (tried in a child on {names_in_words(staged)}): "
-                         "messages go through pinned host memory",
+        staged = [host for host, trial in tried.items() if trial.computes and not trial.direct]
+        if staged and facts[0].asked == "direct":
+            finding.fail(f"PMM3D_TRANSPORT=direct, and {tried[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
+                         "MPI with CUDA")
+        elif staged and facts[0].asked == "auto":
+            finding.note(f"{name}: {tried[staged[0]].why} (on {names_in_words(staged)}): messages go through pinned "
+                         "host memory",
                          "an MPI with CUDA (ask the site; Open MPI with UCX: ompi_info | grep cuda; MPICH of Cray: "
                          "MPICH_GPU_SUPPORT_ENABLED=1) moves them directly; nothing else is to be done")
+    wrong = [rank for rank, fact in enumerate(facts) if fact.asked not in TRANSPORTS]
+    if wrong:
+        finding.fail(f"{ranks_in_words(wrong)}: {facts[wrong[0]].asked}", "unset it")

@@ -43,8 +43,13 @@ def _facts(best: Json) -> list[tuple[str, str]]:
             ("MPI", found["mpi"]), ("CPU", found["cpu"]),
             ("time", f"median of {len(times)} products {in_seconds(median(times))}, from {in_seconds(min(times))} to "
                      f"{in_seconds(max(times))}"),
-            ("limit", f"{best['cores']} cores × {best['core_gflops']:.1f} GFLOP/s (the same BLAS on one core)"),
+            ("limit", f"{best['cores']} {_unit(best)} × {best['core_gflops']:.1f} GFLOP/s (the same BLAS on one)"),
             ("verified", best["verification"])]
+
+
+def _unit(best: Json) -> str:
+    """Of the limit: "cores", which those of before 0.2 do not say, or "devices"."""
+    return best.get("unit", "cores")
 
 
 def _tiles(best: Json, grids: int) -> list[Tile]:
@@ -53,7 +58,7 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
     bytes_are = "as modelled" if equal else "off the model"
     result = ("right", "good") if best["verified"] else ("wrong", "bad") if asked else ("not verified", "")
     return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
-            Tile("of the limit", percent(best["ratio"]), f"{best['cores']} cores, GEMM alone"),
+            Tile("of the limit", percent(best["ratio"]), f"{best['cores']} {_unit(best)}, GEMM alone"),
             Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),

@@ -69,7 +69,20 @@ def _place(record: Json) -> list[tuple[str, str]]:
     if hosts:
         facts.append(("hosts", names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} "
                                                "cores)" for host in hosts), MOST_HOSTS)))
+    if devices := record.get("devices"):
+        facts.append(("devices", names_in_words(_devices(devices), MOST_HOSTS)))
+    if "transport" in record:
+        facts.append(("device memory", record["transport"]))
     return facts
+
+
+def _devices(devices: list[Json]) -> list[str]:
+    """Each device, and the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for row in devices:
+        if "device" in row:
+            ranks.setdefault(f"{row['name']} {row['pci']} of {row['host']}", []).append(row["rank"])
+    return [f"{device} ({ranks_in_words(here)})" for device, here in ranks.items()]
 
 
 def _tiles(run: RunFiles) -> list[Tile]:

@@ -45,6 +45,16 @@ class Host(Part):
     cores: Count = 0
 
 
+class Device(Part):
+    """Of a rank."""
+
+    host: str
+    rank: Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+    device: Count | None
+    name: str
+    pci: str
+
+
 class Program(Part):
     pmm3d: str = "?"
     python: str = "?"
@@ -145,6 +155,8 @@ class Record(Part):
 
     grid: Grid | None = None
     hosts: list[Host] | None = None
+    devices: list[Device] | None = None
+    transport: Text = None
     starts: Annotated[list[Start], Field(min_length=1)] | None = None
     events: list[Event] | None = None
     program: Program | None = None
@@ -217,6 +229,7 @@ class Benchmark(Part):
     gflops: Amount
     core_gflops: Amount
     cores: Count
+    unit: str = "cores"
     ratio: Amount
     computed_seconds: Amount
     waited_seconds: Amount

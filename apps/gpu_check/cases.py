@@ -1,0 +1,152 @@
+"""What is checked, as data: the cases of a run on some libraries and numbers of ranks, full or small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .outcome import Case
+
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float64", "complex64", "complex128")
+TRAINED = ("float32", "tf32", "bfloat16", "float16", "float64")
+STORED = ("nn", "tn", "nt", "tt")
+TRANSPORTS = ("direct", "staged", "nccl")
+GRIDS = {1: ((1, 1, 1),), 2: ((2, 1, 1), (1, 2, 1), (1, 1, 2)), 4: ((2, 2, 1), (2, 1, 2)),
+         8: ((2, 2, 2),)}
+NETWORKS = {1: (((1, 1, 1), 1),), 2: (((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)),
+            4: (((2, 2, 1), 1), ((1, 1, 2), 2)), 8: (((2, 1, 2), 2),)}
+"""Grid and data."""
+HUGE = 2**58
+"""Bytes that no machine has; a device is asked for a size that its driver may believe."""
+TERABYTE = 2**40
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are, how long a timing lasts (seconds) and how many there are, what is wanted of the rates.
+
+    product   m, n, k of the products that are compared
+    gemm      of the cube whose rate is measured;   message   bytes through pinned host memory
+    layers, width, batch, step   of the step that is timed; step: its precision
+    wanted    of the GEMM's rate; of a pinned copy's; of the GEMM limit and of torch in a step. None: nothing is
+    """
+
+    product: tuple[int, int, int]
+    gemm: int
+    message: int
+    layers: int
+    width: int
+    batch: int
+    step: str
+    sample: float
+    rounds: int
+    wanted: tuple[float | None, float | None, float | None, float | None] = (None, None, None, None)
+
+
+FULL = Sizes((515, 389, 641), 8192, 2**28, 8, 8192, 8192, "bfloat16", 0.1, 7, (0.97, 0.8, 0.85, 0.97))
+SMALL = Sizes((35, 29, 41), 64, 2**16, 2, 32, 16, "float32", 1e-3, 1)
+
+
+def all_cases(libraries: Sequence[str], ranks: Sequence[int], sizes: Sizes) -> list[Case]:
+    """In the order in which they run: what is most wanted first, should the time be used up."""
+    cases = [case for count in ranks for library in libraries for case in _of(library, count, sizes, libraries)]
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names), "names of cases are unique"
+    return cases
+
+
+def _of(library: str, ranks: int, sizes: Sizes, libraries: Sequence[str]) -> Iterator[Case]:
+    name = f"{library}, {ranks} rank{'s' * (ranks > 1)}"
+    yield Case(f"surroundings: {name}", ranks, library, "gpu_check.surroundings.surroundings")
+    if ranks == 1:
+        yield from _rates(library, sizes, libraries)
+        yield from _bits(library, name)
+    else:
+        yield from _transports(library, ranks, name)
+    if ranks == 2:
+        yield from _staged(library, sizes)
+    yield from _products(library, ranks, sizes)
+    yield from _trainings(library, ranks)
+
+
+def _rates(library: str, sizes: Sizes, libraries: Sequence[str]) -> Iterator[Case]:
+    of_gemm, _, of_limit, of_torch = sizes.wanted
+    beside = next((name for name in libraries if name.startswith("torch")), library)
+    low = "bfloat16" if library.startswith("torch") else "float16"
+    for precision in (low, "float32"):
+        yield Case(f"rate: {library}, {precision}, {sizes.gemm} cubed", 1, library, "gpu_check.rates.bench", {
+            "size": sizes.gemm, "precision": precision, "rounds": sizes.rounds, "reference": beside,
+            "wanted": of_gemm}, limit=120)
+    if library.startswith("torch"):
+        network = {"layers": sizes.layers, "width": sizes.width, "batch": sizes.batch,
+                   "precision": sizes.step}
+        title = f"{library}, {sizes.step}, {sizes.layers} layers of {sizes.width}, batch {sizes.batch}"
+        yield Case(f"step: {title}", 1, library, "gpu_check.rates.step", network | {
+            "sample": sizes.sample, "rounds": sizes.rounds, "of_limit": of_limit, "of_torch": of_torch}, limit=120)
+        yield Case(f"launches: {title}", 1, library, "gpu_check.rates.launches", network)
+
+
+def _bits(library: str, name: str) -> Iterator[Case]:
+    yield Case(f"random matrices: {name}", 1, library, "gpu_check.bits.random_matrices")
+    yield Case(f"dropout: {name}", 1, library, "gpu_check.bits.dropout")
+    yield Case(f"checkpoint: {name}", 1, library, "gpu_check.bits.checkpoint")
+    nbytes = TERABYTE if _on_device(library) else HUGE
+    yield Case(f"out of memory: {name}", 1, library, "gpu_check.bits.out_of_memory", {"nbytes": nbytes})
+
+
+def _on_device(library: str) -> bool:
+    return library not in ("numpy", "torch")
+
+
+def _trial(library: str, transport: str, ranks: int) -> str:
+    """The name of the case that says whether a transport is there; one rank sends nothing."""
+    return f"transport: {library}, {transport}, {ranks} ranks" if ranks > 1 else ""
+
+
+def _transports(library: str, ranks: int, name: str) -> Iterator[Case]:
+    for transport in ("auto", *TRANSPORTS) if _on_device(library) else ("auto",):
+        yield Case(_trial(library, transport, ranks), ranks, library, "gpu_check.arithmetic.transport", {"transport": transport})
+
+
+def _staged(library: str, sizes: Sizes) -> Iterator[Case]:
+    transport = "staged" if _on_device(library) else "auto"
+    yield Case(f"message: {library}, {transport}, {sizes.message} bytes, 2 ranks", 2, library, "gpu_check.rates.staged", {
+        "transport": transport, "nbytes": sizes.message, "sample": sizes.sample, "rounds": sizes.rounds,
+        "wanted": sizes.wanted[1]}, limit=90, needs=_trial(library, transport, 2))
+
+
+def _of_each_transport(library: str, ranks: int) -> Sequence[str]:
+    return TRANSPORTS if _on_device(library) and ranks > 1 else ("auto",)
+
+
+def _has(library: str, precision: str) -> bool:
+    """Whether the library has it: bfloat16 is torch's; rounding to tf32 a device's."""
+    return (library.startswith("torch") or precision != "bfloat16") and (_on_device(library) or precision != "tf32")
+
+
+def _products(library: str, ranks: int, sizes: Sizes) -> Iterator[Case]:
+    """Each precision on each grid; panels and the way in which operands are stored change from one to the next."""
+    number = 0
+    for transport in _of_each_transport(library, ranks):
+        for precision in filter(lambda precision: _has(library, precision), PRECISIONS):
+            for grid in GRIDS[ranks]:
+                stored, panels = STORED[number % len(STORED)], 1 + 3 * (number % 2)
+                number += 1
+                yield Case(f"product: {library}, {precision}, {_written(grid)}, {transport}, {stored}, {panels} panels",
+                           ranks, library, "gpu_check.arithmetic.product",
+                           {"shape": sizes.product, "grid": grid, "precision": precision, "transport": transport,
+                            "stored": stored, "panels": panels}, needs=_trial(library, transport, ranks))
+
+
+def _trainings(library: str, ranks: int) -> Iterator[Case]:
+    for transport in _of_each_transport(library, ranks):
+        for precision in filter(lambda precision: _has(library, precision), TRAINED):
+            for grid, data in NETWORKS[ranks]:
+                yield Case(f"training: {library}, {precision}, {_written(grid)} data {data}, {transport}", ranks,
+                           library, "gpu_check.arithmetic.training", {"grid": grid, "data": data, "precision": precision,
+                                                            "transport": transport},
+                           needs=_trial(library, transport, ranks))
+
+
+def _written(grid: tuple[int, int, int]) -> str:
+    return "x".join(map(str, grid))

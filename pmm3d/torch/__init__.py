@@ -1,0 +1,21 @@
+"""torch modules on a grid: their linear layers by the schedule of `nn.linear`, under torch's autograd and optimizers.
+
+`parallelize` makes the module that runs on all ranks from a plain one. torch is `import torch`; this package is
+`pmm3d.torch`, and nothing else of pmm3d imports it.
+"""
+
+from ..errors import needs
+
+with needs("torch", "pmm3d.torch"):
+    import torch as _torch
+with needs("train", "networks"):
+    import array_api_compat as _array_api_compat
+
+from .boundary import gather_output, input_rows, mean
+from .convert import parallelize
+from .layers import Dropout3D, LayerNorm3D, Linear3D
+from .plan import Split
+from .state import clip_grad_norm_, full_state_dict, load_full_state_dict
+
+__all__ = ["Dropout3D", "LayerNorm3D", "Linear3D", "Split", "clip_grad_norm_", "full_state_dict", "gather_output",
+           "input_rows", "load_full_state_dict", "mean", "parallelize"]

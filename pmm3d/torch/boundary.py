@@ -1,0 +1,177 @@
+"""Into the grid and out of it: rows of a batch, columns of activations, the mean over all ranks' rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..comm import Grid
+from ..errors import LayoutError
+from ..layout import Layout
+from ..layout.layout import layout_of
+from ..nn.compute import stacked
+from ..nn.statistics import total
+from ..product.relayout import relayout
+from .held import ROWS
+from .operation import Passes
+
+
+def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a batch that all ranks hold: its first dim cut over the axes data and z.
+
+    x   (m, ...) of any type; the same on all ranks
+
+    Returns (m / Gdata / Gz, ...), some ranks a row more than others where that is no whole number; the same on the ranks
+    along x and y. The gradient of x, if it needs one, comes back whole, on every rank.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="megatron") as grid:
+        ...     input_rows(grid, torch.zeros(6, 2)).shape
+        torch.Size([6, 2])
+    """
+    if not isinstance(x, torch.Tensor) or not x.dim():
+        raise LayoutError(f"input_rows: a torch tensor whose first dim are the rows of a batch; got {x!r}")
+    box = layout_of(ROWS).box((x.shape[0], 1), grid.shape, grid.coords)
+    rows = slice(box.r0, box.r1)
+    made: torch.Tensor = _Rows.apply(grid, rows, x) if x.requires_grad else x[rows]  # type: ignore[no-untyped-call]
+    return made
+
+
+def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, on every rank: for a loss, or predictions, of the whole batch.
+
+    x   (rows, ...): this rank's, however many; floating point numbers
+
+    Returns (m, ...), in the order that `input_rows` has. A loss of it that all ranks compute alike is the whole loss:
+    each rank takes the gradient of its own rows. Each rank receives the rows that it has not. Collective.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     gather_output(grid, input_rows(grid, torch.arange(5.0)[:, None]))[:, 0]
+        tensor([0., 1., 2., 3., 4.])
+    """
+    made: torch.Tensor = _AllRows.apply(grid, x)  # type: ignore[no-untyped-call]
+    return made
+
+
+def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
+    """The mean over the rows of all ranks, as a tensor of no dims; the same on every rank.
+
+    losses   any shape: those of this rank's rows, as of `cross_entropy(..., reduction="none")`
+
+    So the loss of a batch is right whatever rows each rank has, none included. Of as many rows on each rank the plain
+    mean of a rank's own rows trains alike. Each rank receives 16 bytes from others along data and z. Collective.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     mean(grid, input_rows(grid, torch.arange(5.0)))
+        tensor(2.)
+    """
+    made: torch.Tensor = _Mean.apply(grid, losses)  # type: ignore[no-untyped-call]
+    return made
+
+
+def whole_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
+    """From this rank's columns to all of them. Its gradient, the same on the ranks along the axis, is cut again."""
+    if grid.axis(axis).size == 1:
+        return x
+    split, whole = _column_layouts(axis, unit)
+    made: torch.Tensor = _Columns.apply(grid, columns, split, whole, x)  # type: ignore[no-untyped-call]
+    return made
+
+
+def own_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
+    """From all columns, which the ranks along the axis hold, to this rank's. Its gradient is brought together again."""
+    if grid.axis(axis).size == 1:
+        return x
+    split, whole = _column_layouts(axis, unit)
+    made: torch.Tensor = _Columns.apply(grid, columns, whole, split, x)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _column_layouts(axis: str, unit: int) -> tuple[Layout, Layout]:
+    return layout_of(ROWS, (axis,), (), (1, unit)), layout_of(ROWS)
+
+
+class _Columns(torch.autograd.Function):
+    """A relayout of columns, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:
+        ctx.back = grid, columns, target, source
+        return _moved(grid, columns, source, target, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        grid, columns, source, target = ctx.back
+        return None, None, None, None, _moved(grid, columns, source, target, gradient)
+
+
+def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:
+    flat = x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
+    with grid.ledger.phase("relayout"):
+        moved = relayout(grid, flat, (flat.shape[0] * Passes.of(grid).partners, columns), source, target).wait()
+    moved = moved.clone(memory_format=torch.contiguous_format) if moved.data_ptr() == x.data_ptr() else moved
+    return moved.contiguous().view(*x.shape[:-1], moved.shape[1]).detach()
+
+
+class _Rows(torch.autograd.Function):
+    """x[rows]; the gradient is that of the mean of the ranks' losses."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, rows: slice, x: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid
+        return x[rows].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, _all_rows(ctx.grid, gradient)[0] / Passes.of(ctx.grid).partners
+
+
+class _AllRows(torch.autograd.Function):
+    """The rows of all ranks; the gradient is that of a loss that all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, x: torch.Tensor) -> torch.Tensor:
+        whole, start = _all_rows(grid, x)
+        ctx.grid, ctx.rows = grid, slice(start, start + x.shape[0])
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return None, gradient[ctx.rows] * Passes.of(ctx.grid).partners
+
+
+def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The rows of all ranks along z, of those along data; and where this rank's begin."""
+    found, start = x.contiguous().view(x.shape[0], x.shape[1:].numel()).clone(), 0
+    for axis in map(grid.axis, reversed(ROWS)):
+        if axis.size > 1:
+            counts = stacked(axis, torch.tensor([[found.shape[0]]], device=x.device)).flatten().tolist()
+            out = found.new_empty((sum(counts), found.shape[1]))
+            with grid.ledger.phase("gather rows"):
+                found = axis.gather_into(found, out, counts).wait()
+            start += sum(counts[: axis.index])
+    return found.view(found.shape[0], *x.shape[1:]), start
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over all ranks; the gradient is that of a loss that all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, losses: torch.Tensor) -> torch.Tensor:
+        sums = torch.stack([losses.sum(dtype=torch.float64), losses.new_tensor(losses.numel(), dtype=torch.float64)])
+        with grid.ledger.phase("loss"):
+            found, count = total(grid, sums.view(1, 2), ROWS)[0]
+        ctx.shape, ctx.factor = losses.shape, Passes.of(grid).partners / count.item()
+        return (found / count).to(losses.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return None, (gradient * ctx.factor).expand(ctx.shape)

@@ -1,0 +1,239 @@
+"""A plain torch module on a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy, deepcopy
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from ..arrays import library_of
+from ..comm import Grid
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ..layout import Layout
+from ..nn.contract import Gradient
+from ..nn.overlap import Overlap
+from .held import MARK, ROWS, Held
+from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread
+from .operation import Passes
+from .plan import Plan, Split, resolved
+
+Kind = TypeVar("Kind", bound=nn.Module)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: Overlap | None = None) -> Kind:
+    """The same module on a grid: a copy, of the same class, whose linear layers run on all ranks.
+
+    module    with the same parameters on all ranks (torch.manual_seed before it is made); left as it is
+    plan      name or pattern -> "column" | "row" | Split(...) for a Linear, "x" | "y" for the LayerNorm and Dropout
+              between them, or "off". What it does not name is as in the module, on every rank. None: for a Sequential
+              (or a Linear), column and row in turns, all columns at the end
+    overlap   which communication runs under computation, of all networks on the grid (`pmm3d.nn.Overlap`)
+
+    Call it with this rank's rows of a batch (`input_rows`), the same on all ranks along x and y, and train it as the
+    plain one. The loss is the mean of the ranks' losses: of a mean over its own rows that a rank computes, where all
+    have as many, of `mean(grid, losses)`, or of one of `gather_output`, which all ranks compute alike. `.grad` is there,
+    summed, when `backward()` ends; gradients of Linear3D are on their way while it runs. Gradients add up until
+    they are zeroed; in `pmm3d.nn.no_sync(grid)` the sum over the data axis is left to a later pass.
+
+    Between a column and a row each rank has its part of the columns: what is elementwise may come there, and what is in
+    the plan; heads are parted by `Split("column", unit=width of a head)`, and `x.view(*, -1, width)` has this rank's.
+
+    Raises, on every rank: LayoutError for a plan that does not fit, a weight in two places, a Linear of no features, a
+    batch norm; DTypeError for parameters of complex numbers; DisagreementError if the ranks' parameters differ.
+
+        >>> seeded = torch.manual_seed(0)
+        >>> with Grid(shape="fsdp") as grid:
+        ...     model = parallelize(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), grid)
+        ...     model(torch.ones(4, 3)).shape
+        torch.Size([4, 2])
+    """
+    if not isinstance(module, nn.Module):
+        raise Pmm3dError(f"parallelize: a torch.nn.Module; got a {type(module).__name__}")
+    with grid.together("parallelize", _digest(module), repr(plan), always=True):
+        splits = resolved(module, plan)
+        _check(module, splits, grid)
+        made = _copied(module, splits, grid)
+    if overlap is not None:
+        Passes.of(grid).parallel.overlap = overlap
+    _attach(made, grid)
+    return made
+
+
+def _digest(module: nn.Module) -> list[tuple[str, int]]:
+    """The values of all parameters, in 32 bits each, where they have any."""
+    return [(name, crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data))
+            for name, tensor in module.named_parameters() if tensor.device.type != "meta"]
+
+
+def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
+    if grid.dry_run is not None:
+        raise GridError("parallelize: a dry run has no data, and torch's modules have: make the network of pmm3d.nn for "
+                        "its memory and bytes")
+    for name, part in module.named_modules():
+        if isinstance(part, BATCH_NORMS):
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would take the mean of each rank's own rows. "
+                              "Put nn.LayerNorm or nn.GroupNorm in its place")
+        if isinstance(part, OTHER_DROPOUTS):
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw what does not belong together on "
+                              "several ranks. Put nn.Dropout in its place")
+        if name in splits:
+            _check_part(name, part)
+    _check_tied(module, splits)
+    _check_device(module, grid)
+
+
+def _check_part(name: str, part: nn.Module) -> None:
+    if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+        raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: take them off, or "
+                          'put "off" into the plan for it')
+    if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
+        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; over columns that "
+                          "are spread it takes the last one only")
+    for tensor in part.parameters(recurse=False):
+        if not tensor.is_floating_point():
+            raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; those of real floating point "
+                             "numbers can be spread")
+
+
+def _check_tied(module: nn.Module, splits: dict[str, Split]) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, part in module.named_modules():
+        for tensor in part.parameters(recurse=False):
+            owners.setdefault(id(tensor), []).append(name)
+    for names in owners.values():
+        if len(names) > 1 and any(name in splits for name in names):
+            raise LayoutError(f"parallelize: {' and '.join(names)} have one weight in common, which cannot lie in two "
+                              'layouts. Put "off" into the plan for each of them, or give each its own')
+
+
+def _check_device(module: nn.Module, grid: Grid) -> None:
+    devices = {str(tensor.device): tensor for tensor in module.parameters()}
+    if "meta" in devices or len(devices) > 1:
+        raise Pmm3dError(f"parallelize: the parameters are on {', '.join(sorted(devices))}; they must be on one device, "
+                         "which has memory: module.to(device), module.to_empty(device=...) and its own initial values")
+    for name, tensor in devices.items():
+        grid.library(library_of(tensor.detach()))
+        if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+            raise Pmm3dError(f"parallelize: the parameters are on {name}, and this rank's device is cuda:"
+                             f"{torch.cuda.current_device()}. Bring them there: module.to('cuda'), after torch.cuda."
+                             "set_device(grid.local_rank % torch.cuda.device_count())")
+
+
+def _copied(module: Kind, splits: dict[str, Split], grid: Grid) -> Kind:
+    """A deep copy in which others stand for the modules that are spread."""
+    parts = {name: part for name, part in module.named_modules() if name in splits or type(part) is nn.Dropout}
+    memo: dict[int, Any] = {}
+    for name, part in parts.items():
+        memo[id(part)] = _spread(name, part, splits.get(name), grid).train(part.training)
+    made: Kind = deepcopy(module, memo)
+    return made
+
+
+def _spread(name: str, part: Any, split: Split | None, grid: Grid) -> nn.Module:
+    """What stands for a module."""
+    if isinstance(part, nn.Dropout):
+        return Dropout3D(grid, part.p, None if split is None else split.role)
+    assert split is not None
+    made: Spread
+    tensor = next(part.parameters(recurse=False), torch.empty(0))
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    if isinstance(part, nn.LayerNorm):
+        made = LayerNorm3D(grid, part.normalized_shape[0], split.role, part.eps, part.elementwise_affine,
+                           part.bias is not None, **options)
+    else:
+        made = Linear3D(grid, part.in_features, part.out_features, part.bias is not None, role=split.role,
+                        unit=split.unit, gather=split.gather, seed=None, **options)
+    made.path = name
+    for own in made.home:
+        made.load_whole(own, getattr(part, own))
+        made.get_parameter(own).requires_grad_(getattr(part, own).requires_grad)
+    return made
+
+
+def _attach(module: nn.Module, grid: Grid) -> None:
+    """Hooks of the copy: outside of it gradients are those of this rank's loss, inside those of the mean of the ranks',
+    of which it is a part."""
+    passes = Passes.of(grid)
+    entering, leaving = _scaled(passes.partners), _scaled(1 / passes.partners)
+    draws = any(isinstance(part, Dropout3D) and part.p for part in module.modules())
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        _hold(module, grid, passes)
+        if not passes.under_way:
+            passes.parallel.weights.pause()
+        if draws and module.training:
+            state = crc32(torch.get_rng_state().numpy().data)
+            grid.compared("dropout's random numbers (torch.manual_seed)", state)()
+        return mapped(args, entering), mapped(kwargs, entering)
+
+    def after(module: nn.Module, args: Any, out: Any) -> Any:
+        return mapped(out, leaving)
+
+    _hold(module, grid, passes)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _hold(module: nn.Module, grid: Grid, passes: Passes) -> None:
+    """Sees to it that the gradients of all parameters on no axis are summed over the ranks that hold other rows."""
+    spread = {id(tensor) for part in module.modules() if isinstance(part, Spread) for tensor in part.parameters()}
+    for name, tensor in module.named_parameters():
+        if id(tensor) not in spread and tensor.requires_grad and Held.of(tensor) is None:
+            known = hasattr(tensor, MARK)
+            Held(grid, tensor, name=name)
+            if not known and passes.partners > 1:
+                _sum_gradients(tensor, passes)
+
+
+def _sum_gradients(tensor: nn.Parameter, passes: Passes) -> None:
+    def arrived(gradient: torch.Tensor) -> None:
+        held: Held = getattr(tensor, MARK)
+        if gradient.layout != torch.strided:
+            raise DTypeError(f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "
+                             "embedding with sparse=False")
+        passes.receive(held, Gradient(gradient.detach().reshape(1, -1).contiguous(), Layout(sums=ROWS)))
+        tensor.grad = None
+
+    def accumulated(tensor: torch.Tensor) -> None:
+        tensor.grad = None
+
+    passes.whole = True
+    tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+    tensor.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+
+def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same with all tensors in it, in tuples, lists and dicts, replaced."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        made = copy(value)
+        for key, item in value.items():
+            made[key] = mapped(item, function)
+        return made
+    if isinstance(value, (list, tuple)):
+        items = [mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if hasattr(value, "__dict__") and any(isinstance(item, torch.Tensor) for item in vars(value).values()):
+        raise Pmm3dError(f"a model on a grid takes and returns tensors, also in tuples, lists and dicts; this is a "
+                         f"{type(value).__name__}, whose tensors' gradients would not be those of the mean of the ranks")
+    return value
+
+
+def _scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same tensor, whose gradient is that times the factor."""
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+        return x
+
+    return scaled

@@ -1,0 +1,81 @@
+"""A torch parameter whose memory a parameter of a network is too, and its gradient on the way from one to the other."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+
+from ..comm import Grid
+from ..layout import Layout
+from ..nn.gradients import State
+from ..nn.parallel import Parallel
+from ..nn.parameter import Parameter
+from ..product import DistMatrix
+
+ROWS = ("data", "z")
+"""The axes that split the rows of a batch, major to minor."""
+MARK = "_pmm3d"
+"""The attribute of a torch parameter that has its `Held`."""
+
+
+class Held:
+    """A torch parameter on a grid: this rank's shard of a matrix, or, of a module that is on no axis, the whole.
+
+    weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other
+    """
+
+    def __init__(self, grid: Grid, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None,
+                 layout: Layout = Layout(), name: str = ""):
+        shape = (1, tensor.numel()) if shape is None else shape
+        self.tensor, self._given = ref(tensor), None
+        local = tensor.detach().reshape(layout.box(shape, grid.shape, grid.coords).shape)
+        self.weight = Parameter(DistMatrix(grid, local, shape, layout))
+        self.weight.name = name
+        setattr(tensor, MARK, self)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Held | None:
+        """That of a torch parameter, if it has one, of the values that it has now."""
+        found: Held | None = getattr(tensor, MARK, None)
+        return found if found is not None and found.fits(tensor) else None
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether both still share their memory: `module.to(...)` gives a torch parameter another one."""
+        local = self.weight.local
+        return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
+
+    def resume(self) -> None:
+        """A backward pass is to add to the gradient: that is what `.grad` has now, whoever put it there."""
+        tensor, record = self.tensor(), self.weight.accumulated
+        grad = None if tensor is None else tensor.grad
+        if grad is not None and grad is self._given and record.state in (State.OPEN, State.SUMMED):
+            return
+        Parallel.of(self.weight.grid).gradients.forget(record)
+        record.array, record.pending = record.form.new(), None
+        if grad is not None:
+            record.array[...] = grad.reshape(record.array.shape)
+            record.state, record.sums, record.split = State.SUMMED, (), False
+
+    def give(self) -> None:
+        """The backward pass is over: what it made is `.grad`."""
+        tensor = self.tensor()
+        if tensor is not None:
+            self._given = self.weight.accumulated.array.view(tensor.shape)
+            tensor.grad = self._given
+
+    def drop(self) -> None:
+        """The backward pass ended with an error: there is no gradient."""
+        tensor = self.tensor()
+        Parallel.of(self.weight.grid).gradients.forget(self.weight.accumulated)
+        if tensor is not None:
+            tensor.grad = None
+
+    @property
+    def own_square(self) -> float:
+        """The sum of the squares of the gradient, divided by how many ranks hold it."""
+        tensor = self.tensor()
+        if tensor is None or tensor.grad is None:
+            return 0.0
+        norm = torch.linalg.vector_norm(tensor.grad, dtype=torch.float64).item()
+        return norm**2 / self.weight.layout.replicas(self.weight.grid.shape)

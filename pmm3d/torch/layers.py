@@ -1,0 +1,272 @@
+"""Layers of torch whose columns are spread over a grid."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ..arrays import library_of
+from ..comm import Grid
+from ..errors import CheckpointError, DTypeError, GridError, LayoutError, Pmm3dError
+from ..layout import Box, Layout
+from ..layout.layout import layout_of
+from ..nn.compute import Form
+from ..nn.dense import OTHER, linear, weight_layout
+from ..nn.functional import dropout, layer_norm
+from ..nn.layers import derived
+from ..nn.tensor import Tensor
+from ..product import DistMatrix
+from .boundary import own_columns, whole_columns
+from .held import ROWS, Held
+from .operation import Call, Passes
+
+COLUMN_AXES = {"column": "y", "row": "x"}
+"""The axis that splits the columns of a Linear3D's input, by its role."""
+
+
+class OnGrid(torch.nn.Module):
+    """A module that belongs to a grid."""
+
+    def __init__(self, grid: Grid):
+        super().__init__()
+        if grid.size != grid.shape.size:
+            raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
+        self.grid = grid
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise Pmm3dError(f"{type(self).__name__}: a module on a grid can be neither copied nor pickled: make it again "
+                         "with parallelize, and load model.state_dict() or full_state_dict(model)")
+
+
+class Spread(OnGrid):
+    """A module whose parameters are shards of matrices.
+
+    home       the shape and layout of each, as `pmm3d.nn` stores it: a weight (inputs, outputs), a vector (1, outputs)
+    matrices   the names of those that are matrices to torch too
+    path       of the module in the whole
+    """
+
+    matrices: tuple[str, ...] = ()
+    path = ""
+
+    def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], dtype: Any, device: Any):
+        super().__init__(grid)
+        self.home = home
+        for name in home:
+            size = self.box(name).shape if name in self.matrices else self.box(name).shape[1:]
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
+
+    def box(self, name: str) -> Box:
+        """Which part of the matrix this rank has."""
+        shape, layout = self.home[name]
+        return layout.box(shape, self.grid.shape, self.grid.coords)
+
+    def held(self, name: str) -> Held:
+        """Of the values that the parameter has now, wherever they are."""
+        tensor = self.get_parameter(name)
+        found = Held.of(tensor)
+        return found or Held(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
+
+    def whole(self, name: str, root: int | None = None) -> torch.Tensor | None:
+        """The parameter of the plain module, on every rank or on one; None on others. Collective."""
+        gathered = self.held(name).weight.value.gather(root)
+        return None if gathered is None else self._turned(name, gathered).clone(memory_format=torch.contiguous_format)
+
+    def load_whole(self, name: str, value: torch.Tensor) -> None:
+        """Take this rank's part of the plain module's parameter."""
+        own = self._turned(name, value)[self.box(name).within(Box(0, 0, 0, 0))]
+        with torch.no_grad():
+            self.get_parameter(name).copy_(own.reshape(self.get_parameter(name).shape))
+
+    def plain_shape(self, name: str) -> tuple[int, ...]:
+        """Of the plain module's parameter."""
+        rows, cols = self.home[name][0]
+        return (cols, rows) if name in self.matrices else (cols,)
+
+    def _turned(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """From a parameter of the plain module to the matrix, or back."""
+        if name in self.matrices:
+            return value.T
+        return value[0] if value.dim() == 2 else value[None]
+
+    def check_type(self, x: torch.Tensor) -> None:
+        weight = next(self.parameters(recurse=False), x)
+        if not isinstance(x, torch.Tensor) or x.dtype != weight.dtype or x.device != weight.device:
+            given = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise DTypeError(f"{self}: the input is {given}, the parameters {weight.dtype} on {weight.device}. Bring "
+                             "both to one type and device (model.to(...), x.to(...)); autocast does not reach in here")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Which part of what this rank's shards are, so that `load_state_dict` takes no others."""
+        return {name: [*shape, *self.box(name)] for name, (shape, _) in self.home.items()}
+
+    def set_extra_state(self, state: Any) -> None:
+        if state != Spread.get_extra_state(self):
+            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid ({state}, here "
+                                  f"{Spread.get_extra_state(self)}). Each rank loads what it saved, on the same grid; "
+                                  "save full_state_dict(model) and use load_full_state_dict for any grid")
+
+
+class Linear3D(Spread):
+    """x W^T + b by the schedule of `pmm3d.nn.linear`, with its overlaps; under torch's autograd.
+
+    in_features, out_features, bias   as of torch.nn.Linear; the features of all ranks
+    role     "column": the columns of x lie over y, those of the result over x; "row": over x, then y. In turns they need
+             no communication between them; Megatron-LM is a grid of Gx x 1 x 1
+    unit     columns over x that no cut parts, such as those of a head
+    gather   whether the result has all columns, on each rank
+    seed     of the initial values, uniform in +-1/sqrt(in_features), the same on every grid; None: arbitrary ones
+
+    x (..., columns): this rank's rows, of all ranks along x and y the same; its own part of the columns, or all of them,
+    of which it takes its part. Returns (..., columns). `weight` is this rank's shard, (inputs, outputs); its gradient
+    is there at the end of `backward()`: the sum over all ranks of those of their losses (`parallelize` makes a mean of
+    it). torch.autograd.grad does not bring it, and there is no second derivative.
+
+    Raises LayoutError for features that are none, or heads that Gx does not divide.
+
+        >>> with Grid(shape="fsdp") as grid:
+        ...     Linear3D(grid, 3, 4, gather=True)(torch.ones(2, 3)).shape
+        torch.Size([2, 4])
+    """
+
+    matrices = ("weight",)
+
+    def __init__(self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, role: str = "column",
+                 unit: int = 1, gather: bool = False, seed: int | None = 0, dtype: torch.dtype | None = None,
+                 device: Any = None):
+        if role not in COLUMN_AXES:
+            raise LayoutError(f'Linear3D: the role is "column" or "row"; got {role!r}')
+        if min(in_features, out_features) < 1:
+            raise LayoutError(f"Linear3D: {in_features} in_features, {out_features} out_features: there must be one at "
+                              "least")
+        k = COLUMN_AXES[role]
+        across = in_features if k == "x" else out_features
+        if unit < 1 or across % unit or (unit > 1 and across // unit % grid.x.size):
+            raise LayoutError(f"Linear3D: {across} columns over x are heads of {unit}: their number must be a multiple "
+                              f"of Gx = {grid.x.size}. Choose a grid whose x divides it")
+        units = (unit, 1) if k == "x" else (1, unit)
+        home = {"weight": ((in_features, out_features), weight_layout(k, units))}
+        if bias:
+            home["bias"] = (1, out_features), layout_of((), (OTHER[k],), (), (1, units[1]))
+        super().__init__(grid, home, dtype, device)
+        self.in_features, self.out_features, self.role, self.unit, self.gather = in_features, out_features, role, unit, gather
+        self._input = layout_of(ROWS, (k,), (), (1, units[0]))
+        if not bias:
+            self.register_parameter("bias", None)
+        if seed is not None:
+            self._draw(seed)
+
+    def _draw(self, seed: int) -> None:
+        """Initial values."""
+        for stream, (name, (shape, layout)) in enumerate(self.home.items()):
+            local = self.held(name).weight.local
+            made = DistMatrix.random(self.grid, shape, seed=derived(seed, stream), layout=layout,
+                                     dtype=library_of(local).dtype(local), library=library_of(local))
+            local[...] = made.local * self.in_features**-0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.check_type(x)
+        grid, (k,), unit = self.grid, self._input.cols, self._input.units[1]
+        x = taken(self, x, k, self.in_features, unit)
+        held = tuple(self.held(name) for name in self.home)
+        run = lambda operand: linear(operand, *(each.weight for each in held))
+        call = Call(Passes.of(grid), run, self._input, self.in_features, held, torch.is_grad_enabled())
+        out = call(x, *(self.get_parameter(name) for name in self.home))
+        if self.gather:
+            out = whole_columns(grid, out, OTHER[k], self.out_features, self.home["weight"][1].units[1])
+        return out
+
+    def extra_repr(self) -> str:
+        return (f"{self.in_features}, {self.out_features}, role={self.role!r}{f', unit={self.unit}' * (self.unit > 1)}"
+                f"{', gather=True' * self.gather}{', bias=False' * ('bias' not in self.home)}, grid={self.grid.shape}")
+
+
+class LayerNorm3D(Spread):
+    """torch.nn.LayerNorm over columns that lie over an axis, "x" or "y"; a few numbers a row are exchanged.
+
+    x (..., columns): this rank's rows and columns. Returns the same.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     LayerNorm3D(grid, 4, "y")(torch.ones(2, 4)).tolist()
+        [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+
+    def __init__(self, grid: Grid, features: int, axis: str, eps: float = 1e-5, affine: bool = True, bias: bool = True,
+                 *, dtype: torch.dtype | None = None, device: Any = None):
+        layout = Layout((), axis)
+        names = ["weight"] * affine + ["bias"] * (affine and bias)
+        super().__init__(grid, {name: ((1, features), layout) for name in names}, dtype, device)
+        self.features, self.axis, self.eps = features, axis, eps
+        with torch.no_grad():
+            for name in names:
+                self.get_parameter(name).fill_(name == "weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.check_type(x)
+        x = taken(self, x, self.axis, self.features, 1)
+        held = {name: self.held(name) for name in self.home}
+
+        def run(operand: Tensor) -> Tensor:
+            form = operand.form.like((1, self.features), Layout((), self.axis))
+            gain, bias = (held[name].weight if name in held else _constant(form, value)
+                          for name, value in (("weight", 1.0), ("bias", 0.0)))
+            return layer_norm(operand, gain, bias, self.eps)
+
+        layout = layout_of(ROWS, (self.axis,))
+        call = Call(Passes.of(self.grid), run, layout, self.features, tuple(held.values()), torch.is_grad_enabled())
+        return call(x, *(self.get_parameter(name) for name in held))
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, axis={self.axis!r}, eps={self.eps}, grid={self.grid.shape}"
+
+
+class Dropout3D(OnGrid):
+    """torch.nn.Dropout whose masks are those of the whole batch: others for other rows and columns, the same on ranks
+    that hold the same.
+
+    axis   over which the columns lie, or None where all ranks have all of them
+    Each mask's seed is drawn from torch's generator, which must be the same on all ranks (`torch.manual_seed`):
+    a forward pass of a module that `parallelize` made compares it. If all ranks have as many rows and columns, the
+    masks are the same on every grid.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     Dropout3D(grid, 0.0)(torch.ones(1, 2))
+        tensor([[1., 1.]])
+    """
+
+    def __init__(self, grid: Grid, p: float = 0.5, axis: str | None = None):
+        super().__init__(grid)
+        if not 0 <= p < 1:
+            raise LayoutError(f"Dropout3D: p is a probability below 1; got {p}")
+        self.p, self.axis = p, axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        seed = int(torch.randint(2**62, ()))
+        grid, rows, columns = self.grid, x.shape[:-1].numel(), x.shape[-1]
+        cols = () if self.axis is None else (self.axis,)
+        whole = rows * Passes.of(grid).partners, columns * grid.shape.along(cols)
+        ones = DistMatrix(grid, x.new_ones((rows, columns)), whole, layout_of(ROWS, cols))
+        return x * dropout(Tensor(ones), self.p, seed).shard.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, axis={self.axis!r}"
+
+
+def taken(layer: Spread, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
+    """This rank's columns of what came: as they are, or, of all columns, its part."""
+    box = layout_of((), (axis,), (), (1, unit)).box((1, columns), layer.grid.shape, layer.grid.coords)
+    if x.dim() and x.shape[-1] == box.c1 - box.c0:
+        return x
+    if not x.dim() or x.shape[-1] != columns:
+        raise LayoutError(f"{layer}: an input of shape {tuple(x.shape)}; its columns are this rank's "
+                          f"{box.c1 - box.c0}, or all {columns}")
+    return own_columns(layer.grid, x, axis, columns, unit)
+
+
+def _constant(form: Form, value: float) -> Tensor:
+    local = form.new()
+    local[...] = value
+    return Tensor(form.matrix(local))

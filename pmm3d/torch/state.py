@@ -1,0 +1,134 @@
+"""All of a module's parameters: as those of the plain module, and the norm of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..comm import Grid
+from ..errors import CheckpointError, Pmm3dError
+from ..nn.gradients import State
+from .held import MARK, Held
+from .layers import Spread
+
+EXTRA = "_extra_state"
+
+
+def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, torch.Tensor]:
+    """What `state_dict()` of the plain module would be, copied: for any grid, and for plain torch. Collective.
+
+    root   the rank that gets it, others an empty one; None: all. On several, `module.state_dict()` of each is
+           smaller, and can be loaded again on the same grid only
+
+        >>> from pmm3d import Grid
+        >>> from pmm3d.torch import Linear3D
+        >>> with Grid(shape="fsdp") as grid:
+        ...     {name: tuple(tensor.shape) for name, tensor in full_state_dict(Linear3D(grid, 3, 2)).items()}
+        {'weight': (2, 3), 'bias': (2,)}
+    """
+    spread, found = dict(_spread(module)), {}
+    here = root is None or grid_of(module).rank == root
+    for key, value in module.state_dict().items():
+        if key.endswith(EXTRA):
+            continue
+        if key in spread:
+            layer, name = spread[key]
+            whole = layer.whole(name, root)
+        else:
+            whole = value.detach().clone() if here else None
+        if whole is not None:
+            found[key] = whole
+    return found
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Take the values of the plain module's `state_dict()`, which all ranks pass, on any grid. Collective.
+
+    Raises CheckpointError, on every rank and before a value is changed, for names or shapes that are not the module's.
+
+        >>> from pmm3d import Grid
+        >>> from pmm3d.torch import Linear3D
+        >>> with Grid(shape="fsdp") as grid:
+        ...     layer = Linear3D(grid, 3, 2)
+        ...     load_full_state_dict(layer, nn.Linear(3, 2).state_dict())
+    """
+    spread, own = dict(_spread(module)), module.state_dict()
+    shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else tuple(value.shape)
+              for key, value in own.items() if not key.endswith(EXTRA)}
+    given = {key: tuple(value.shape) for key, value in state.items()}
+    if given != shapes:
+        wrong = sorted(key for key in {*given, *shapes} if given.get(key) != shapes.get(key))
+        raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
+                              f"{', '.join(wrong[:6])}. It takes the state_dict() of the plain module, or what "
+                              "full_state_dict returns")
+    for key in shapes:
+        if key in spread:
+            spread[key][0].load_whole(spread[key][1], state[key])
+        else:
+            with torch.no_grad():
+                own[key].copy_(state[key])
+
+
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float,
+                    error_if_nonfinite: bool = False) -> torch.Tensor:
+    """Scale all gradients so that their 2-norm over the whole grid is at most `max_norm`; returns what it was, the same
+    on every rank. As torch.nn.utils.clip_grad_norm_, which would take each rank's own. Collective.
+
+    parameters   of a module that `parallelize` made, the same on all ranks
+
+    Raises Pmm3dError for parameters of no such module, in `no_sync`, and, if asked to, for a norm that is not finite.
+
+        >>> from pmm3d import Grid
+        >>> from pmm3d.torch import Linear3D
+        >>> with Grid(shape="fsdp") as grid:
+        ...     layer = Linear3D(grid, 3, 2)
+        ...     layer(torch.ones(1, 3)).sum().backward()
+        ...     norm = clip_grad_norm_(layer.parameters(), 1.0)
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    held = [_held(tensor) for tensor in given if tensor.grad is not None]
+    if not held:
+        return torch.zeros(())
+    grid = held[0].weight.grid
+    square = np.array([sum(each.own_square for each in held)])
+    with grid.ledger.phase("optimizer"):
+        norm = float(grid.everyone.all_reduce(square, agreed=True).wait()[0]) ** 0.5
+    if error_if_nonfinite and not isfinite(norm):
+        raise Pmm3dError(f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
+                         "the layer whose outputs are not finite")
+    factor = min(1.0, max_norm / (norm + 1e-6)) if isfinite(norm) else max_norm / norm
+    gradients = [tensor.grad for tensor in given if tensor.grad is not None]
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return torch.tensor(norm, dtype=gradients[0].dtype)
+
+
+def _held(tensor: torch.Tensor) -> Held:
+    found: Held | None = getattr(tensor, MARK, None)
+    if found is None:
+        raise Pmm3dError("clip_grad_norm_: a parameter of no module on a grid: pass model.parameters() of what "
+                         "parallelize returned")
+    if found.weight.accumulated.state is State.OPEN:
+        raise Pmm3dError(f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
+                         "backward pass before it must be outside of no_sync")
+    return found
+
+
+def _spread(module: nn.Module) -> Iterator[tuple[str, tuple[Spread, str]]]:
+    """Name in the state dict -> the layer and the parameter's name in it."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, Spread):
+            yield from ((f"{path}.{name}".lstrip("."), (part, name)) for name in part.home)
+
+
+def grid_of(module: nn.Module) -> Grid:
+    """The grid that it is on. Raises Pmm3dError if it is on none."""
+    on = [part.grid for part in module.modules() if isinstance(part, Spread)]
+    on += [getattr(tensor, MARK).weight.grid for tensor in module.parameters() if hasattr(tensor, MARK)]
+    if not on:
+        raise Pmm3dError(f"a {type(module).__name__} that is on no grid: pass what parallelize returned")
+    return on[0]

@@ -1,0 +1,145 @@
+"""apps/gpu_check: all of it on a host, at small sizes; checks that die, hang or are not there; a machine without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = [sys.executable, "-m", "pmm3d.launcher", "-n"]
+TOPICS = {"surroundings", "rate", "step", "launches", "random matrices", "dropout", "checkpoint", "out of memory",
+          "product", "training", "transport", "message"}
+DEADLY = """
+import os, signal, time
+from gpu_check.outcome import Absent, Wrong
+
+def good(comm, case):
+    return "fine", {"ranks": comm.size}
+
+def killed(comm, case):
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)
+
+def hangs(comm, case):
+    print("before it hangs", flush=True)
+    time.sleep(60)
+
+def wrong(comm, case):
+    raise Wrong("2 + 2 is 5")
+
+def raises(comm, case):
+    raise KeyError("on rank 1 alone") if comm.rank else Absent("no rank 0")
+
+def absent(comm, case):
+    raise Absent("there is none")
+"""
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The modules of gpu_check by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "apps"))
+    from gpu_check import __main__, cases, found, jobs, outcome, report
+
+    return {"main": __main__, "cases": cases, "found": found, "jobs": jobs, "outcome": outcome, "report": report}
+
+
+def environ(*folders):
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), str(ROOT), *sys.path]))}
+
+
+def test_on_a_host_everything_runs_and_is_reported(tmp_path):
+    chosen = ("surroundings|rate.*float32|step|launches|random|dropout|checkpoint|memory|transport|message|"
+              "product.*(bfloat16|float64|complex64)|training.*float32")
+    command = [sys.executable, "-m", "gpu_check", "--library", "torch", "--small", "--ranks", "1", "2", "--only", chosen,
+               "--mpiexec", " ".join(LAUNCHER), "--report", str(tmp_path / "report")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ(ROOT / "apps"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report" / "report.json").read_text())
+    names = [entry["case"]["name"] for entry in found["cases"]]
+    assert {name.partition(":")[0] for name in names} == TOPICS and len(set(names)) == len(names)
+    assert found["counts"] == {"ok": len(names), "failed": 0, "absent": 0, "not run": 0}
+    errors = {name: entry["figures"]["error"] for name, entry in zip(names, found["cases"]) if "error" in
+              entry["figures"]}
+    assert len(errors) > 15 and max(errors[name] for name in errors if "float64" in name) < 1e-12
+    assert max(errors[name] for name in errors if "bfloat16" in name) > 1e-4
+    assert found["facts"]["versions"]["torch"] and "MPI" in found["facts"]
+    text = (tmp_path / "report" / "report.txt").read_text()
+    assert f"gpu-check: {len(names)} ok of {len(names)}" in text and "For docs/gpu.md:" in text
+    assert "| product | torch | bfloat16 | 1, 2 | 4 of 4 | " in text and "| training | torch | float32 | 1, 2 |" in text
+
+
+def test_a_check_that_dies_or_hangs_is_told_of_and_the_rest_goes_on(package, tmp_path, monkeypatch):
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    monkeypatch.setattr(package["jobs"], "MOST_DEATHS", 4)
+    case = package["outcome"].Case
+    cases = [case("first", 2, "numpy", "deadly.good"), case("crash", 2, "numpy", "deadly.killed"),
+             case("wrong", 2, "numpy", "deadly.wrong"), case("none", 2, "numpy", "deadly.absent"),
+             case("needs none", 2, "numpy", "deadly.good", needs="none"),
+             case("needs wrong", 2, "numpy", "deadly.good", needs="wrong"),
+             case("hang", 2, "numpy", "deadly.hangs", limit=2.0), case("raises", 2, "numpy", "deadly.raises"),
+             case("last", 2, "numpy", "deadly.good"), case("no library", 1, "nothing", "deadly.good"),
+             case("nor here", 1, "nothing", "deadly.good")]
+    runner = package["jobs"].Runner(LAUNCHER, tmp_path, time.monotonic() + 200, environ(tmp_path, ROOT / "apps"))
+    outcomes = {outcome.case.name: outcome for outcome in runner.run(cases)}
+    states = {name: outcome.state for name, outcome in outcomes.items()}
+    assert states == {"first": "ok", "crash": "failed", "wrong": "failed", "none": "absent", "needs none": "absent",
+                      "needs wrong": "not run", "hang": "failed", "raises": "failed", "last": "ok",
+                      "no library": "failed", "nor here": "failed"}
+    said = {name: outcome.said for name, outcome in outcomes.items()}
+    assert said["crash"] == "its job ended with SIGSEGV" and "Segmentation fault" in outcomes["crash"].output
+    assert said["hang"] == "no answer after 2 s, and ended" and outcomes["hang"].output.split("\n")[0] == "before it hangs"
+    assert said["wrong"] == "2 + 2 is 5" and outcomes["wrong"].output == ""
+    assert said["raises"] == "rank 1: KeyError: 'on rank 1 alone'"
+    assert "No module named 'nothing'" in said["nor here"] and outcomes["first"].figures == {"ranks": 2}
+    text = package["report"].Report({"date": "today"}, [*outcomes.values()]).text()
+    assert "2 ok, 6 FAILED, 2 absent, 1 NOT RUN of 11" in text and "    before it hangs" in text
+
+
+def test_what_cannot_be_run_is_not_passed_over(package, tmp_path):
+    jobs, case = package["jobs"], package["outcome"].Case
+    pair = [case("one", 1, "numpy", "deadly.good"), case("two", 2, "numpy", "deadly.good")]
+    late = [outcome.said for outcome in jobs.Runner(LAUNCHER, tmp_path, time.monotonic() - 1).run(pair)]
+    assert late == ["the time was used up"] * 2
+    alone = list(jobs.Runner([], tmp_path, time.monotonic() + 60).run(pair[1:]))
+    assert alone[0].state == "not run" and "GPU_MPIEXEC" in alone[0].said
+    assert package["report"].Report({}, alone).failed == alone
+
+
+def test_without_a_gpu_it_says_so_and_ends_well(package, capsys):
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    done = subprocess.run(["make", "-s", "gpu-check", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120, env=os.environ | variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("gpu-check: no GPU here, nothing was checked (torch:cuda: sees no device; cupy: ")
+    hidden = package["main"]._nothing_to_check([{"name": "NVIDIA H200"}], {"cupy": "is not installed"})
+    assert hidden == 1 and "the driver has NVIDIA H200, but neither torch nor cupy" in capsys.readouterr().err
+
+
+def test_only_wheels_that_are_missing_are_unpacked(package, tmp_path):
+    for name in ("numpy", "no_such_package_here"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+    unpacked = package["found"].unpack_wheels(tmp_path, tmp_path / "into")
+    assert unpacked == ["no_such_package_here-1.0-py3-none-any.whl"]
+    assert [path.name for path in (tmp_path / "into").iterdir()] == ["no_such_package_here"]
+
+
+def test_a_full_run_has_every_precision_and_transport_for_both_libraries(package):
+    cases = package["cases"].all_cases(["torch:cuda", "cupy"], [1, 2, 4, 8], package["cases"].FULL)
+    of = {(case.library, case.ranks, case.options.get("precision"), case.options.get("transport"))
+          for case in cases if case.name.startswith(("product", "training"))}
+    for library, count in (("torch:cuda", 7), ("cupy", 6)):
+        for ranks, transports in ((1, {"auto"}), (2, {"direct", "staged", "nccl"}), (8, {"direct", "staged", "nccl"})):
+            found = {(precision, transport) for name, size, precision, transport in of if (name, size) == (library, ranks)}
+            assert {transport for _, transport in found} == transports and len(found) == count * len(transports)
+    wanted = {case.name.partition(":")[0]: [case.options[name] for name in ("wanted", "of_limit", "of_torch")
+                                           if name in case.options] for case in cases}
+    assert (wanted["rate"], wanted["step"], wanted["message"]) == ([0.97], [0.85, 0.97], [0.8])
+    assert all(case.needs in {other.name for other in cases} for case in cases if case.needs)

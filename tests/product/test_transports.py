@@ -1,0 +1,183 @@
+"""How device memory travels: in pieces that overlap, by NCCL, refused where it cannot; who has which device."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import standin
+import standin_far  # noqa: F401, so that library_named knows it
+import standin_nccl
+from samples import integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dError
+from pmm3d.arrays import Workspace, library_named
+from pmm3d.arrays.devices import library_of_error
+from pmm3d.comm import device_trial, staging
+from pmm3d.comm.ledger import Ledger
+from pmm3d.comm.out_of_memory import as_out_of_memory, is_out_of_memory
+
+pytestmark = pytest.mark.parallel([2, 4])
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What is begun and done with pieces of 64 bytes, in order."""
+    seen = []
+    monkeypatch.setattr(staging, "PIECE_BYTES", 64)
+
+    def noted(name):
+        method = getattr(staging.Staging, name)
+        monkeypatch.setattr(staging.Staging, name, lambda *a: seen.append(name) or method(*a))
+
+    for name in ("_copy_down", "_send", "_receive", "_copy_up"):
+        noted(name)
+    return seen
+
+
+def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
+    """A piece is sent before the next but two is copied, and copied up before the last one is received."""
+    with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
+        whole = [integers((10, 8), seed=rank) for rank in range(comm.size)]  # ten pieces
+        found = to_numpy(grid.x.shift(to_library(whole[comm.rank], "standin")).wait(), "standin")
+        assert np.array_equal(found, whole[comm.rank - 1])
+    assert [steps.count(name) for name in ("_copy_down", "_send", "_receive", "_copy_up")] == [10] * 4
+    assert steps.index("_send") < [i for i, step in enumerate(steps) if step == "_copy_down"][staging.DEPTH]
+    last = {name: len(steps) - 1 - steps[::-1].index(name) for name in steps}
+    assert steps.index("_copy_up") < last["_receive"] and steps.index("_send") < last["_copy_down"]
+
+
+def test_pinned_buffers_are_few_and_used_again(comm, steps):
+    """However long the message; its last piece is shorter."""
+    with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
+        made = []
+        pinned = library_named("standin").pinned()
+        for rows in (101, 101, 201):
+            whole = integers((rows, 3), seed=comm.rank)
+            expected = sum(integers((rows, 3), seed=rank) for rank in range(comm.size))
+            total = grid.x.all_reduce(to_library(whole, "standin"), agreed=True).wait()
+            assert np.array_equal(to_numpy(total, "standin"), expected)
+            made.append(sum(len(free) for pool, free in grid.workspace._free.items() if pool.memory == pinned))
+        assert made[0] == made[1] == made[2] <= 2 * staging.DEPTH * (comm.size - 1) + 1
+
+
+def test_direct_where_mpi_takes_no_pointers_is_an_error(comm, fails):
+    with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid:
+        for _ in range(2):
+            fails(Pmm3dError, "device_transport is direct, but this MPI does not take device pointers.*"
+                              "PMM3D_TRANSPORT=auto, or staged",
+                  lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin_far")))
+
+
+def test_what_comes_wrong_between_ranks_goes_through_the_host(comm, monkeypatch):
+    """Each process can send to itself, and one gets from its neighbour what was not sent."""
+    made = device_trial.messages
+
+    def spoilt(library):
+        return [(values + (comm.rank == 1), source, target) for values, source, target in made(library)]
+
+    monkeypatch.setattr(device_trial, "messages", spoilt)
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        matrix = DistMatrix.from_global(grid, to_library(integers((5, 7)), "standin"))
+        assert np.array_equal(to_numpy(matrix.redistribute(Layout.C).gather(), "standin"), integers((5, 7)))
+        assert grid.transport.why == "staged: device memory did not come right by MPI from rank 0 to 1 (512 bytes)"
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+
+
+def test_nccl_moves_what_mpi_would(comm, nccl):
+    with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
+        whole = [integers((40, 3), seed=rank) for rank in range(comm.size)]
+        mine = to_library(whole[comm.rank], "standin")
+        totals = [grid.x.all_reduce(mine), grid.x.all_gather(mine), grid.x.shift(mine)]
+        expected = [sum(whole), np.concatenate(whole), whole[comm.rank - 1]]
+        for total, there in zip(reversed(totals), reversed(expected)):
+            assert np.array_equal(to_numpy(total.wait(), "standin"), there)
+        received = grid.ledger.total(axis="x").received
+        assert grid.transport.why == "nccl: as asked for" and standin_nccl.NcclCommunicator.made == 1
+    assert standin_nccl.NcclCommunicator.made == 0
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        for collective in (grid.x.all_reduce, grid.x.all_gather, grid.x.shift):
+            collective(whole[comm.rank]).wait()
+        assert grid.ledger.total(axis="x").received == received
+
+
+def test_nccl_is_refused_where_it_is_not(comm, monkeypatch, fails):
+    def shifted():
+        with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
+            grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
+
+    if comm.rank != 1:
+        monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    fails(Pmm3dError, r"nccl failed on 1 of \d ranks. rank 1: .*standin.cuda.nccl does not work here.*=auto", shifted)
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: "0000:01:00.0")
+    monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", lambda: 1)
+    fails(Pmm3dError, "several to a device, which NCCL does not take", shifted)
+
+
+def test_ranks_that_crowd_on_a_device_are_refused_and_those_that_must_share_are_told(comm, monkeypatch, fails, caplog):
+    monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        fails(GridError, r"ranks 0-\d of host .* have their arrays on one device, and 1 of the 2 .*take_device",
+              lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin")))
+    monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", lambda: 1)
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin"))
+    assert caplog.text.count("share 1 device of host") == (comm.rank == 0)
+
+
+def test_a_rank_has_one_device_on_a_grid(comm, fails):
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
+        with standin.Device(1):
+            fails(GridError, "arrays of device 1, where this rank's are on device 0, stand-in",
+                  lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait())
+
+
+def test_who_has_which_device(comm, monkeypatch):
+    monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
+    with Grid(comm, (comm.size, 1, 1)) as grid, standin.Device(comm.rank % 2):
+        nobody = grid.devices()
+        DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin"))
+        known = grid.devices()
+    if comm.rank > 0:
+        assert nobody == known == []
+        return
+    host = known[0]["host"]
+    assert nobody[1] == {"host": host, "rank": 1, "local_rank": 1, "device": None, "name": "", "pci": "",
+                         "shared_with": []}
+    assert known[1] == nobody[1] | {"device": 1, "name": "stand-in", "pci": "0000:01:00.0",
+                                    "shared_with": [3] if comm.size == 4 else []}
+
+
+def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
+    """With what was asked for, what is held and left on the device, and what was predicted."""
+    full = type("OutOfMemoryError", (MemoryError,), {"__module__": "standin"})
+    monkeypatch.setattr(standin.cuda.runtime, "memGetInfo", lambda: (2**20, 2**34), raising=False)
+    pool = SimpleNamespace(total_bytes=lambda: 3 * 2**30)
+    monkeypatch.setattr(standin, "get_default_memory_pool", lambda: pool, raising=False)
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        a = DistMatrix.from_global(grid, to_library(np.ones((40, 40)), "standin"))
+        b = DistMatrix.from_global(grid, to_library(np.ones((40, 40)), "standin"), layout=Layout.B)
+        grid.ledger.predict("a product", 2**33)
+        if comm.rank == 1:
+            def refuse(shape, dtype="float64"):
+                raise full("Out of memory allocating 12,800 bytes")
+            monkeypatch.setattr(standin, "empty", refuse)
+        fails(OutOfMemoryError,
+              r"rank 1 \(host .*\) is out of memory: Out of memory allocating 12,800 bytes.*device 0 \(stand-in\) "
+              r"1 MiB of 16 GiB, and cupy's pool holds 3 GiB there. Predicted for a rank: .*a product 8 GiB",
+              lambda: a @ b)
+
+
+@pytest.mark.parallel([1])
+def test_memory_that_torch_lacks_on_a_device_is_known(comm):
+    full = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})
+    refused = full("CUDA out of memory. Tried to allocate")
+    assert is_out_of_memory(refused) and library_of_error(refused).kind == "torch:cuda"
+    found = as_out_of_memory(refused, 3, "n1", Ledger(), Workspace())
+    assert "rank 3 (host n1) is out of memory: CUDA out of memory. Tried to allocate" in str(found)
+    assert library_of_error(MemoryError("Unable to allocate")) is None
