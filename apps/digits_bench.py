@@ -9,9 +9,9 @@ A turn runs each version once, in another order than the one before; all is done
 is that of a step of a rank: computing, waiting for messages by their kind, and the rest, Python and the machine's other
 ranks; medians of the turns, means over ranks.
 
-With --precision the same training in float32, bfloat16 and float16, on grids of 4 ranks: the accuracy on the test set, and
-by how many points it differs from float32's; of the surrogate (apps/surrogate/generate.py) the error of held-out fields as
-a share of their spread, and by how many percent it differs.
+With --precision the same training in float32, bfloat16 and float16, on grids of 4 ranks: the accuracy on the test set,
+and by how many points it differs from float32's; of the surrogate (apps/surrogate/generate.py) the error of held-out
+fields as a share of their spread, and by how many percent it differs.
 """
 
 from __future__ import annotations
