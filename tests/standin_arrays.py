@@ -11,7 +11,7 @@ from numbers import Number
 from weakref import WeakSet
 
 import numpy as np
-from standin_streams import LOCK, get_current_stream
+from standin_streams import LOCK, Device, get_current_stream
 
 RUBBISH = 0xA5
 
@@ -22,7 +22,6 @@ class Memory:
     def __init__(self, nbytes: int):
         self.queue = get_current_stream().queue
         self.bytes, self.pointer = self.found(max(1, nbytes))
-        self.bytes[...] = RUBBISH
         with LOCK:
             Memory.known.add(self)
 
@@ -42,7 +41,7 @@ class Memory:
 
     def found(self, nbytes: int) -> tuple[np.ndarray, int]:
         """(The bytes, as the device sees them; where they are for others.)"""
-        host = np.empty(nbytes, np.uint8)
+        host = np.full(nbytes, RUBBISH, np.uint8)
         return host, host.ctypes.data
 
     def __del__(self):
@@ -86,6 +85,7 @@ class DeviceArray:
     size = property(lambda self: self._host.size)
     itemsize = property(lambda self: self._host.itemsize)
     nbytes = property(lambda self: self._host.nbytes)
+    device = property(lambda self: Device(self._memory.queue.device))
     T = property(lambda self: self._view(self._host.T))
 
     def _view(self, host):

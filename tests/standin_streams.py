@@ -145,7 +145,7 @@ class Event:
     @property
     def done(self) -> bool:
         if HERE.device != self._device:  # allowed, and gives the process a context and its memory on that device
-            raise AssertionError(f"an event of device {self._device} is looked at where device {HERE.device} is current")
+            raise AssertionError(f"an event of device {self._device} is looked at where {HERE.device} is current")
         reached = self.queue.ended >= self.number
         if reached:
             self.queue.heard(self.number, self.after)

@@ -15,7 +15,7 @@ from pmm3d.comm import engine
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
-pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(120)]
 
 
 def collectives(grid):

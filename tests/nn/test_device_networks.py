@@ -21,10 +21,10 @@ from samples import to_numpy
 from pmm3d import Grid, nn
 from pmm3d.io import Checkpoints
 from pmm3d.layout import batch_layout
-from pmm3d.nn import optim
+from pmm3d.nn import compute, optim
 from pmm3d.nn.training import TrainState
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(120)
 PRESETS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
            4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)]}
 
@@ -46,8 +46,8 @@ def on_streams(comm, body, transports=("direct", "staged"), grids=None):
 ], ids=["dropout, clip", "sharded", "mae", "zero-1"])
 def test_training_on_a_device_is_that_on_the_host(comm, case, options):
     def check(grid):
-        losses, net = train(grid, case, 3, library="standin", **options)
-        expected, same = train(grid, case, 3, **options)
+        losses, net = train(grid, case, 2, library="standin", **options)
+        expected, same = train(grid, case, 2, **options)
         assert np.abs(losses - expected).max() < 1e-10
         assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
 
@@ -55,17 +55,20 @@ def test_training_on_a_device_is_that_on_the_host(comm, case, options):
 
 
 @pytest.mark.parallel([2, 4])
-def test_what_is_overlapped_changes_no_bit_on_a_device(comm):
+def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
+    """Also with the helper thread at work under each computation, however short."""
+    monkeypatch.setattr(compute, "LEAST_WORK", 0)
+
     def trained(grid, overlap):
         nn.Tape.of(grid).parallel.overlap = overlap
         return list(bits(weights_of(train(grid, CLASSES, 2, library="standin", dropout=0.1)[1])).values())
 
     def check(grid):
         expected = trained(grid, nn.Overlap.none())
-        for overlap in (nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(reshard_after_forward=False, oag=False)):
+        for overlap in (nn.Overlap(bucket_bytes=1), nn.Overlap(reshard_after_forward=False, oag=False)):
             assert trained(grid, overlap) == expected, overlap
 
-    on_streams(comm, check)
+    on_streams(comm, check, grids={2: [("fsdp", 1), ("megatron", 1)], 4: [("megatron", 2), ("1x2x2", 1)]}[comm.size])
 
 
 @pytest.mark.parallel([1, 4])
@@ -87,7 +90,7 @@ def test_metrics_on_a_device_are_those_on_the_host(comm):
 
 @pytest.mark.parallel([1, 4])
 def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
-    """Also on the host, to rounding."""
+    """And on the host to the same weights, to rounding."""
     losses = lambda net, optimizer, steps: [stepped(net, optimizer, step) for step in steps]
 
     def stepped(net, optimizer, step):

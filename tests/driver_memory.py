@@ -1,0 +1,64 @@
+"""Memory of a stand-in CUDA driver, whose pages the host has no access rights to: MPI alone follows its pointers.
+
+What a process needs to map the same pages is in the driver's IPC handles; the stand-in's arithmetic works there.
+"""
+
+import ctypes
+import mmap
+from collections import defaultdict
+
+import numpy as np
+from standin_arrays import Memory
+
+DRIVER = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+PAGES, BLOCK = 2**21, 2**9
+"""Bytes that the driver is asked for at least, and that blocks of it are multiples of."""
+
+
+class Handle(ctypes.Structure):
+    """What the stand-in driver's cuIpcGetMemHandle writes, of 64 bytes."""
+
+    _fields_ = [("process", ctypes.c_int), ("file", ctypes.c_int), ("size", ctypes.c_size_t),
+                ("rest", ctypes.c_char * 48)]
+
+
+class Pool:
+    """Blocks of the driver's memory, as cupy's pool has them: what is freed serves the stream that had it."""
+
+    def __init__(self):
+        self._free, self._bytes, self._pointer, self._left = defaultdict(list), None, 0, 0
+
+    def take(self, queue, nbytes: int) -> tuple[np.ndarray, int]:
+        size = -(-nbytes // BLOCK) * BLOCK
+        if free := self._free[queue, size]:
+            return free.pop()
+        if size > self._left:
+            self._more(max(size, PAGES))
+        start, self._left = len(self._bytes) - self._left, self._left - size
+        return self._bytes[start : start + size], self._pointer + start
+
+    def give(self, queue, bytes: np.ndarray, pointer: int) -> None:
+        self._free[queue, len(bytes)].append((bytes, pointer))
+
+    def _more(self, nbytes: int) -> None:
+        pointer, handle = ctypes.c_uint64(), Handle()
+        assert DRIVER.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)) == 0
+        assert DRIVER.cuIpcGetMemHandle(ctypes.byref(handle), pointer) == 0
+        self._bytes = np.frombuffer(mmap.mmap(handle.file, handle.size), np.uint8)
+        self._pointer, self._left = pointer.value, handle.size
+
+
+class DriverMemory(Memory):
+    pool = Pool()
+
+    def found(self, nbytes):
+        return self.pool.take(self.queue, nbytes)
+
+    def __del__(self):
+        super().__del__()
+        self.pool.give(self.queue, self.bytes, self.pointer)
+
+
+def copied_on_devices() -> int:
+    """Bytes that the driver has copied from device to device: for MPI, the only one that asks it to."""
+    return (ctypes.c_long * 4).in_dll(DRIVER, "fake_bytes")[2]
