@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import standin
+import standin_nccl
 from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
 from samples import integers, to_library
 from standin_order import looked_at
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.arrays.streams import CupyStream
-from pmm3d.comm import engine
+from pmm3d.comm import engine, staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
@@ -49,28 +50,6 @@ def step(grid):
     optimizer.step()
 
 
-def order_of(comm, monkeypatch, program, transport, *taken_away):
-    """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
-    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
-    for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
-        with Grid(comm, shape, data, device_transport=transport) as grid:
-            with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
-                with looked_at(monkeypatch) as order, monkeypatch.context() as patch:
-                    for each in taken_away:
-                        patch.setattr(*each)
-                    kept = program(grid)
-                    order.end()
-                del kept
-            yield order
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("program", [collectives, products, step])
-def test_messages_and_work_are_in_order(comm, monkeypatch, program, transport):
-    for order in order_of(comm, monkeypatch, program, transport):
-        assert order.faults == [] and order.produced > 4 and order.read > 4
-
-
 def heedless(pending):
     """Pending._progress, but that it goes on whether messages have come or not."""
     try:
@@ -91,6 +70,39 @@ def gathered_and_summed(grid):
     return part, whole, doubled
 
 
+def order_of(comm, monkeypatch, program, transport, *taken_away):
+    """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
+    monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
+    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several
+    for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
+        with Grid(comm, shape, data, device_transport=transport) as grid:
+            with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
+                gathered_and_summed(grid)  # how memory travels is settled now
+                with looked_at(monkeypatch) as order, monkeypatch.context() as patch:
+                    for each in taken_away:
+                        patch.setattr(*each)
+                    kept = program(grid)
+                    order.end()
+                del kept
+            yield order
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("program", [collectives, products, step])
+def test_messages_and_work_are_in_order(comm, monkeypatch, program, transport):
+    for order in order_of(comm, monkeypatch, program, transport):
+        assert order.faults == [] and order.produced > 4 and order.read > 4
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("program", [collectives, products, step])
+def test_messages_in_a_stream_and_work_are_in_order(comm, monkeypatch, program):
+    """Those of NCCL, which the stand-in knows as work that reads and writes."""
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    for order in order_of(comm, monkeypatch, program, "nccl"):
+        assert order.faults == [] and order.produced == 0
+
+
 @TRANSPORTS
 def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypatch, transport):
     taken = [(CupyStream, "record", lambda stream: SimpleNamespace(done=True)),
@@ -99,9 +111,9 @@ def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypat
         assert any("Isend before the work" in fault for fault in order.faults)
 
 
-@TRANSPORTS
-def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch, transport):
-    taken = engine.Pending, "_progress", heedless
+@pytest.mark.parametrize("transport, taken", [("direct", (engine.Pending, "_progress", heedless)),
+                                              ("staged", (staging.Staged, "done", True))])
+def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch, transport, taken):
     for order in order_of(comm, monkeypatch, gathered_and_summed, transport, taken):
         assert any("of a message under way (Irecv)" in fault for fault in order.faults)
 
@@ -111,6 +123,7 @@ def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transp
     """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
         first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
+        grid.y.sum_into(first, first).wait()  # how memory travels is settled now
         stream.synchronize()
         sums = [grid.y.sum_into(first, first)]
         second += 1
