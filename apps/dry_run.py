@@ -14,7 +14,7 @@ from pmm3d import Grid, nn
 from pmm3d.comm.words import in_bytes
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.dry import Facts, memory
+from pmm3d.nn.dry import Facts, bytes_a_parameter, memory
 from pmm3d.nn.training.passes import train_step
 
 REPEATS = 5
@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
     parser.add_argument("--activation", default="gelu", help="(gelu)")
     parser.add_argument("--activations", choices=["replicated", "sharded"], default="replicated")
-    parser.add_argument("--dtype", default="float32", help="(float32)")
+    parser.add_argument("--precision", default="float32", help="float32, bfloat16, float16, float64 (float32)")
     for name in ("norm", "recompute", "shard-over-data", "keep-weights", "actions"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
@@ -42,10 +42,11 @@ def main() -> None:
     with Grid.dry(options.grid, options.data, options.rank, hosts=options.hosts) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=not options.keep_weights)
         net = nn.MLP(grid, sizes, getattr(nn, options.activation), norm=options.norm, recompute=options.recompute,
-                     activations=options.activations, dtype=options.dtype)
+                     activations=options.activations, precision=options.precision, library="torch")
         optimizer = optim.AdamW(net.parameters(), shard_over_data=options.shard_over_data)
         shape = options.batch, options.width
-        x, y = (Facts(shape, layout, options.dtype, "numpy").on(grid)
+        batches = "float64" if options.precision == "float64" else "float32"
+        x, y = (Facts(shape, layout, batches, "torch").on(grid)
                 for layout in (batch_layout("y"), net.output_layout))
         seconds = []
         for _ in range(1 + REPEATS):  # in the first one nothing is known of which weight comes next
@@ -54,10 +55,10 @@ def main() -> None:
             begun = time.perf_counter()
             train_step(net, optimizer, nn.mse, [x.shape[0]] * options.accumulate, [(x, y)] * options.accumulate)
             seconds.append(time.perf_counter() - begun)
-        report(grid, options, 1e3 * median(seconds[1:]))
+        report(grid, net, options, 1e3 * median(seconds[1:]))
 
 
-def report(grid: Grid, options: argparse.Namespace, milliseconds: float) -> None:
+def report(grid: Grid, net: nn.Module, options: argparse.Namespace, milliseconds: float) -> None:
     print(f"{grid}, on {grid.hosts} hosts: a step of {options.layers} layers of {options.width}\n")
     print(f"| {'axis':4} | {'phase':14} | {'operation':14} | calls | {'sent':>14} | {'received':>14} |")
     for key, entry in grid.ledger.entries.items():
@@ -67,6 +68,9 @@ def report(grid: Grid, options: argparse.Namespace, milliseconds: float) -> None
     print("\nheld when most was: " + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in grid.dry_run.peak.items()))
     print("with the buffers that the workspace keeps: " + ", ".join(
         f"{kind} {in_bytes(size)}" for kind, size in memory(grid).items()))
+    each = bytes_a_parameter(grid, net)
+    print("bytes a parameter of this rank: " + ", ".join(f"{kind} {size:g}" for kind, size in each.items()) +
+          f"; {sum(each.values()):g} in all")
     if options.actions:
         print("\n".join(map(str, ["", *grid.dry_run.actions])))
     print(f"\n{len(grid.dry_run.actions)} actions; the dry step took {milliseconds:.1f} ms (median of {REPEATS})")

@@ -1,4 +1,4 @@
-"""The rivals of step_bench.py: one training step of PyTorch on two cores.
+"""The rivals of step_bench.py and torch_peers.py: one training step of PyTorch on two cores.
 
 A perceptron of layers of one width, ReLU between them, no bias, float32, plain SGD on the mean squared error. A step is
 forward, backward and update of one batch. The rivals do the same mathematics:
@@ -7,6 +7,7 @@ forward, backward and update of one batch. The rivals do the same mathematics:
     fsdp2     the same, and each keeps half of the weights                         (fully_shard)
     tp        two processes with half of each layer; columns and rows in turn      (parallelize_module)
     threads   one process, two threads
+    plain     one process, one thread
 
 Each process has one thread and one core of its own, and talks through gloo. Weights and batch come from numpy, so that
 pmm3d starts from the same numbers, and all must come to the same loss. Linux.
@@ -43,7 +44,7 @@ def batch_of(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """{"seconds": of each step after the warm-up, of the slower process, "final_loss": of the last, before its update}
     for sizes of layers, width, batch, steps, warm_up, lr. Raises ProgramError with what the failed process died of."""
-    processes, threads = (1, 2) if rival == "threads" else (2, 1)
+    processes, threads = {"threads": (1, 2), "plain": (1, 1)}.get(rival, (2, 1))
     if rival in ("ddp", "fsdp2") and sizes["batch"] % processes:
         raise ProgramError(f"a batch of {sizes['batch']} has no equal parts for {processes} processes")
     return _in_processes({"rival": rival, "threads": threads, **sizes}, processes)

@@ -11,7 +11,7 @@ from numbers import Number
 from weakref import WeakSet
 
 import numpy as np
-from standin_streams import LOCK, get_current_stream
+from standin_streams import LOCK, Device, get_current_stream
 
 RUBBISH = 0xA5
 
@@ -85,6 +85,7 @@ class DeviceArray:
     size = property(lambda self: self._host.size)
     itemsize = property(lambda self: self._host.itemsize)
     nbytes = property(lambda self: self._host.nbytes)
+    device = property(lambda self: Device(self._memory.queue.device))
     T = property(lambda self: self._view(self._host.T))
 
     def _view(self, host):

@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-from standin_arrays import DeviceArray, asnumpy, empty, lazily
+from standin_arrays import DeviceArray, asnumpy, empty, enqueue, lazily
 from standin_blas import TYPES as CUDA_TYPES
 from standin_blas import cublas, device
 from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream
@@ -74,6 +74,29 @@ def _reduction(function):
 _give_operators()
 
 
+class ElementwiseKernel:
+    """What a kernel's text does to each element, as far as it means the same in Python."""
+
+    def __init__(self, inputs: str, outputs: str, operation: str, name: str):
+        self.outputs = [each.split()[1] for each in outputs.split(",")]
+        self.names = [each.split()[1] for each in inputs.split(",")] + self.outputs
+        self.operation = operation
+
+    def __call__(self, *arguments):
+        given = dict(zip(self.names, arguments, strict=True))
+        hosts = {name: getattr(each, "_host", each) for name, each in given.items()}
+        outputs = [given[name] for name in self.outputs]
+
+        def work():
+            values = {"sqrt": np.sqrt, **{name: np.copy(each) if name in self.outputs else each
+                                          for name, each in hosts.items()}}
+            exec(self.operation, values)
+            for name in self.outputs:
+                hosts[name][...] = values[name]
+
+        enqueue(work, [each for each in arguments if isinstance(each, DeviceArray)], outputs)
+
+
 def names(kind) -> dict:
     """What a module with cupy's names has, for arrays of that kind."""
 
@@ -100,4 +123,4 @@ def names(kind) -> dict:
     reduced = {name: _reduction(getattr(np, name)) for name in REDUCTIONS}
     types = {name: getattr(np, name) for name in TYPES}
     return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda,
-            "fuse": lambda function: function}
+            "fuse": lambda function: function, "ElementwiseKernel": ElementwiseKernel}

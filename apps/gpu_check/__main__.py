@@ -38,7 +38,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
                                                                   "those that see a GPU")
     parser.add_argument("--ranks", nargs="+", type=int, default=[*GRIDS], choices=[*GRIDS], metavar="N",
                         help="numbers of ranks (1 2 4 8)")
-    parser.add_argument("--small", action="store_true", help="small sizes, of which nothing is wanted but right results")
+    parser.add_argument("--small", action="store_true", help="small sizes: right results are wanted, no rates")
     parser.add_argument("--only", metavar="WORDS", help="the checks in whose names this regular expression is found")
     parser.add_argument("--mpiexec", default="mpirun -n", metavar="CMD",
                         help="the launcher and its arguments up to the number of ranks (mpirun -n)")
@@ -58,8 +58,7 @@ def main() -> int:
         libraries = options.library or python["libraries"]
         if not libraries:
             return _nothing_to_check(devices, python["why"])
-        cases = [case for case in all_cases(libraries, options.ranks, FULL if not options.small else SMALL)
-                 if re.search(options.only or "", case.name)]
+        cases = _chosen(all_cases(libraries, options.ranks, SMALL if options.small else FULL), options.only or "")
         report = Report(_facts(devices, python, wheels), [])
         _run(cases, report, options, begun)
     print(f"\n{report.ending()}\n\nwrote {options.report}/report.json and report.txt; {report.summary()}")
@@ -83,6 +82,13 @@ def _nothing_to_check(devices: list[dict[str, str]], why: dict[str, str]) -> int
         return 1
     print(f"gpu-check: no GPU here, nothing was checked ({reasons})")
     return 0
+
+
+def _chosen(cases: list[Case], words: str) -> list[Case]:
+    """Those whose names have what is looked for, and those that they need."""
+    chosen = [case for case in cases if re.search(words, case.name)]
+    needed = {case.needs for case in chosen}
+    return [case for case in cases if case in chosen or case.name in needed]
 
 
 def _facts(devices: list[dict[str, str]], python: dict[str, Any], wheels: list[str]) -> dict[str, Any]:

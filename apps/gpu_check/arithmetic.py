@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul, nn
+from pmm3d.arrays import library_of
 from pmm3d.nn import optim
 
 from .outcome import Absent, Case, Wrong
@@ -34,7 +33,7 @@ def product(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         c = matmul(a, b, **how)
         matmul(a, b, out=c, alpha=0.5, beta=0.5, **how)
         found, left, right = (wide(matrix.gather()) for matrix in (c, a, b))
-        why = transport_of(grid)
+        why = grid.transport.why
     error = relative_error(found, left @ right)
     return _within(error, options["precision"]), {"error": error, "transport": why}
 
@@ -50,16 +49,17 @@ def _operand(grid: Grid, case: Case, shape: tuple[int, int], seed: int, name: st
 
 
 def training(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
-    """Losses of five steps, and the weights after them, beside those of a network of numpy in float64."""
+    """Losses of five steps, and all weights after them as one vector, beside those of a network of numpy in float64."""
     options = case.options
     found = _trained(comm, options, case.library, options["precision"])
     expected = _trained(comm, options, "numpy", "float64")
-    errors = [relative_error(*pair) for pair in zip(found, expected)]
-    return _within(max(errors), options["precision"]), {"error": max(errors), "loss error": errors[0]}
+    losses, weights = (relative_error(*pair) for pair in zip(found, expected))
+    return _within(max(losses, weights), options["precision"]), {
+        "error": max(losses, weights), "error of the losses": losses}
 
 
 def _trained(comm: MPI.Intracomm, options: dict[str, Any], library: str, precision: str) -> list[np.ndarray]:
-    """The losses, and each weight."""
+    """The losses, and the weights."""
     dtype = precision if precision in ("float32", "float64") else "float32"
     chosen = {"dtype": dtype} if precision == dtype else {"precision": precision}
     with Grid(comm, options["grid"], options["data"], device_transport=options["transport"]) as grid:
@@ -68,8 +68,8 @@ def _trained(comm: MPI.Intracomm, options: dict[str, Any], library: str, precisi
         x = DistMatrix.random(grid, (BATCH, WIDTHS[0]), seed=4, dtype=dtype, layout=INPUT, library=library)
         y = DistMatrix.random(grid, (BATCH, WIDTHS[-1]), seed=5, dtype=dtype, layout=net.output_layout, library=library)
         losses = [_step(net, opt, x, y) for _ in range(STEPS)]
-        weights = [wide(weight.gather()) for weight in net.state_dict().values()]
-    return [np.array(losses), *weights]
+        weights = np.concatenate([wide(weight.gather()).reshape(-1) for weight in net.state_dict().values()])
+    return [np.array(losses), weights]
 
 
 def _step(net: nn.Module, opt: optim.Optimizer, x: DistMatrix, y: DistMatrix) -> float:
@@ -81,7 +81,7 @@ def _step(net: nn.Module, opt: optim.Optimizer, x: DistMatrix, y: DistMatrix) ->
 
 
 def transport(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
-    """Integers summed, shifted and gathered by a transport, or by the one that "auto" finds. Absent if it is refused."""
+    """Integers summed, shifted and gathered by a transport, or by that which "auto" finds. Absent if it is refused."""
     try:
         return _messages(comm, case)
     except Pmm3dError as refused:
@@ -97,7 +97,7 @@ def _messages(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         sums = wide(grid.x.all_reduce(rows.local).wait())
         moved = wide(grid.x.shift(rows.local).wait())
         whole = wide(grid.x.all_gather(rows.local).wait())
-        why = transport_of(grid)
+        why = grid.transport.why
     expected = 1000.0 * np.arange(4 * comm.size)[:, None] + np.arange(1000)
     blocks = expected.reshape(comm.size, 4, 1000)
     right = [np.array_equal(whole, expected), np.array_equal(sums, blocks.sum(0)),
@@ -108,13 +108,6 @@ def _messages(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
     return f"{why}; all_reduce, shift and all_gather are right", {"transport": why}
 
 
-def transport_of(grid: Grid) -> str:
-    """How device memory travels, in a line, if the grid tells: no check fails for want of it."""
-    with suppress(AttributeError):
-        return str(attrgetter("transport.why")(grid))
-    return "not told"
-
-
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """|found - expected| / |expected| in the Frobenius norm; infinite where something is not finite."""
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
@@ -123,13 +116,8 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 def wide(array: Any) -> np.ndarray:
     """An array of any library on the host, in double precision."""
-    if hasattr(array, "get"):
-        array = array.get()
-    elif hasattr(array, "detach"):
-        array = array.detach().cpu()
-        array = (array.float() if "bfloat16" in str(array.dtype) else array).numpy()
-    array = np.asarray(array)
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    host = library_of(array).to_numpy(array)
+    return host.astype(np.complex128 if host.dtype.kind == "c" else np.float64)
 
 
 def _within(error: float, precision: str) -> str:

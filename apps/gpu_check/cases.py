@@ -105,14 +105,16 @@ def _trial(library: str, transport: str, ranks: int) -> str:
 
 def _transports(library: str, ranks: int, name: str) -> Iterator[Case]:
     for transport in ("auto", *TRANSPORTS) if _on_device(library) else ("auto",):
-        yield Case(_trial(library, transport, ranks), ranks, library, "gpu_check.arithmetic.transport", {"transport": transport})
+        yield Case(_trial(library, transport, ranks), ranks, library, "gpu_check.arithmetic.transport",
+                   {"transport": transport}, limit=90)
 
 
 def _staged(library: str, sizes: Sizes) -> Iterator[Case]:
     transport = "staged" if _on_device(library) else "auto"
-    yield Case(f"message: {library}, {transport}, {sizes.message} bytes, 2 ranks", 2, library, "gpu_check.rates.staged", {
-        "transport": transport, "nbytes": sizes.message, "sample": sizes.sample, "rounds": sizes.rounds,
-        "wanted": sizes.wanted[1]}, limit=90, needs=_trial(library, transport, 2))
+    options = {"transport": transport, "nbytes": sizes.message, "sample": sizes.sample, "rounds": sizes.rounds,
+               "wanted": sizes.wanted[1]}
+    yield Case(f"message: {library}, {transport}, {sizes.message} bytes, 2 ranks", 2, library,
+               "gpu_check.rates.staged", options, limit=90, needs=_trial(library, transport, 2))
 
 
 def _of_each_transport(library: str, ranks: int) -> Sequence[str]:
@@ -142,10 +144,9 @@ def _trainings(library: str, ranks: int) -> Iterator[Case]:
     for transport in _of_each_transport(library, ranks):
         for precision in filter(lambda precision: _has(library, precision), TRAINED):
             for grid, data in NETWORKS[ranks]:
+                options = {"grid": grid, "data": data, "precision": precision, "transport": transport}
                 yield Case(f"training: {library}, {precision}, {_written(grid)} data {data}, {transport}", ranks,
-                           library, "gpu_check.arithmetic.training", {"grid": grid, "data": data, "precision": precision,
-                                                            "transport": transport},
-                           needs=_trial(library, transport, ranks))
+                           library, "gpu_check.arithmetic.training", options, needs=_trial(library, transport, ranks))
 
 
 def _written(grid: tuple[int, int, int]) -> str:

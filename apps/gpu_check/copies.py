@@ -10,29 +10,60 @@ import numpy as np
 
 
 class Copies(NamedTuple):
-    """Functions that begin a copy of all bytes; the host's end, twice: both are pinned."""
+    """both_ways: copies all bytes to the host, and as many back from it, each in a stream of its own, and waits for
+    both. hosts: the two ends on the host, pinned."""
 
-    to_host: Callable[[], object]
-    to_device: Callable[[], object]
-    host: np.ndarray
-    other_host: np.ndarray
+    both_ways: Callable[[], None]
+    hosts: tuple[np.ndarray, np.ndarray]
 
 
 def pinned_copies(library: str, nbytes: int) -> Copies:
-    """Of arrays of that many bytes, on the current device and in the current stream of the library."""
-    return _of_cupy(nbytes) if library == "cupy" else _of_torch(nbytes, library.startswith("torch:cuda"))
+    """Of arrays of that many bytes, on the current device of the library."""
+    if library == "cupy":
+        return _of_cupy(nbytes)
+    return _of_torch(nbytes) if library.startswith("torch:cuda") else _of_numpy(nbytes)
 
 
-def _of_torch(nbytes: int, cuda: bool) -> Copies:
+def _of_torch(nbytes: int) -> Copies:
     torch = import_module("torch")
-    host, other = (torch.zeros(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2))
-    device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda" if cuda else "cpu")
-    return Copies(lambda: host.copy_(device, non_blocking=True), lambda: device.copy_(host, non_blocking=True),
-                  host.numpy(), other.numpy())
+    coming, leaving = (torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    down, up = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def both_ways() -> None:
+        with torch.cuda.stream(down):
+            coming.copy_(source, non_blocking=True)
+        with torch.cuda.stream(up):
+            target.copy_(leaving, non_blocking=True)
+        down.synchronize()
+        up.synchronize()
+
+    return Copies(both_ways, (coming.numpy(), leaving.numpy()))
 
 
 def _of_cupy(nbytes: int) -> Copies:
     cupy, cupyx = import_module("cupy"), import_module("cupyx")
-    host, other = (cupyx.zeros_pinned(nbytes, np.uint8) for _ in range(2))
-    device = cupy.zeros(nbytes, np.uint8)
-    return Copies(lambda: device.get(out=host, blocking=False), lambda: device.set(host), host, other)
+    coming, leaving = (cupyx.zeros_pinned(nbytes, np.uint8) for _ in range(2))
+    source, target = (cupy.zeros(nbytes, np.uint8) for _ in range(2))
+    down, up = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+
+    def both_ways() -> None:
+        source.get(stream=down, out=coming, blocking=False)
+        target.set(leaving, stream=up)
+        down.synchronize()
+        up.synchronize()
+
+    return Copies(both_ways, (coming, leaving))
+
+
+def _of_numpy(nbytes: int) -> Copies:
+    """Where there is no device: copies of host memory."""
+    coming, leaving, source, target = (np.zeros(nbytes, np.uint8) for _ in range(4))
+
+    def both_ways() -> None:
+        coming[...] = source
+        target[...] = leaving
+
+    return Copies(both_ways, (coming, leaving))

@@ -20,7 +20,7 @@ from .outcome import FAILED, NOT_RUN, Case, Outcome
 from .ranks import BROKEN
 
 START = 120.0
-"""Seconds until the first case of a job begins: imports from a cold disk, and MPI."""
+"""Seconds that a job may take longer until its first case is done: MPI, and imports from a cold disk."""
 END = 20.0
 """Seconds that the ranks may take to end after the last case."""
 HANGS = "45"
@@ -122,7 +122,7 @@ class Job:
 
     def _patience(self) -> float:
         if self.running >= 0:
-            return self.cases[self.running].limit
+            return self.cases[self.running].limit + (0 if self.ended else START)
         return END if self.ended == len(self.cases) else START
 
     def _news(self) -> Iterator[Outcome]:

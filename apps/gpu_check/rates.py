@@ -12,7 +12,7 @@ from pmm3d.arrays import library_named
 from pmm3d.nn import optim
 
 from . import torch_step
-from .arithmetic import INPUT, transport_of
+from .arithmetic import INPUT
 from .clock import Clock
 from .copies import pinned_copies
 from .outcome import Absent, Case, Wrong, judged
@@ -51,19 +51,17 @@ def staged(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         received = grid.x.shift(sent).wait()
         copies = pinned_copies(case.library, nbytes)
         seconds = clock.in_turns({
-            "message": lambda: grid.x.shift(sent, out=received).wait(), "to host": copies.to_host,
-            "to device": copies.to_device,
-            "host message": lambda: comm.Sendrecv(copies.host, after, recvbuf=copies.other_host, source=before),
+            "message": lambda: grid.x.shift(sent, out=received).wait(), "copies": copies.both_ways,
+            "host message": lambda: comm.Sendrecv(copies.hosts[0], after, recvbuf=copies.hosts[1], source=before),
         }, case.options["rounds"])
-        why = transport_of(grid)
+        why = grid.transport.why
     rates = {name: nbytes / time / 1e9 for name, time in seconds.items()}
-    copy = min(rates["to host"], rates["to device"])
-    share = rates["message"] / copy
-    said = (f"{rates['message']:.4g} GB/s, {share:.3f} of a pinned copy's {copy:.4g} (to the host "
-            f"{rates['to host']:.4g}, back {rates['to device']:.4g}; MPI between host memories "
-            f"{rates['host message']:.4g}; all ranks at once); {why}")
+    share = rates["message"] / rates["copies"]
+    of_slowest = rates["message"] / min(rates["copies"], rates["host message"])
+    said = (f"{rates['message']:.4g} GB/s out and as much in, {share:.3f} of the pinned copies' {rates['copies']:.4g}; "
+            f"{of_slowest:.3f} of the slower of these and MPI's {rates['host message']:.4g} on the host; {why}")
     return judged(share, case.options["wanted"], said), {f"{name} GB/s": rate for name, rate in rates.items()} | {
-        "share": share}
+        "share": share, "share of the slowest part": of_slowest}
 
 
 def step(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:

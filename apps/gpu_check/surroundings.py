@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from operator import methodcaller
 from typing import Any
 
 from mpi4py import MPI
@@ -11,7 +9,6 @@ from mpi4py import MPI
 from pmm3d import DistMatrix, Grid
 from pmm3d.comm.hosts import mpi_name
 
-from .arithmetic import transport_of
 from .outcome import Case
 
 
@@ -20,9 +17,8 @@ def surroundings(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
     with Grid(comm) as grid:
         matrix = DistMatrix.random(grid, (8, 8), library=case.library, dtype="float32")
         (matrix @ matrix).gather()
-        why, ranks = transport_of(grid), list[Any]()
-        with suppress(AttributeError):
-            ranks = methodcaller("devices")(grid)
-    seen = ", ".join(f"rank {row['rank']} {row['name']} {row['device']} ({row['pci']})" for row in ranks)
-    return f"{mpi_name()}; {why}" + (f"; {seen}" if seen else ""), {
+        why, ranks = grid.transport.why, grid.devices(matrix.library)
+    seen = [f"rank {row['rank']} {row['name']} {row['device']} ({row['pci']})" for row in ranks
+            if row["device"] is not None]
+    return "; ".join([mpi_name(), why, *filter(None, [", ".join(seen)])]), {
         "MPI": mpi_name(), "transport": why, "devices": ranks}

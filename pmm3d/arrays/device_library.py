@@ -65,6 +65,9 @@ class DeviceLibrary(NumpyLibrary):
     def address(self, array: Array) -> int:
         return array.__cuda_array_interface__["data"][0]
 
+    def device_of(self, array: Array) -> int | None:
+        return array.device.id
+
     def writable(self, array: Array) -> bool:
         return not array.__cuda_array_interface__["data"][1]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import DTypeError, Pmm3dError
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
+
+if TYPE_CHECKING:
+    from .device_library import DeviceLibrary
 
 NUMPY = NumpyLibrary()
 
@@ -89,6 +92,7 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
         >>> library_here("numpy").kind
         'numpy'
     """
+    from .device_library import DeviceLibrary
     from .torch_library import TorchLibrary
 
     library = library_named(name)
@@ -97,7 +101,20 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
         found, number = torch.cuda.device_count(), torch.device(library.device).index or 0
         if not 0 <= number < found:  # torch keeps 8 bits of a number
             raise Pmm3dError(f"library {name!r}: torch finds {found} CUDA devices here")
+    if isinstance(library, DeviceLibrary):
+        _check_devices(library)
     return library
+
+
+def _check_devices(library: DeviceLibrary) -> None:
+    why = "there are 0"
+    try:
+        if library.xp.cuda.runtime.getDeviceCount():
+            return
+    except RuntimeError as error:  # what CUDA says where there is no driver
+        why = str(error)
+    raise Pmm3dError(f"library {library.kind!r}: {library.module} finds no CUDA device here ({why}). nvidia-smi shows "
+                     'whether there is one, with its driver; library="numpy" works on the host')
 
 
 def library_kind(library: Any) -> str:
@@ -138,5 +155,6 @@ def check_matrix_dtype(dtype: str, library: NumpyLibrary, labels: bool = False) 
     usable = [name for name in MATRIX_DTYPES if name != "bfloat16" or library.name == "torch"]
     usable += [LABEL_DTYPE] if labels else []
     if dtype not in usable:
-        raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. Convert first")
+        remedy = 'take library="torch" or "torch:cuda" for it' if dtype == "bfloat16" else "Convert first"
+        raise DTypeError(f"{library.name} matrices have the types {', '.join(usable)}; got {dtype}. {remedy}")
     return dtype

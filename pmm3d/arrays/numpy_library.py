@@ -112,6 +112,10 @@ class NumpyLibrary:
     def writable(self, array: Array) -> bool:
         return array.flags.writeable
 
+    def device_of(self, array: Array) -> int | None:
+        """The number of the device that an array is on; None on the host."""
+        return None
+
     def is_contiguous(self, array: Array) -> bool:
         """Whether the elements lie in C order without gaps."""
         if isinstance(array, np.ndarray) and array.flags.c_contiguous:

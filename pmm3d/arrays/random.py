@@ -1,8 +1,8 @@
 """Random numbers that depend on the seed and the global index only: the same matrix on every grid and rank count.
 
-Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so any block is made alone, where it
-is to be: on the host or on a device. Bits are the same everywhere, and so are uniform numbers and integers; normal ones
-are to rounding, by each library's inverse of the distribution function.
+Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so any block is made alone, where
+it is to be: on the host or on a device. Bits are the same everywhere, and so are uniform numbers and integers; normal
+ones are to rounding, by each library's inverse of the distribution function.
 """
 
 from __future__ import annotations

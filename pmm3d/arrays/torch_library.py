@@ -84,6 +84,9 @@ class TorchLibrary(NumpyLibrary):
     def address(self, array: Array) -> int:
         return array.data_ptr()
 
+    def device_of(self, array: Array) -> int | None:
+        return array.device.index
+
     def writable(self, array: Array) -> bool:
         return not array.requires_grad
 

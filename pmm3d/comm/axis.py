@@ -116,7 +116,7 @@ class Axis:
 
         counts   for each array, the elements of every rank's part: of each only this rank's part is summed
                  (reduce-scatter), the rest of it is left as it is
-        sent     the type in which they travel, if another one
+        sent     the type in which they travel, and to which their sums are rounded, if another one
 
         The arrays have no gaps. The rest as in `gather_into`; work memory: `forms.coalesced_work`.
         """

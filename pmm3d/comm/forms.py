@@ -191,8 +191,8 @@ def _without_gaps(library: NumpyLibrary, arrays: Sequence[Array], rank: int, wor
 def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
               sent: str | None = None) -> Collective[None]:
     """Generator: arrays of one type, without gaps, each the sum of the ranks'. counts: of each, the elements of every
-    rank's part; then of each only this rank's part is summed. sent: the type in which they travel; parts of low
-    precision are added in float32. `coalesced_work`."""
+    rank's part; then of each only this rank's part is summed. sent: the type in which they travel, and to which their
+    sums are rounded. `coalesced_work`."""
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)
     if not packs and counts is None:
@@ -201,10 +201,10 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
     flats = [array.reshape(-1) for array in arrays]
     with ExitStack() as borrowed:
 
-        def work(size: int, dtype: str) -> Array:
-            return borrowed.enter_context(link.workspace.borrow((size,), dtype, library))
+        def work(size: int) -> Array:
+            return borrowed.enter_context(link.workspace.borrow((size,), sent or held, library))
 
-        packed = work(sum(flat.shape[0] for flat in flats), sent or held) if packs else flats[0]
+        packed = work(sum(flat.shape[0] for flat in flats)) if packs else flats[0]
         if counts is None:
             for part, flat in _beside(packed, flats):
                 part[...] = flat
@@ -215,7 +215,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
             if packs:
                 _pack_by_rank(packed, flats, counts)
-            own = work(sizes[link.rank], held)
+            own = work(sizes[link.rank])
             yield from reduce_parts(link, library, packed[:, None], own[:, None], sizes)
         for part, flat in _beside(own, wanted):
             flat[...] = part
@@ -247,7 +247,7 @@ def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype:
     if counts is None:
         return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank).work]
     parts = [sum(each) for each in zip(*counts)]
-    return [*packed, parts[rank] * itemsize(dtype), reduce_volume(parts, rank, 1, sent).work]
+    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent).work]
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:

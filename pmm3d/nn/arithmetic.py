@@ -16,6 +16,7 @@ from ..arrays import Array, check_matrix_dtype, dtype_named
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
+from ..product.checks import check_one_device
 from .compute import Form, by_rows, check_type, computing, elementwise, sums_along
 from .contract import Gradient
 from .tensor import Tensor, as_tensor, relayout, whole
@@ -166,6 +167,8 @@ def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 def _check(name: str, a: Tensor, b: Tensor) -> None:
     if a.grid is not b.grid:
         raise GridError(f"{name}: the operands are on two Grids ({a.grid.shape} and {b.grid.shape})")
+    if not a.library.on_host:
+        check_one_device(name, a.shard, b.shard)
     if (a.dtype, a.library) != (b.dtype, b.library):
         raise DTypeError(f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
                          "they must be of one type and library")
@@ -196,11 +199,17 @@ def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:
 def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
     """The gradient of a matrix of that shape, of one row or column where the result has many, from the gradient of the
     result, which has that form: this rank's sum, over those that it went to here."""
+    found = sums_to(shape, form, gradient)
+    if form.library.dtype(found.array) == form.dtype:
+        return found
+    return Gradient(form.library.astype(found.array, form.dtype), found.layout)
+
+
+def sums_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
+    """As `summed_to`; of low precision not rounded from float32."""
     (rows, cols), sums, units = (form.layout.rows, form.layout.cols), tuple[str, ...](), list(form.layout.units)
     if shape[0] != form.shape[0]:
         gradient, rows, sums, units[0] = sums_along(gradient, 0)[None, :], (), rows, 1
     if shape[1] != form.shape[1]:
         gradient, cols, sums, units[1] = sums_along(gradient, 1)[:, None], (), (*sums, *cols), 1
-    if form.library.dtype(gradient) != form.dtype:
-        gradient = form.library.astype(gradient, form.dtype)
     return Gradient(gradient, Layout(rows, cols, sums, units))

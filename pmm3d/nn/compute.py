@@ -146,8 +146,7 @@ class computing:  # noqa: N801
 
 
 def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
-    """C = A B + beta C on this rank; A and B may be of low precision and C of float32. tf32: see
-    `NumpyLibrary.gemm`."""
+    """C = A B + beta C on this rank, as `NumpyLibrary.gemm`; A and B may be of low precision and C of float32."""
     with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)

@@ -19,6 +19,7 @@ from ..io.disk import file_errors
 from ..io.shards import MASTER
 from ..product import DistMatrix
 from .in_torch import torch_lines
+from .masters import StoredAs, is_state, master_of
 from .module import Module
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
@@ -79,8 +80,9 @@ def load_weights(network: Module, path: StrPath) -> Path:
     """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), or from a
     .safetensors file, in torch's names. An optimizer's state that is there too is left out. Returns what was read.
 
-    Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes or
-    types are not those of the network. A network of one's own settles first (`Module.settle`).
+    Weights of low precision are taken from their float32 masters, where the network is of float32, and the other way
+    round. Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes
+    or types are not those of the network. A network of one's own settles first (`Module.settle`).
 
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
@@ -105,13 +107,15 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints) -> Non
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
-    keeper.fill(found, matrices, partial=True)
+    stored, wider = StoredAs.of(found.contents, matrices), dict[str, DistMatrix]()
+    for name in stored.rounded:
+        source = master_of(name) if master_of(name) in found.contents else name
+        wider[source] = DistMatrix.empty(network.grid, matrices[name].shape, dtype=found.contents[source][1],
+                                         layout=matrices[name].layout, library=matrices[name].library)
+    keeper.fill(found, {**stored.matrices, **wider}, partial=True)
+    for name, matrix in zip(stored.rounded, wider.values()):
+        matrices[name].local[...] = matrix.local
     network.loaded()
-
-
-def is_state(name: str) -> bool:
-    """Of a matrix in a checkpoint: whether it is an optimizer's."""
-    return name.startswith("optimizer/")
 
 
 def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:

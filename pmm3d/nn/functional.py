@@ -5,7 +5,6 @@ A new one: compute the local result, name the parents, and say how the gradient 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 from ..arrays import Array, random
@@ -88,7 +87,7 @@ def gelu(x: Tensor) -> Tensor:
 def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
     x = whole(x)
     form, local, work = x.form, x.shard, PER_ELEMENT * prod(x.form.local_shape)
-    value, slope = (_in_float32(form, each) for each in in_one_pass(function, form.library))
+    value, slope = in_one_pass(function, form.library)
     with computing(form.grid, "elementwise", work):
         out = elementwise(form, value, local)
 
@@ -97,14 +96,6 @@ def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
             return (elementwise(form, slope, gradient, kept),)
 
     return x.made(out, (x,), rule, keep=[out if function.of_output else local])
-
-
-def _in_float32(form: Form, function: Callable[..., Array]) -> Callable[..., Array]:
-    """Of arrays of low precision it is computed in float32, as torch's own kernels do."""
-    wide = form.wide
-    if wide is form or form.library.name == "torch":
-        return function
-    return lambda *arrays: function(*(wide.library.astype(array, wide.dtype) for array in arrays))
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:

@@ -313,7 +313,8 @@ class Gradients:
         arrays = [member.array for member in members]
         counts = [member.data_counts for member in members] if members[0].split else None
         sizes = [prod(member.form.local_shape) for member in members]
-        held, sent = members[0].form.dtype, members[0].message.dtype
+        held = members[0].form.dtype
+        sent = members[0].message.dtype if axis is self._grid.data else held
         self.note_work(phase, coalesced_work(sizes, counts, held, axis.size, axis.index, sent))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]
         if len(flight) == IN_FLIGHT:

@@ -33,7 +33,8 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 
 
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
-              dtype: str = "float32", library: Library = "numpy", precision: Precision | str | None = None) -> Parameter:
+              dtype: str = "float32", library: Library = "numpy",
+              precision: Precision | str | None = None) -> Parameter:
     """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective.
 
     precision   its types: an `nn.Precision`, or the name of one; None: of the name `dtype`
@@ -51,8 +52,9 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound:
 
 
 def entering(x: Tensor, weight: Parameter) -> Tensor:
-    """What comes to a layer, in the type that it computes in: a batch may come in that of the master weights."""
-    return cast(x, weight.dtype) if x.dtype == weight.precision.master else x
+    """What comes to a layer, in the type that it computes in: a batch may be of float32, or of the master's type."""
+    wider = weight.precision.has_master and x.dtype in ("float32", weight.precision.master)
+    return cast(x, weight.dtype) if wider else x
 
 
 class Linear(Module):
@@ -62,7 +64,7 @@ class Linear(Module):
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
-    precision         "bfloat16", ..., or an `nn.Precision`. x may also come in the type of the master weights
+    precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
                       values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
 

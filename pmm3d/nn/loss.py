@@ -1,7 +1,8 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if that is of low precision. A rank has the sum over its own rows; that over the ranks goes
-on in the background until `item` is asked for, or is left to be done (`Tape.summing`).
+Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if the batch is of low precision. A rank has the
+sum over its own rows; that over the ranks goes on in the background until `item` is asked for, or is left to be done
+(`Tape.summing`).
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape)):
             by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
             if local.shape[1]:
-                dx[rows, columns] -= (factor * inside[0])[0] if inside else factor
+                picked = xp.exp(form.library.astype(local[rows, columns], form.wide.dtype) - normalizer[rows, 0])
+                slope = (factor * (picked - (inside[0] if inside else 1))).reshape(-1)
+                dx[rows, columns] = form.library.astype(slope, form.dtype)
         return (dx,)
 
     return _mean((logits,), total, weight, rule, (local, normalizer, *own.arrays))
@@ -162,10 +165,10 @@ def _labels_there(logits: Tensor, labels: Matrix) -> OwnLabels:
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
-    columns = xp.clip(held - box.c0, 0, max(0, box.shape[1] - 1))
+    columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
-    missed = xp.log(library.astype(right, logits.dtype))
-    return OwnLabels(rows, columns, missed, library.astype(inside, logits.dtype))
+    wide = logits.form.wide.dtype
+    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), library.astype(inside, wide))
 
 
 def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
@@ -211,13 +214,16 @@ def _check_labels(logits: Tensor, host: np.ndarray, known: bool) -> None:
 def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
     """For each row: the largest logit, the logarithm of the sum of exp(logit - largest), the logit of the label."""
     form, local = logits.form, logits.shard
-    chosen = form.wide.new((1, local.shape[0]))[0]
-    if own.inside is None or not local.shape[1]:
+    library, wide = form.library, form.wide
+    chosen = wide.new((1, local.shape[0]))[0]
+    picked = library.astype(local[own.rows, own.columns], wide.dtype) if local.shape[1] else None
+    if own.inside is None or picked is None:
         chosen[...] = 0
-    if own.inside is None:
-        chosen[own.rows] = local[own.rows, own.columns]
-    elif local.shape[1]:
-        chosen[...] = array_namespace(local).where(own.inside > 0, local[own.rows, own.columns], own.missed)
+    if picked is not None:
+        if own.inside is None:
+            chosen[own.rows] = picked
+        else:
+            chosen[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)
     with form.grid.ledger.phase("loss"):
         return log_sum_exp(form, local, 1, chosen)
 

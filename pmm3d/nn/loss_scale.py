@@ -13,8 +13,8 @@ MOST_IN_A_ROW = 50
 
 
 class LossScale:
-    """Scales the loss before the backward pass, and its gradients back in the optimizer's step. A step whose gradient is
-    not finite is skipped on all ranks: nothing is changed but the scale, and the count of steps.
+    """Scales the loss before the backward pass, and its gradients back in the optimizer's step. A step whose gradient
+    is not finite is skipped on all ranks: nothing is changed but the scale, and the count of steps.
 
     start          the first scale;   most, least   its bounds
     every          it is doubled after so many good steps in a row; and halved when one is skipped

@@ -8,7 +8,7 @@ from ..arrays import Array
 from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
-from .arithmetic import summed_to
+from .arithmetic import sums_to
 from .compute import array_namespace, by_rows, check_type, computing, sums_along
 from .statistics import added, beside, log_sum_exp, total
 from .tensor import Tensor, as_tensor, relayout, whole
@@ -52,7 +52,7 @@ def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
     _check(name, x, dim)
     form, shape = x.form, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
     with computing(form.grid, "statistics"):
-        own = summed_to(shape, form, x.shard)
+        own = sums_to(shape, form, x.shard)
         out = form.new(tuple(own.array.shape))
         out[...] = own.array * factor
     with form.grid.ledger.phase(name):

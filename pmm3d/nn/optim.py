@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import cos, inf, pi, sqrt
+from math import cos, inf, pi
 from types import ModuleType
 from typing import Any
 
-from ..arrays import Array
+from ..arrays import Array, library_of
 from ..errors import Pmm3dError
+from .adam import AdamStep
 from .loss_scale import LossScale
 from .optimizer import NonFiniteGradientError, Optimizer, Option, Parameters
 
@@ -74,17 +75,9 @@ class Adam(Optimizer):
             raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {self.eps!r}")
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        (mean, square), (first, second) = state, self.betas
-        if self.decoupled and self.weight_decay:
-            weight *= 1 - self.lr * self.weight_decay
-        elif self.weight_decay:
-            gradient = gradient + self.weight_decay * weight
-        mean *= first
-        mean += (1 - first) * gradient
-        square *= second
-        square += (1 - second) * gradient * gradient
-        scale = sqrt(1 - second**self.changes)
-        weight -= (self.lr / (1 - first**self.changes)) * mean / (xp.sqrt(square) / scale + self.eps)
+        first, second = self.betas
+        step = AdamStep(self.lr, first, second, self.eps, self.weight_decay, self.decoupled, self.changes)
+        step.change(library_of(weight), weight, gradient, *state)
 
 
 class AdamW(Adam):

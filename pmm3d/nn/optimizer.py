@@ -87,6 +87,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
+        self._noted = 0
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))
 
@@ -138,7 +139,19 @@ class Optimizer:
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
+        self._note_memory()
         self.zero_grad()
+
+    def _note_memory(self) -> None:
+        """Bytes of what there is for the parameters, by kind, in the ledger's memory."""
+        memory, kinds = self.grid.ledger.memory, ("weights", "gradients", "state")
+        if len(self._state) == self._noted:
+            return
+        self._noted, own = len(self._state), [each.accumulated for each in self.parameters]
+        gradients = [record.array for record in own if record.array is not None]
+        states = [array for arrays in self._state.values() for array in arrays]
+        memory.update((kind, sum(array.nbytes for array in arrays)) for kind, arrays in zip(
+            kinds, ([each.shard for each in self.parameters], gradients, states)))
 
     def skip(self) -> None:
         """A step in which no parameter is changed: it counts as one without gradients, which are let go."""
@@ -185,13 +198,13 @@ class Optimizer:
             parameter.grad = None
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        """Change a slice of a parameter, of its master weights if it has them, and of its state, in place. xp: the namespace of the arrays; `self.changes`:
-        how often the parameter has been changed, this time included."""
+        """Change a slice of a parameter, of its master weights if it has them, and of its state, in place. xp: the
+        namespace of the arrays; `self.changes`: how often the parameter has been changed, this time included."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low precision,
-        "optimizer/0.weight/master": the weights that are changed."""
+        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
+        precision, "optimizer/0.weight/master": the weights that are changed."""
         return {f"optimizer/{parameter.name}/{name}":
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
                 for parameter in self.parameters
@@ -214,10 +227,10 @@ class Optimizer:
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
-        return float(sum(map(self._own_square, self._filled())))
+        return float(sum(map(self._own_square, self._filled()), 0.0))
 
     def _own_square(self, parameter: Parameter) -> Any:
-        """Of one gradient; on a device a number there."""
+        """Of one parameter; on a device it stays there."""
         own, here = self._own(parameter, self._gradient(parameter)), self.grid.shape.position(self.grid.rank)
         counts = parameter.library.has_data and self._layout(parameter).is_first(here)
         return parameter.library.square_sum(own) if counts else 0.0
@@ -225,7 +238,7 @@ class Optimizer:
     def non_finite(self) -> str:
         """Which gradients are not finite, in words. Collective: a number for each parameter from each rank."""
         filled = self._filled()
-        squares = np.array([self._own_square(parameter) for parameter in filled])
+        squares = np.array([float(self._own_square(parameter)) for parameter in filled])
         total = self.grid.everyone.all_reduce(squares, agreed=True).wait()
         wrong = [parameter.name or "a parameter" for parameter, square in zip(filled, total) if not isfinite(square)]
         if not wrong:

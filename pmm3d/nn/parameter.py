@@ -39,7 +39,7 @@ class Parameter(Tensor):
         if value.layout.on(value.grid.shape).sums:
             raise LayoutError(f"a Parameter in {value.layout}: no rank has its values; "
                               "Parameter(value.redistribute(value.layout.summed))")
-        self.precision = Precision.of(precision, value.dtype)
+        self.precision = precision or Precision.named(value.dtype)
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
             raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")

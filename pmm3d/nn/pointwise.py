@@ -8,6 +8,7 @@ from math import pi, sqrt
 from typing import Any, NamedTuple
 
 from ..arrays import Array, NumpyLibrary
+from ..layout import LOW_PRECISION
 
 
 class Pointwise(NamedTuple):
@@ -72,11 +73,14 @@ def _of_library(function: Pointwise, library: NumpyLibrary) -> OnePass:
 
 
 def _expressions(function: Pointwise, library: NumpyLibrary) -> OnePass:
+    def widened(x: Array) -> Array:
+        return library.astype(x, "float32") if library.dtype(x) in LOW_PRECISION else x
+
     def value(x: Array) -> Array:
-        return function.value(x, library)
+        return function.value(widened(x), library)
 
     def slope(g: Array, kept: Array) -> Array:
-        return function.slope(g, kept, library)
+        return function.slope(g, widened(kept), library)
 
     return OnePass(value, slope)
 

@@ -16,7 +16,8 @@ class Precision:
     """Of a parameter, and of the layer that it belongs to.
 
     compute        of the parameter's shard and of activations: what GEMMs multiply
-    communication  in which parts of its gradient are formed and sent; None: as compute. They are added in float32
+    communication  in which parts of its gradient are formed, and sent over z and over data; None: as compute. They are
+                   added in float32
     gradient       of the gradient, in which the parts of all ranks and batches are added up
     master         of the weights that an optimizer keeps and changes, and of what else it keeps. They are rounded to
                    the shard after each step; where master is compute, the shard is all that there is

@@ -4,6 +4,10 @@
 `pmm3d.torch`, and nothing else of pmm3d imports it.
 """
 
+if __name__ == "torch":
+    raise ImportError("this is pmm3d.torch, not torch: the program runs inside the folder of pmm3d, or has it on "
+                      "sys.path. Start it elsewhere")
+
 from ..errors import needs
 
 with needs("torch", "pmm3d.torch"):

@@ -23,8 +23,8 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
     x   (m, ...) of any type; the same on all ranks
 
-    Returns (m / Gdata / Gz, ...), some ranks a row more than others where that is no whole number; the same on the ranks
-    along x and y. The gradient of x, if it needs one, comes back whole, on every rank.
+    Returns (m / Gdata / Gz, ...), some ranks a row more than others where that is no whole number; the same on the
+    ranks along x and y. The gradient of x, if it needs one, comes back whole, on every rank.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="megatron") as grid:

@@ -36,10 +36,10 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     overlap   which communication runs under computation, of all networks on the grid (`pmm3d.nn.Overlap`)
 
     Call it with this rank's rows of a batch (`input_rows`), the same on all ranks along x and y, and train it as the
-    plain one. The loss is the mean of the ranks' losses: of a mean over its own rows that a rank computes, where all
-    have as many, of `mean(grid, losses)`, or of one of `gather_output`, which all ranks compute alike. `.grad` is there,
-    summed, when `backward()` ends; gradients of Linear3D are on their way while it runs. Gradients add up until
-    they are zeroed; in `pmm3d.nn.no_sync(grid)` the sum over the data axis is left to a later pass.
+    plain one. What is trained is the mean of the ranks' losses, as by DistributedDataParallel: each rank's own mean
+    over its rows, where all have as many; `mean(grid, losses)` for any; or a loss of `gather_output`, which all ranks
+    compute alike. `.grad` is there, summed, when `backward()` ends; those of Linear3D are on their way while it runs.
+    Gradients add up until they are zeroed; `pmm3d.nn.no_sync(grid)` leaves the sum over data to a later pass.
 
     Between a column and a row each rank has its part of the columns: what is elementwise may come there, and what is in
     the plan; heads are parted by `Split("column", unit=width of a head)`, and `x.view(*, -1, width)` has this rank's.
@@ -55,9 +55,11 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     """
     if not isinstance(module, nn.Module):
         raise Pmm3dError(f"parallelize: a torch.nn.Module; got a {type(module).__name__}")
-    with grid.together("parallelize", _digest(module), repr(plan), always=True):
+    with grid.together("parallelize", repr(plan), always=True):
         splits = resolved(module, plan)
         _check(module, splits, grid)
+    with grid.together("parallelize, of a module made alike on all ranks (torch.manual_seed)", _digest(module),
+                       always=True):
         made = _copied(module, splits, grid)
     if overlap is not None:
         Passes.of(grid).parallel.overlap = overlap
@@ -65,23 +67,25 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     return made
 
 
-def _digest(module: nn.Module) -> list[tuple[str, int]]:
-    """The values of all parameters, in 32 bits each, where they have any."""
-    return [(name, crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data))
-            for name, tensor in module.named_parameters() if tensor.device.type != "meta"]
+def _digest(module: nn.Module) -> int:
+    """The values of all parameters, in 32 bits."""
+    found = 0
+    for tensor in module.parameters():
+        found = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
     if grid.dry_run is not None:
-        raise GridError("parallelize: a dry run has no data, and torch's modules have: make the network of pmm3d.nn for "
-                        "its memory and bytes")
+        raise GridError("parallelize: a dry run has no data, and torch's modules have. For bytes and memory make the "
+                        "network with pmm3d.nn")
     for name, part in module.named_modules():
         if isinstance(part, BATCH_NORMS):
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would take the mean of each rank's own rows. "
-                              "Put nn.LayerNorm or nn.GroupNorm in its place")
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would take the mean of each rank's own "
+                              "rows. Put nn.LayerNorm or nn.GroupNorm in its place")
         if isinstance(part, OTHER_DROPOUTS):
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw what does not belong together on "
-                              "several ranks. Put nn.Dropout in its place")
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw what does not belong together "
+                              "on several ranks. Put nn.Dropout in its place")
         if name in splits:
             _check_part(name, part)
     _check_tied(module, splits)
@@ -90,11 +94,11 @@ def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
 
 def _check_part(name: str, part: nn.Module) -> None:
     if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-        raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: take them off, or "
-                          'put "off" into the plan for it')
+        raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: take them off, "
+                          'or put "off" into the plan for it')
     if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
-        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; over columns that "
-                          "are spread it takes the last one only")
+        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; over columns "
+                          "that are spread it takes the last one only")
     for tensor in part.parameters(recurse=False):
         if not tensor.is_floating_point():
             raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; those of real floating point "
@@ -115,8 +119,9 @@ def _check_tied(module: nn.Module, splits: dict[str, Split]) -> None:
 def _check_device(module: nn.Module, grid: Grid) -> None:
     devices = {str(tensor.device): tensor for tensor in module.parameters()}
     if "meta" in devices or len(devices) > 1:
-        raise Pmm3dError(f"parallelize: the parameters are on {', '.join(sorted(devices))}; they must be on one device, "
-                         "which has memory: module.to(device), module.to_empty(device=...) and its own initial values")
+        raise Pmm3dError(f"parallelize: the parameters are on {', '.join(sorted(devices))}; they must be on one "
+                         "device, which has memory: module.to(device), or module.to_empty(device=...) and its own "
+                         "initial values")
     for name, tensor in devices.items():
         grid.library(library_of(tensor.detach()))
         if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
@@ -221,8 +226,8 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         items = [mapped(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if hasattr(value, "__dict__") and any(isinstance(item, torch.Tensor) for item in vars(value).values()):
-        raise Pmm3dError(f"a model on a grid takes and returns tensors, also in tuples, lists and dicts; this is a "
-                         f"{type(value).__name__}, whose tensors' gradients would not be those of the mean of the ranks")
+        raise Pmm3dError("a model on a grid takes and returns tensors, also in tuples, lists and dicts; this is a "
+                         f"{type(value).__name__}, whose tensors' gradients would not be those of the ranks' mean")
     return value
 
 

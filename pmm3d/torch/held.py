@@ -52,7 +52,8 @@ class Held:
         if grad is not None and grad is self._given and record.state in (State.OPEN, State.SUMMED):
             return
         Parallel.of(self.weight.grid).gradients.forget(record)
-        record.array, record.pending = record.form.new(), None
+        record.array = self._given = record.pending = None  # so that their memory can be taken again
+        record.array = record.form.new()
         if grad is not None:
             record.array[...] = grad.reshape(record.array.shape)
             record.state, record.sums, record.split = State.SUMMED, (), False

@@ -103,25 +103,25 @@ class Spread(OnGrid):
 
     def set_extra_state(self, state: Any) -> None:
         if state != Spread.get_extra_state(self):
-            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid ({state}, here "
-                                  f"{Spread.get_extra_state(self)}). Each rank loads what it saved, on the same grid; "
-                                  "save full_state_dict(model) and use load_full_state_dict for any grid")
+            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid ({state}, "
+                                  f"here {Spread.get_extra_state(self)}). Each rank loads what it saved, on the same "
+                                  "grid; save full_state_dict(model) and use load_full_state_dict for any grid")
 
 
 class Linear3D(Spread):
     """x W^T + b by the schedule of `pmm3d.nn.linear`, with its overlaps; under torch's autograd.
 
     in_features, out_features, bias   as of torch.nn.Linear; the features of all ranks
-    role     "column": the columns of x lie over y, those of the result over x; "row": over x, then y. In turns they need
-             no communication between them; Megatron-LM is a grid of Gx x 1 x 1
+    role     "column": the columns of x lie over y, those of the result over x; "row": over x, then y. In turns they
+             need no communication between them; Megatron-LM is a grid of Gx x 1 x 1
     unit     columns over x that no cut parts, such as those of a head
     gather   whether the result has all columns, on each rank
     seed     of the initial values, uniform in +-1/sqrt(in_features), the same on every grid; None: arbitrary ones
 
-    x (..., columns): this rank's rows, of all ranks along x and y the same; its own part of the columns, or all of them,
-    of which it takes its part. Returns (..., columns). `weight` is this rank's shard, (inputs, outputs); its gradient
-    is there at the end of `backward()`: the sum over all ranks of those of their losses (`parallelize` makes a mean of
-    it). torch.autograd.grad does not bring it, and there is no second derivative.
+    x (..., columns): this rank's rows, the same on all ranks along x and y; its own part of the columns, or all of
+    them, of which it takes its part. Returns (..., columns). `weight` is this rank's shard, (inputs, outputs); its
+    gradient is there at the end of `backward()`: of the sum of all ranks' losses (of their mean inside of what
+    `parallelize` made). torch.autograd.grad does not bring it, and there is no second derivative.
 
     Raises LayoutError for features that are none, or heads that Gx does not divide.
 
@@ -150,7 +150,8 @@ class Linear3D(Spread):
         if bias:
             home["bias"] = (1, out_features), layout_of((), (OTHER[k],), (), (1, units[1]))
         super().__init__(grid, home, dtype, device)
-        self.in_features, self.out_features, self.role, self.unit, self.gather = in_features, out_features, role, unit, gather
+        self.in_features, self.out_features = in_features, out_features
+        self.role, self.unit, self.gather = role, unit, gather
         self._input = layout_of(ROWS, (k,), (), (1, units[0]))
         if not bias:
             self.register_parameter("bias", None)

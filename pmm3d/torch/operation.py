@@ -1,4 +1,4 @@
-"""Operations of `pmm3d.nn` under torch's autograd: the same rules, their gradients summed during torch's backward pass."""
+"""Operations of `pmm3d.nn` under torch's autograd: the same rules, gradients summed during torch's backward pass."""
 
 from __future__ import annotations
 

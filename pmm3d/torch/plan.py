@@ -40,7 +40,7 @@ class Split:
 
 
 Plan = Mapping[str, "str | Split"]
-"""Name, or pattern as of a file (`*` takes dots too), -> a Split, its role alone, or "off". The last that fits counts."""
+"""Name, or pattern (`*` takes dots too), -> a Split, its role alone, or "off". The last that fits counts."""
 
 
 def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
@@ -50,8 +50,9 @@ def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
     if type(module) is nn.Linear:
         return {"": Split("column", gather=True)}
     if type(module) is not nn.Sequential:
-        raise LayoutError(f"parallelize: what a {type(module).__name__} does between its layers is not known, so it needs "
-                          f'a plan: {{name: "column" | "row" | Split(...)}}. Its Linear layers: {_linears(module)}')
+        raise LayoutError(f"parallelize: what a {type(module).__name__} does between its layers is not known, so it "
+                          'needs a plan: {name: "column" | "row" | Split(...)}. Its Linear layers: '
+                          f"{_linears(module)}")
     return _in_turns(module)
 
 
@@ -76,8 +77,8 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
 def _check(name: str, part: nn.Module, split: Split) -> None:
     roles = ROLES[type(part)]
     if split.role not in roles:
-        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}, which can be {', '.join(map(repr, roles))} or "
-                          f"{OFF!r}; the plan has {split.role!r}")
+        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}, which can be {', '.join(map(repr, roles))} "
+                          f"or {OFF!r}; the plan has {split.role!r}")
 
 
 def _linears(module: nn.Module) -> str:
@@ -91,6 +92,7 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
     linears = [index for index, (_, part) in enumerate(parts) if type(part) is nn.Linear]
     found: dict[str, Split] = {}
     axis = role = ""
+    _check_twice(parts)
     for index, (name, part) in enumerate(parts[: linears[-1] + 1] if linears else []):
         if type(part) is nn.Linear:
             role = "row" if role == "column" else "column"
@@ -98,16 +100,25 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
         elif axis and type(part) in ROLES:
             found[name] = Split(axis)
         elif axis and type(part) not in ELEMENTWISE:
-            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, comes where columns are spread over ranks, "
-                              "and it may mix them or hold parameters for each. Give a plan in which the Linear before "
-                              'it is Split("column", gather=True) or "off" (then all columns are there), or put it after '
-                              "the last Linear")
+            raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, comes where columns are spread over "
+                              "ranks, and it may mix them or hold parameters for each. Give a plan in which the Linear "
+                              'before it is Split("column", gather=True) or "off" (then all columns are there), or put '
+                              "it after the last Linear")
     return found
 
 
+def _check_twice(parts: list[tuple[str, nn.Module]]) -> None:
+    first: dict[int, str] = {}
+    for name, part in parts:
+        before = first.setdefault(id(part), name)
+        if before != name and type(part) in ROLES:
+            raise LayoutError(f"parallelize: {before} and {name} are one {type(part).__name__}, whose columns would "
+                              "lie otherwise in the second place: make two of it, or give a plan")
+
+
 def _flat(module: nn.Sequential, path: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_children():
-        if type(part) is nn.Sequential:
+    for name, part in module._modules.items():
+        if part is not None and type(part) is nn.Sequential:
             yield from _flat(part, f"{path}{name}.")
-        else:
+        elif part is not None:
             yield f"{path}{name}", part

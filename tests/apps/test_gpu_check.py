@@ -1,4 +1,4 @@
-"""apps/gpu_check: all of it on a host, at small sizes; checks that die, hang or are not there; a machine without a GPU."""
+"""apps/gpu_check: all of it on a host, at small sizes; checks that die, hang or are not there; no GPU at all."""
 
 import json
 import os
@@ -56,10 +56,11 @@ def environ(*folders):
 
 def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     chosen = ("surroundings|rate.*float32|step|launches|random|dropout|checkpoint|memory|transport|message|"
-              "product.*(bfloat16|float64|complex64)|training.*float32")
-    command = [sys.executable, "-m", "gpu_check", "--library", "torch", "--small", "--ranks", "1", "2", "--only", chosen,
-               "--mpiexec", " ".join(LAUNCHER), "--report", str(tmp_path / "report")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ(ROOT / "apps"))
+              "product.*(bfloat16|float64|complex64)|training.*(float32|bfloat16)")
+    options = ["--library", "torch", "--small", "--ranks", "1", "2", "--only", chosen, "--mpiexec", " ".join(LAUNCHER),
+               "--report", str(tmp_path / "report")]
+    done = subprocess.run([sys.executable, "-m", "gpu_check", *options], capture_output=True, text=True, timeout=300,
+                          env=environ(ROOT / "apps"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     names = [entry["case"]["name"] for entry in found["cases"]]
@@ -73,6 +74,25 @@ def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     text = (tmp_path / "report" / "report.txt").read_text()
     assert f"gpu-check: {len(names)} ok of {len(names)}" in text and "For docs/gpu.md:" in text
     assert "| product | torch | bfloat16 | 1, 2 | 4 of 4 | " in text and "| training | torch | float32 | 1, 2 |" in text
+
+
+def test_on_a_stand_in_device_each_transport_is_checked(tmp_path):
+    """One that is refused is absent, and so is what needs it: the exit code is 0."""
+    chosen = "surroundings|message|(product|training).*float32, 2x1x1|dropout"
+    options = ["--library", "standin", "--small", "--ranks", "2", "--only", chosen, "--mpiexec", " ".join(LAUNCHER),
+               "--report", str(tmp_path / "report")]
+    done = subprocess.run([sys.executable, "-m", "gpu_check", *options], capture_output=True, text=True, timeout=300,
+                          env=environ(ROOT / "apps", ROOT / "tests"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report" / "report.json").read_text())["cases"]
+    states = {entry["case"]["name"].partition(": ")[2]: entry["state"] for entry in found}
+    assert states.pop("standin, nccl, 2 ranks") == "absent"
+    assert {name.split(", ")[3] for name, state in states.items() if state == "absent"} == {"nccl"}
+    ways = {entry["case"]["options"]["transport"]: entry["figures"]["transport"] for entry in found
+            if entry["case"]["name"].startswith("product") and entry["state"] == "ok"}
+    assert {way: why.partition(":")[0] for way, why in ways.items()} == {"direct": "direct", "staged": "staged"}
+    [ranks] = [entry["figures"]["devices"] for entry in found if "devices" in entry["figures"]]
+    assert [(row["rank"], row["device"]) for row in ranks] == [(0, 0), (1, 1)]
 
 
 def test_a_check_that_dies_or_hangs_is_told_of_and_the_rest_goes_on(package, tmp_path, monkeypatch):
@@ -94,7 +114,7 @@ def test_a_check_that_dies_or_hangs_is_told_of_and_the_rest_goes_on(package, tmp
                       "no library": "failed", "nor here": "failed"}
     said = {name: outcome.said for name, outcome in outcomes.items()}
     assert said["crash"] == "its job ended with SIGSEGV" and "Segmentation fault" in outcomes["crash"].output
-    assert said["hang"] == "no answer after 2 s, and ended" and outcomes["hang"].output.split("\n")[0] == "before it hangs"
+    assert said["hang"] == "no answer after 2 s, and ended" and outcomes["hang"].output.startswith("before it hangs")
     assert said["wrong"] == "2 + 2 is 5" and outcomes["wrong"].output == ""
     assert said["raises"] == "rank 1: KeyError: 'on rank 1 alone'"
     assert "No module named 'nothing'" in said["nor here"] and outcomes["first"].figures == {"ranks": 2}
@@ -136,10 +156,12 @@ def test_a_full_run_has_every_precision_and_transport_for_both_libraries(package
     of = {(case.library, case.ranks, case.options.get("precision"), case.options.get("transport"))
           for case in cases if case.name.startswith(("product", "training"))}
     for library, count in (("torch:cuda", 7), ("cupy", 6)):
-        for ranks, transports in ((1, {"auto"}), (2, {"direct", "staged", "nccl"}), (8, {"direct", "staged", "nccl"})):
-            found = {(precision, transport) for name, size, precision, transport in of if (name, size) == (library, ranks)}
+        for ranks, transports in ((1, {"auto"}), *((ranks, {"direct", "staged", "nccl"}) for ranks in (2, 4, 8))):
+            found = {each[2:] for each in of if each[:2] == (library, ranks)}
             assert {transport for _, transport in found} == transports and len(found) == count * len(transports)
     wanted = {case.name.partition(":")[0]: [case.options[name] for name in ("wanted", "of_limit", "of_torch")
                                            if name in case.options] for case in cases}
     assert (wanted["rate"], wanted["step"], wanted["message"]) == ([0.97], [0.85, 0.97], [0.8])
     assert all(case.needs in {other.name for other in cases} for case in cases if case.needs)
+    chosen = package["main"]._chosen(cases, "product: cupy, float64, 2x1x1, nccl")
+    assert [case.name.partition(":")[0] for case in chosen] == ["transport", "product"]

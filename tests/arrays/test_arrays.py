@@ -9,7 +9,15 @@ import torch
 from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d import DTypeError, Pmm3dError
-from pmm3d.arrays import NumpyLibrary, Workspace, check_matrix_dtype, library_named, library_of, sum_in_order
+from pmm3d.arrays import (
+    NumpyLibrary,
+    Workspace,
+    check_matrix_dtype,
+    library_here,
+    library_named,
+    library_of,
+    sum_in_order,
+)
 from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.layout import MATRIX_DTYPES, itemsize
@@ -179,3 +187,27 @@ def test_what_is_current_in_the_stand_in_is_so_in_one_thread():
         array += 1
     with pytest.raises(RuntimeError, match="the stream is of device 1, the current one is 0"):
         mine.use()
+
+
+def test_a_library_without_a_device_says_what_it_lacks(monkeypatch):
+    def refuse():
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    for count, why in ((refuse, "cudaErrorInsufficientDriver"), (lambda: 0, "there are 0")):
+        monkeypatch.setattr(standin.cuda.runtime, "getDeviceCount", count)
+        with pytest.raises(Pmm3dError, match=f"standin finds no CUDA device here .{why}.*nvidia-smi"):
+            library_here("standin")
+
+
+def test_bfloat16_of_cupy_leads_to_torch():
+    with pytest.raises(DTypeError, match='cupy matrices have .*; got bfloat16. take library="torch" or "torch:cuda"'):
+        check_matrix_dtype("bfloat16", DeviceLibrary("standin"))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_squares_are_summed_in_float64(library):
+    """2^12 squares of 2^7, and one of which float32 would keep nothing; float16 has none of them."""
+    values = np.full((5, 1000), 2.0**7, "float16")
+    values[4, 999] = 1
+    found = library_named(library).square_sum(to_library(values, library))
+    assert float(found) == 4999 * 2.0**14 + 1

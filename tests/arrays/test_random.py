@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import to_library, to_numpy
 
 from pmm3d import Pmm3dError
-from pmm3d.arrays import random
+from pmm3d.arrays import library_named, random
 from pmm3d.layout import EMPTY, Box
 
 SHAPE = 40, 33
@@ -60,3 +61,39 @@ def test_rows_are_not_shifted_copies_of_each_other():
 def test_unknown_distributions_are_named():
     with pytest.raises(Pmm3dError, match="unknown distribution 'gauss'; there are uniform, normal, integers"):
         filled(distribution="gauss")
+
+
+@pytest.mark.parametrize("library", ["torch", "standin"])
+def test_bits_are_the_same_in_every_library(library):
+    """torch has no arithmetic of unsigned numbers; half of the indices, bits and limits are negative there."""
+    face = library_named(library)
+    for start in (0, 2**40, 2**63 - 51):
+        index = np.arange(start, start + 100, dtype=np.uint64)
+        words = face.words(start, start + 50)
+        found = random.bits(words, seed=2**64 - 3, stream=5)
+        assert np.array_equal(to_numpy(found, library).view(np.uint64), random.bits(index[:50], 2**64 - 3, 5))
+
+
+@pytest.mark.parametrize("library", ["torch", "standin"])
+def test_a_device_draws_what_the_host_draws(library, monkeypatch):
+    monkeypatch.setattr(random, "CHUNK", 100)
+    monkeypatch.setattr(random, "DEVICE_ELEMENTS", 100)
+    box, columns = Box(2**33, 2**33 + 40, 5, 38), 2**20
+    for dtype in ("float16", "float32", "float64", "complex64"):
+        for distribution in random.DISTRIBUTIONS:
+            host, there = np.empty(box.shape, dtype), to_library(np.empty(box.shape, dtype), library)
+            random.fill(host, box, columns, 3, distribution)
+            random.fill(there, box, columns, 3, distribution)
+            close = 1e-3 if dtype == "float16" else 1e-6
+            assert np.allclose(to_numpy(there, library), host, 0, close if distribution == "normal" else 0)
+    for p in (0.0, 0.1, 0.5, 0.9, 1 - 2.0**-50):
+        host, there = np.empty(box.shape, "uint8"), to_library(np.empty(box.shape, "uint8"), library)
+        random.fill_kept(host, box, columns, p, 3, 1)
+        random.fill_kept(there, box, columns, p, 3, 1)
+        assert np.array_equal(to_numpy(there, library), host) and abs(host.mean() - (1 - p)) < 0.05
+
+
+def test_random_matrices_of_a_device_are_made_there(monkeypatch):
+    monkeypatch.setattr(random, "NumpyLibrary", None)
+    made = random.drawn(library_named("standin"), Box(0, 4, 0, 5), "float32", 5, 1, "uniform")
+    assert np.array_equal(to_numpy(made, "standin"), filled(Box(0, 4, 0, 5), "float32", 1, columns=5))

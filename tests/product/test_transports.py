@@ -168,8 +168,9 @@ def test_device_memory_that_runs_out_is_told_by_all(comm, monkeypatch, fails):
                 raise full("Out of memory allocating 12,800 bytes")
             monkeypatch.setattr(standin, "empty", refuse)
         fails(OutOfMemoryError,
-              r"rank 1 \(host .*\) is out of memory: Out of memory allocating 12,800 bytes.*device 0 \(stand-in\) 1 MiB of "
-              r"16 GiB, and cupy's pool holds 3 GiB there. Predicted for a rank: .*a product 8 GiB", lambda: a @ b)
+              r"rank 1 \(host .*\) is out of memory: Out of memory allocating 12,800 bytes.*device 0 \(stand-in\) "
+              r"1 MiB of 16 GiB, and cupy's pool holds 3 GiB there. Predicted for a rank: .*a product 8 GiB",
+              lambda: a @ b)
 
 
 @pytest.mark.parallel([1])

@@ -157,7 +157,7 @@ def test_a_file_that_is_named_exists(page, path):
     assert (ROOT / path).exists() or (page.parent / path).exists()
 
 
-@pytest.mark.parametrize("room", ["pmm3d", "pmm3d.nn", "pmm3d.io"])
+@pytest.mark.parametrize("room", ["pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.torch"])
 def test_the_reference_has_every_public_name(room):
     text = " ".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     shown = re.findall(r"auto(?:class|function|module):: ([\w.]+)", text)

@@ -14,7 +14,7 @@ import pytest
 import pmm3d
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "tools")
+ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "torch", "tools")
 PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.exchange",
           "pmm3d.nn.training")
 

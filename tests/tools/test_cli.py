@@ -48,6 +48,7 @@ def test_help_is_said_once_and_teaches(pmm3d):
         (("--array", "jax"), "unknown array library 'jax'"),
         (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
         (("--max-workspace", "1"), "max_workspace is 1 bytes"),
+        (("--reference", "torch"), "--reference times the whole product on one rank, and here are 2: start one rank"),
     ],
 )
 def test_wrong_options_are_explained_once(pmm3d, arguments, text):

@@ -3,6 +3,7 @@
 import json
 import re
 from html import unescape
+from types import SimpleNamespace
 
 try:
     import tomllib
@@ -15,6 +16,7 @@ from run_pages import Text, record_of, words
 
 from pmm3d.layout import GridShape
 from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.record import _device_facts
 from pmm3d.tools.page import write_page
 from pmm3d.tools.page.network_section import settings_section
 from pmm3d.tools.page.words import toml
@@ -116,6 +118,19 @@ def test_before_the_first_step_there_is_a_page_too(run):
     assert "holds no step yet" in words(write_page(run).read_text())
     (run / "run.json").write_text('{"form')
     assert "run.json cannot be read" in words(write_page(run).read_text())
+
+
+def test_the_devices_of_ranks_and_how_their_memory_travels_are_on_the_page(run):
+    record = record_of(run)
+    assert "devices" not in record and "transport" not in record  # arrays of numpy
+    rows = [{"host": "n1", "rank": rank, "local_rank": rank, "device": rank // 2, "name": "GPU",
+             "pci": f"0:{rank // 2}", "shared_with": [rank ^ 1]} for rank in range(7)]
+    idle = {**rows[0], "rank": 7, "device": None, "name": "", "pci": ""}
+    facts = _device_facts(SimpleNamespace(transport=SimpleNamespace(why="staged: as asked for")), [*rows, idle])
+    (run / "run.json").write_text(json.dumps({**record, **facts}))
+    said = words(write_page(run).read_text())
+    assert "device memory staged: as asked for" in said
+    assert "GPU 0:0 of n1 (ranks 0-1), GPU 0:1 of n1 (ranks 2-3)" in said and "GPU 0:3 of n1 (rank 6)" in said
 
 
 def test_thousands_of_ranks_make_a_small_page(run):

@@ -20,6 +20,7 @@ from .. import functional, optim
 from ..dry import Facts, dry_grid, memory
 from ..layers import MLP, Module
 from ..overlap import Overlap
+from ..precision import Precision
 from ..tape import Tape
 from .config import Config
 from .fitting import check_grid, check_steps, rows_to_train
@@ -48,13 +49,16 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         with grid.together("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
-        own = OwnNetwork(grid, config.network) if config.network.build else None
+        own = OwnNetwork(grid, config.network, config.precision.compute) if config.network.build else None
         with _data(config, grid) as ((data, rows), held_out):
             loss = _loss(config, data)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "split_inputs": "y"}
             loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": (0, rows)}
+            if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
+                logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
+                               'network.library = "torch" is faster, and has bfloat16')
             _predict_memory(config, grid, sizes := _sizes(config, data, classes), rows, loss, own)
             network, output = _network(config, grid, sizes, own)
             batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
@@ -101,20 +105,23 @@ def _loss(config: Config, data: DataSet) -> str:
     return loss
 
 
-def _network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None) -> tuple[Module, Layout]:
-    """(the network, the layout of its output)."""
+def _network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
+             precision: Precision | None = None) -> tuple[Module, Layout]:
+    """(the network, the layout of its output), in the configuration's precision or in another one."""
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1])
     section = config.network.model_dump(exclude={"build", "hidden", "activation"})
     activation = getattr(functional, config.network.activation)
-    network = MLP(grid, sizes, activation, seed=config.training.seed, **section)
+    network = MLP(grid, sizes, activation, seed=config.training.seed, precision=precision or config.precision,
+                  **section)
     return network, network.output_layout
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """The network that a configuration says, for such samples. Collective."""
-    own = OwnNetwork(grid, config.network) if config.network.build else None
-    return _network(config, grid, [samples.features, *config.network.hidden, samples.outputs], own)[0]
+    """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
+    own = OwnNetwork(grid, config.network, config.precision.compute) if config.network.build else None
+    sizes = [samples.features, *config.network.hidden, samples.outputs]
+    return _network(config, grid, sizes, own, config.precision.whole)[0]
 
 
 def _optimizer(config: Config, network: Module) -> optim.Optimizer:
@@ -180,7 +187,8 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
                     evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every,
                     log_every=section.log_every)
     return Trainer(
-        TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
+        TrainState(network, optimizer, _schedule(config, optimizer, steps), loader,
+                   optim.LossScale() if section.precision == "float16" else None), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals)

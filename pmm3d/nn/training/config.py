@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
+from ..precision import Precision
 from .described import explained
 from .keys import (
     WIDEST,
@@ -149,6 +150,9 @@ class TrainingSection(Section):
     """the run ends after so many steps, or after `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
     """passes over the data; left out together with `steps`: 10"""
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
+    """what is multiplied: float32, or rounded to tf32 by a GPU; bfloat16 or float16, with float32 master weights,
+    gradients and sums. float16 scales the loss. A network of `build` makes its layers with it"""
     accumulate: Count = 1
     """batches that make a step"""
     weights: Place | None = None
@@ -202,6 +206,12 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     overlap: OverlapSection = OverlapSection()
 
+    @property
+    def precision(self) -> Precision:
+        """Of the weights."""
+        dtype = self.network.dtype
+        return Precision.named(self.training.precision if dtype == "float32" else dtype)
+
     def settings(self) -> dict[str, dict[str, Any]]:
         """The keys that count, section by section, as JSON has them. `checked` makes the same configuration of them."""
         return {name: {key: value for key, value in values.items() if not getattr(self, name).idle(key)}
@@ -221,6 +231,15 @@ class Config(Section):
         if self.overlap.regather_inputs and not self.network.build and self.network.activations != "sharded":
             problems.append("overlap.regather_inputs has no effect here: it counts where network.activations is "
                             "sharded")
+        if self.network.dtype != "float32" and self.training.precision != "float32":
+            problems.append("training.precision has no effect here: it counts where network.dtype is float32")
+        if self.training.precision == "bfloat16" and self.network.library.partition(":")[0] != "torch":
+            problems.append(f"training.precision = \"bfloat16\" needs torch arrays, and network.library is "
+                            f"{self.network.library}: set network.library = \"torch\" (or \"torch:cuda\")")
+        if self.training.precision == "tf32" and self.network.library in ("numpy", "torch", "torch:cpu"):
+            problems.append("training.precision = \"tf32\" needs a GPU, and the arrays of network.library = "
+                            f"\"{self.network.library}\" are in host memory: set it to \"torch:cuda\" or \"cupy\", or "
+                            "the precision to \"float32\"")
         if problems:
             raise NoEffect(problems)
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from .run import Run
 
 
 class Stepped(NamedTuple):
-    """A step that was done. lr: the rate that it used;   norm   of the gradient, None if it was not asked for"""
+    """A step that was done, or skipped. lr: the rate that it used;   norm   of the gradient"""
 
     loss: float
-    norm: float | None
+    norm: float
     lr: float
     rows: int
 
@@ -56,10 +57,13 @@ class Observer:
         elapsed = max(1e-9, self._since - since)
         self._folder.beat()
         if self._log is not None and not self._folder.taken:
-            self._log.step({"step": step, "epoch": run.loader.epoch, "loss": done.loss, "lr": done.lr,
+            scale = run.state.scale
+            figures = {"loss": done.loss, "gradient_norm": done.norm} | (
+                {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped})
+            self._log.step({"step": step, "epoch": run.loader.epoch, "lr": done.lr,
                             "samples_per_second": rows / elapsed,
-                            "waiting": max(0.0, self._waited - waited) / elapsed}
-                           | ({} if done.norm is None else {"gradient_norm": done.norm}))
+                            "waiting": max(0.0, self._waited - waited) / elapsed,
+                            **{name: value for name, value in figures.items() if isfinite(value)}})
 
     def validated(self) -> None:
         """After an evaluation."""

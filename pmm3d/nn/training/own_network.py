@@ -24,12 +24,14 @@ MODULE = "network_build"
 class OwnNetwork:
     """The function that `network.build` names. Made and called by all ranks.
 
+    compute   the type that its layers are to compute in
+
     The first rank reads the file and all ranks run what it read; modules beside it can be imported. Raises Pmm3dError,
     on every rank: the file or the function is missing, or the file does not run.
     """
 
-    def __init__(self, grid: Grid, section: NetworkSection):
-        self._section, self.name = section, str(section.build)
+    def __init__(self, grid: Grid, section: NetworkSection, compute: str):
+        self._section, self._compute, self.name = section, compute, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
         with grid.together("network.build", self.name, always=True):
@@ -79,7 +81,10 @@ class OwnNetwork:
         section, kind = self._section, library_named(self._section.library).kind
         for name, parameter in network.named_parameters().items():
             found = parameter.dtype, parameter.library.kind
-            if found != (section.dtype, kind):
+            if found[1] == kind and found[0] != self._compute != section.dtype:
+                raise Pmm3dError(f"network.build = {self.name}: {name} is of {found[0]}, and training.precision is "
+                                 f"{self._compute}: make the layers with precision=\"{self._compute}\"")
+            if found != (self._compute, kind):
                 raise Pmm3dError(f"network.build = {self.name}: {name} is of {found[0]} in {found[1]}, the batches of "
                                  f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
                                  "layers with those")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from .. import loss as losses
 from ..compute import changed
 from ..dry import Facts
 from ..layers import Module
+from ..loss_scale import LossScale, clipping
 from ..optim import Optimizer
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
@@ -39,8 +41,8 @@ def loss_named(loss: str | Loss) -> Loss:
 
 
 def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence[int], batches: Iterable[Batch],
-               clip: float | None = None, agreement: Agreement | None = None, check: Check | None = None
-               ) -> tuple[float, float]:
+               clip: float | None = None, agreement: Agreement | None = None, check: Check | None = None,
+               scale: LossScale | None = None) -> tuple[float, float]:
     """A step of batches of so many rows, whose gradient is that of the mean over all of these; the loss and the norm of
     the gradient, before it was clipped.
 
@@ -48,8 +50,10 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
     agreement   agreement(this rank's part of the loss, that of the square of the norm), as `step_agreement`: once a
                 batch, after its backward pass, and before the weights are changed
     check       check(input, what, value) may raise then
+    scale       of the loss; with it a step whose loss or gradient is not finite is skipped, and not checked
     """
     grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
+    check, factor = (None, scale.value) if scale is not None else (check, 1.0)
     agreement, waiting = agreement or partial(step_agreement, grid), iter(batches)
     with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
         for index, count in enumerate(rows):
@@ -58,17 +62,19 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
             result = loss(network(x), y)
             result = result if len(rows) == 1 else result * (count / total)
             with tape.set(syncing=last):
-                result.backward()
+                result.backward(scale=factor)
             agreed = agreement(own_part(result), optimizer.own_square() if last else 0.0)
             value += agreed.loss
             if check is not None:
                 check(x, "the loss is", value)
+    norm = agreed.norm / factor
     if check is not None:
-        check(x, "the gradient's norm is", agreed.norm)
-    if clip:
-        optimizer.clip_from(agreed.norm, clip)
-    optimizer.step()
-    return value, agreed.norm
+        check(x, "the gradient's norm is", norm)
+    if scale is not None:
+        scale.conclude(optimizer, norm if isfinite(value) else value, factor, clip)
+    else:
+        optimizer.step(factor=clipping(norm, clip))
+    return value, norm
 
 
 def own_part(result: Tensor) -> float:
@@ -149,7 +155,8 @@ def facts_of(x: DistMatrix, y: DistMatrix) -> tuple[Facts, Facts]:
 
 
 class Event(NamedTuple):
-    """what       "step"; "batch" of an evaluation, "evaluated" at its end; "asked": of signals, by all ranks
+    """what       "step"; "skipped", one that overflowed; "batch" of an evaluation, "evaluated" at its end; "asked": of
+               signals, by all ranks
     batches    that a step or a "batch" is of;   first: whether it is an evaluation's first one
     """
 
@@ -194,4 +201,5 @@ class Passes:
     def summary(self) -> dict[str, Any]:
         """For JSON."""
         return {"trained": dict(self.rows("step")), "evaluated": dict(self.rows("batch")), "steps": self.steps,
-                "evaluations": self.number("evaluated"), "asked": self.number("asked")}
+                "skipped": self.number("skipped"), "evaluations": self.number("evaluated"),
+                "asked": self.number("asked")}

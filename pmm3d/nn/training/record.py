@@ -62,7 +62,7 @@ class RunRecord:
         self._warned = False
         self.retired: list[str] = []
         self._model = Model(run.state.network, run.state.optimizer, run.recipe.loss, bool(run.recipe.clip),
-                            run.recipe.metrics)
+                            run.recipe.metrics, run.state.scale is not None)
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class RunRecord:
         run, grid = self._run, self._grid
         run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.loaded_blas()
-        nodes = hosts(grid.comm, blas.threads)
+        nodes, devices = hosts(grid.comm, blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
@@ -92,6 +92,7 @@ class RunRecord:
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
                 "program": _program(blas), "grid": grid.shape._asdict(),
                 "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
+                **_device_facts(grid, devices),
                 "network": _network(run.state.network), "settings": run.settings,
                 "starts": [*starts, start], "events": events,
             }
@@ -154,6 +155,7 @@ class RunRecord:
         document.update({
             "written": _now(), "step": run.step, "epoch": run.loader.epoch,
             "epochs": run.recipe.epochs, "steps": run.recipe.steps,
+            "loss_scale": None if run.state.scale is None else run.state.scale.state(),
             "figures": run.figures, "passes": run.passes.summary(), "modelled": not problem, "not_modelled": problem,
             "ranks": {**columns,
                       "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
@@ -218,9 +220,17 @@ def _program(blas: machine.Blas) -> Document:
             "cpu": machine.cpu().name}
 
 
+def _device_facts(grid: Grid, devices: list[Document]) -> Document:
+    """Where ranks have devices: which, and how their memory travels."""
+    if all(row["device"] is None for row in devices):
+        return {}
+    return {"devices": devices, "transport": grid.transport.why}
+
+
 def _network(network: Module) -> Document:
     first = network.parameters()[0]
     described = {"kind": type(network).__name__, "parameters": network.size, "dtype": first.dtype,
+                 "precision": asdict(first.precision),
                  "library": first.library.name, "tree": _shortened(repr(network))}
     if type(network) is MLP:
         shapes = [parameter.shape for parameter in network.parameters() if not parameter.is_vector]
@@ -251,7 +261,8 @@ def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights = run.state.network.parameters()
     states = run.state.optimizer.matrices().values() if run.passes.steps else ()
-    gradients = _nbytes(weight for weight in weights if weight.accumulated.array is not None)
+    gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
+                    if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}
 

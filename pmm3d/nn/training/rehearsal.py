@@ -9,6 +9,7 @@ from ...comm.ledger import Entry, Key
 from ...errors import Pmm3dError
 from ..dry import dry_grid, memory, twin, untouched
 from ..layers import Module
+from ..loss_scale import LossScale
 from ..optim import Optimizer
 from ..tape import unchanged
 from .agreed import step_agreement
@@ -17,17 +18,28 @@ from .passes import Evaluation, Event, Loss, Metrics, Passes, loss_named, train_
 Volume = dict[Key, Entry]
 
 
+class Foretold(LossScale):
+    """Of a step of which it is known whether it was taken."""
+
+    def __init__(self, taken: bool):
+        super().__init__()
+        self._taken = taken
+
+    def takes(self, norm: float) -> bool:
+        return self._taken
+
+
 class Rehearsal:
     """Does on a grid without data what a trainer does on its own.
 
-    network, optimizer   on a dry grid;   loss, metrics   as of a trainer;   clip   whether gradients are clipped
+    network, optimizer   on a dry grid;   loss, metrics   as of a trainer;   clip, scaled   whether gradients are
     """
 
     def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool = False,
-                 metrics: Metrics | None = None):
+                 metrics: Metrics | None = None, scaled: bool = False):
         self.network, self.optimizer, self.grid = network, optimizer, network.grid
         self._loss, self._metrics = loss_named(loss), metrics
-        self._clip = 1.0 if clip else None
+        self._clip, self._scaled = 1.0 if clip else None, scaled
         self._evaluation: Evaluation | None = None
         self._evaluating = ExitStack()
         self._last = self._step = Event("")
@@ -35,9 +47,10 @@ class Rehearsal:
 
     def run(self, event: Event) -> None:
         batches = [(x.on(self.grid), y.on(self.grid)) for x, y in event.batches]
-        if event.what == "step":
+        if event.what in ("step", "skipped"):
             self._evaluating.close()
-            train_step(self.network, self.optimizer, self._loss, event.rows, batches, self._clip)
+            scale = Foretold(event.what == "step") if self._scaled else None
+            train_step(self.network, self.optimizer, self._loss, event.rows, batches, self._clip, scale=scale)
             self._step = event
         elif event.what == "batch":
             if self._last.what != "batch" or self._evaluation is None:
@@ -93,8 +106,8 @@ class Model:
     """What a run on a grid with data is to move and hold; `problem` says why it cannot be told, if it cannot."""
 
     def __init__(self, network: Module, optimizer: Optimizer, loss: str | Loss, clip: bool,
-                 metrics: Metrics | None = None):
-        self._grid, self._options = network.grid, (network, optimizer, loss, clip, metrics)
+                 metrics: Metrics | None = None, scaled: bool = False):
+        self._grid, self._options = network.grid, (network, optimizer, loss, clip, metrics, scaled)
         self._rehearsal: Rehearsal | None = None
         self.problem = ""
 
@@ -102,10 +115,11 @@ class Model:
         """By axis, phase and operation; empty if it cannot be told."""
         if not passes.steps or self.problem:
             return {}
-        network, optimizer, loss, clip, metrics = self._options
+        network, optimizer, loss, clip, metrics, scaled = self._options
         try:
             if self._rehearsal is None:
-                self._rehearsal = Rehearsal(*twin((network, optimizer), dry_grid(self._grid)), loss, clip, metrics)
+                copies = twin((network, optimizer), dry_grid(self._grid))
+                self._rehearsal = Rehearsal(*copies, loss, clip, metrics, scaled)
             with untouched(self._grid):
                 return self._rehearsal.volume(passes)
         except Exception as error:  # whatever a network of one's own asks of values that are not there

@@ -28,7 +28,9 @@ class RunLog:
 
     metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
                     and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
-                    rank 0 waited for messages or the loader, "lr" the rate that the step used. A resumed run goes on
+                    rank 0 waited for messages or the loader, "lr" the rate that the step used. Of float16 also
+                    {"loss_scale", "skipped"}: the next step's scale, and how many were skipped so far; a loss that was
+                    not finite is left out. A resumed run goes on
                     in the same file; what lies beyond is cut off.
     curves.png      loss and validation by step, drawn when the process ends, so that nobody waits for it; or by `draw`
 
@@ -94,7 +96,7 @@ class RunLog:
             self._bar = None
 
     def _move_bar(self, metrics: Mapping[str, float]) -> None:
-        said = (f"loss {metrics['loss']:.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
+        said = (f"loss {metrics.get('loss', float('nan')):.4g}, {metrics['samples_per_second']:,.0f} samples/s, "
                 f"waiting {metrics['waiting']:.0%}")
         self._bar.update(self._task, completed=metrics["step"], said=said)
         self._bar.refresh()

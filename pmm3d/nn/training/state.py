@@ -15,6 +15,8 @@ from ...comm.words import names_in_words
 from ...errors import Pmm3dError
 from ...product import DistMatrix
 from ..layers import Module
+from ..loss_scale import LossScale
+from ..masters import StoredAs
 from ..optim import Optimizer, Schedule
 from .compare import Difference, batch_differences, differences, refuse
 
@@ -29,11 +31,12 @@ Facts = dict[str, Any]
 class TrainState:
     """The weights, what the optimizer keeps, where schedule and loader are. Its methods are collective.
 
-    schedule, loader   None where there is none
+    schedule, loader   None where there is none;   scale   of the loss, of float16, or None
 
-    A checkpoint fits on any grid. What a run has learned comes from it: weights, the optimizer's state, steps done,
-    the position in the data, random numbers. What is configured, learning rate, schedule, weight decay, stays as it
-    was made here.
+    A checkpoint fits on any grid, and another precision: the master weights of one of low precision are the weights of
+    one of float32, and the other way round. What a run has learned comes from it: weights, the optimizer's state, steps
+    done, the position in the data, random numbers. What is configured, learning rate, schedule, weight decay, stays as
+    it was made here.
 
         >>> import tempfile
         >>> from pmm3d import Grid, nn
@@ -51,6 +54,7 @@ class TrainState:
     optimizer: Optimizer
     schedule: Schedule | None = None
     loader: Loader | None = None
+    scale: LossScale | None = None
 
     @property
     def step(self) -> int:
@@ -63,9 +67,9 @@ class TrainState:
 
     def facts(self) -> Facts:
         """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
-        "random", "grid"."""
+        "scale", "random", "grid"."""
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": self.optimizer.state(),
-                "schedule": _state(self.schedule), "loader": _state(self.loader),
+                "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
                 "random": self.network.random_state(), "grid": self.network.grid.shape._asdict()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
@@ -107,6 +111,8 @@ class TrainState:
             if self.loader is not None and facts.get("loader"):
                 others: dict[str, Any] = {"other_data": True} if self._batches(facts) else {}
                 self.loader.load_state(facts["loader"], **others)
+            if self.scale is not None and facts.get("scale"):
+                self.scale.load_state(facts["scale"])
 
     def resume(self, checkpoints: Checkpoints, path: str | os.PathLike[str] | None = None, *,
                accept: Collection[str] = (), settings: Facts | None = None) -> Facts | None:
@@ -118,20 +124,17 @@ class TrainState:
         later steps are retired: the branch that they belong to ends here. The facts also have "path" and "retired".
         """
         check = partial(self.check, accept=accept, settings=settings)
-        if path is None and checkpoints.latest() is None:
+        found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
+        if found is None:
             return None
-        matrices = self.matrices()
-        if path is None:
-            loaded = checkpoints.load_latest(matrices, check=check)
-        else:
-            loaded = Path(path), checkpoints.load(path, matrices, check=check)
-        if loaded is None:
-            return None
-        folder, facts = loaded
+        folder, stored = found.path, StoredAs.of(found.contents, self.matrices())
+        facts = checkpoints.fill(found, stored.matrices, check=check, partial=stored.is_all(found.contents))
+        if stored.rounded:
+            self.optimizer.round_masters()
         self.load(facts)
         retired = checkpoints.retire(self.step, spared=folder)
-        found = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
-        self._tell([*map(str, found), *self._rate(facts)], retired)
+        changes = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
+        self._tell([*map(str, changes), *self._rate(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
 
     def _batches(self, facts: Facts) -> list[Difference]:
@@ -159,5 +162,5 @@ class TrainState:
                            f"{', '.join(path.name for path in retired)}")
 
 
-def _state(part: Schedule | Loader | None) -> Facts | None:
+def _state(part: Schedule | Loader | LossScale | None) -> Facts | None:
     return None if part is None else part.state()

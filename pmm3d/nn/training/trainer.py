@@ -136,8 +136,8 @@ class Trainer(Run):
                 yield x, y
 
         value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
-                                 partial(self._feed.agreed, self.loader), self._check_step)
-        self.passes.note("step", *taken)
+                                 partial(self._feed.agreed, self.loader), self._check_step, state.scale)
+        self.passes.note("step" if state.scale is None or not state.scale.in_a_row else "skipped", *taken)
         if state.schedule is not None:
             state.schedule.step()
         return Stepped(value, norm, lr, sum(rows))

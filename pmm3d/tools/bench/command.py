@@ -64,7 +64,8 @@ def bench_command(
     """Time C = A B on all ranks, verify it, and say how far from the limit it is.
 
     The limit is the ranks' cores times the rate of the same BLAS on one core, or their GPUs times that of one, measured
-    in the same run with a product of the same proportions. Bytes that each axis moved stand beside the model's and the lower bound for any algorithm.
+    in the same run with a product of the same proportions. Bytes that each axis moved stand beside the model's and the
+    lower bound for any algorithm.
 
     [bold]Examples[/]
 

@@ -77,8 +77,8 @@ class Reference(NamedTuple):
 class Speed(NamedTuple):
     """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
     of the medians before and after; ratio: of gflops to the cores' rate. unit: "cores", or the "devices" that take
-    their place for arrays on devices. square: the size of the cube of square_core_gflops. Phases: seconds of one product as the mean
-    over the ranks, "waited_max" of the worst one."""
+    their place for arrays on devices. square: the size of the cube of square_core_gflops. Phases: seconds of one
+    product as the mean over the ranks, "waited_max" of the worst one."""
 
     seconds: list[float]
     gflops: float

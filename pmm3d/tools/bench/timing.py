@@ -1,4 +1,4 @@
-"""Timings: of one product on the host; on a device of many in a row, so that launching them is hidden as it is there."""
+"""Timings: of one product on the host; on a device of many in a row, so that launching them is mostly hidden."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ from .words import in_seconds, number, percent
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
           ("lr", "Learning rate", "", False, True),
-          ("gradient_norm", "2-norm of the gradient before clipping", "", True, False))
+          ("gradient_norm", "2-norm of the gradient before clipping", "", True, False),
+          ("loss_scale", "Scale of the loss (float16)", "", True, False),
+          ("skipped", "Steps skipped so far, whose gradient was not finite", "", False, True))
 """Of a step: name in metrics.jsonl, caption, unit, whether the scale is logarithmic, whether it begins at 0."""
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
@@ -67,7 +69,20 @@ def _place(record: Json) -> list[tuple[str, str]]:
     if hosts:
         facts.append(("hosts", names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} "
                                                "cores)" for host in hosts), MOST_HOSTS)))
+    if devices := record.get("devices"):
+        facts.append(("devices", names_in_words(_devices(devices), MOST_HOSTS)))
+    if "transport" in record:
+        facts.append(("device memory", record["transport"]))
     return facts
+
+
+def _devices(devices: list[Json]) -> list[str]:
+    """Each device, and the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for row in devices:
+        if "device" in row:
+            ranks.setdefault(f"{row['name']} {row['pci']} of {row['host']}", []).append(row["rank"])
+    return [f"{device} ({ranks_in_words(here)})" for device, here in ranks.items()]
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
@@ -85,6 +100,8 @@ def _tiles(run: RunFiles) -> list[Tile]:
         tiles.append(Tile("loss", number(last), f"{number(first)} at step {steps[0]['step']}",
                           "" if isfinite(last) else "bad"))
         tiles.append(Tile("steps", number(steps[-1]["step"])))
+    if scale := record.get("loss_scale"):
+        tiles.append(Tile("skipped steps", number(scale["skipped"]), f"loss scale {number(scale['value'])}"))
     validated: Json = next((line["validation"] for line in reversed(metrics) if line.get("validation")), {})
     tiles += [Tile(f"validation {name}", number(_number(value))) for name, value in validated.items()]
     rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :] if line.get("samples_per_second")]

@@ -45,6 +45,16 @@ class Host(Part):
     cores: Count = 0
 
 
+class Device(Part):
+    """Of a rank."""
+
+    host: str
+    rank: Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+    device: Count | None
+    name: str
+    pci: str
+
+
 class Program(Part):
     pmm3d: str = "?"
     python: str = "?"
@@ -88,6 +98,11 @@ class Event(Part):
 
 class Passes(Part):
     steps: Count
+
+
+class LossScale(Part):
+    value: Amount
+    skipped: Count
 
 
 class Columns(Part):
@@ -140,6 +155,8 @@ class Record(Part):
 
     grid: Grid | None = None
     hosts: list[Host] | None = None
+    devices: list[Device] | None = None
+    transport: Text = None
     starts: Annotated[list[Start], Field(min_length=1)] | None = None
     events: list[Event] | None = None
     program: Program | None = None
@@ -153,6 +170,7 @@ class Record(Part):
     epoch: Count | None = None
     epochs: Count | None = None
     passes: Passes | None = None
+    loss_scale: LossScale | None = None
     ranks: Columns | None = None
     moved: list[Moved] | None = None
     memory: Memory | None = None
@@ -169,6 +187,8 @@ class Line(Part):
     samples_per_second: float | None = None
     waiting: float | None = None
     gradient_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: float | None = None
     validation: dict[str, float | None] | None = None
 
 

@@ -1,0 +1,73 @@
+"""Operations, activations, losses and training steps in every array library and type, against numpy in float64."""
+
+import numpy as np
+import pytest
+from samples import LIBRARIES, host_dtype, integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, nn
+from pmm3d.layout import Layout
+from pmm3d.nn import optim
+
+pytestmark = pytest.mark.parallel([1, 2])
+
+LAYOUT = Layout("z", ("y", "x"))
+TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
+"""Type -> the largest error, of numbers of about 1."""
+FUNCTIONS = {
+    "relu": nn.relu, "tanh": nn.tanh, "sigmoid": nn.sigmoid, "silu": nn.silu, "gelu": nn.gelu,
+    "dropout": lambda x: nn.dropout(x, 0.5, seed=2), "softmax": nn.softmax, "log_softmax": nn.log_softmax,
+    "softmax of columns": lambda x: nn.softmax(x, 0), "sum": lambda x: nn.sum(x, 0) / 9,
+    "mean": lambda x: nn.mean(x, 1), "multiply": lambda x: x * x + 3 * x, "divide": lambda x: 1 / (x * x + 2) - x / 4,
+    "columns": lambda x: nn.columns(x, 1, 3),
+}
+WHOLE, TARGET, LABELS = integers((9, 5), seed=1) / 4, integers((9, 5), seed=2) / 4, np.arange(9)[:, None] % 5
+
+
+def made(grid, whole, library, dtype, layout=LAYOUT):
+    array = to_library(whole.astype(host_dtype(dtype)), library, dtype)
+    return DistMatrix.from_global(grid, array, layout=layout)
+
+
+def gathered(matrix, library):
+    return np.asarray(to_numpy(matrix.gather(), library), "float64")
+
+
+def results_of_functions(grid, library, dtype):
+    """title -> [value, gradient]."""
+    found = {}
+    for title, function in FUNCTIONS.items():
+        x = nn.Tensor(made(grid, WHOLE, library, dtype), requires_grad=True)
+        out = function(x)
+        nn.mse(out, made(grid, np.zeros(out.shape), library, dtype, out.layout)).backward()
+        found[title] = [gathered(out, library), gathered(x.grad, library)]
+    target, labels = made(grid, TARGET, library, dtype), made(grid, LABELS, library, "int64", Layout("z"))
+    for loss, wanted in ((nn.mse, target), (nn.mae, target), (nn.cross_entropy, labels)):
+        x = nn.Tensor(made(grid, WHOLE, library, dtype), requires_grad=True)
+        value = loss(x, wanted)
+        value.backward()
+        found[loss.__name__] = [np.array(value.item()), gathered(x.grad, library)]
+    return found
+
+
+def results_of_training(grid, library, dtype):
+    """title -> weights after three steps."""
+    net = nn.MLP(grid, [5, 8, 8, 5], nn.gelu, norm=True, dropout=0.2, seed=1, dtype=dtype, library=library)
+    opt = optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    x, y = made(grid, WHOLE, library, dtype), made(grid, LABELS, library, "int64", Layout("z"))
+    for _ in range(3):
+        nn.cross_entropy(net(x), y).backward()
+        opt.clip(1.0)
+        opt.step()
+    return {name: [gathered(parameter.value, library)] for name, parameter in net.named_parameters().items()}
+
+
+@pytest.mark.parametrize("results", [results_of_functions, results_of_training])
+def test_results_are_numpys(some_grid, results):
+    expected = results(some_grid, "numpy", "float64")
+    for library in LIBRARIES:
+        for dtype, error in TYPES.items():
+            if dtype == "bfloat16" and library != "torch":
+                continue
+            for title, arrays in results(some_grid, library, dtype).items():
+                for array, wanted in zip(arrays, expected[title], strict=True):
+                    assert np.abs(array - wanted).max() <= error * max(1, np.abs(wanted).max()), (library, dtype, title)

@@ -1,0 +1,130 @@
+"""Networks on arrays of a device: as many calls for large arrays as for small ones, and nobody waits for the device."""
+
+import numpy as np
+import pytest
+import standin
+import standin_streams
+from samples import LIBRARIES, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, GridError, Pmm3dError, nn
+from pmm3d.arrays import library_named
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.pointwise import GELU, RELU, SIGMOID, SILU, TANH, in_one_pass
+
+ROWS, CLASSES = 12, 3
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was asked of the stand-in's streams so far."""
+    made, add = [], standin_streams.Queue.add
+    monkeypatch.setattr(standin_streams.Queue, "add", lambda queue, work, *rest, **more: (
+        made.append(work), add(queue, work, *rest, **more))[1])
+    return made
+
+
+def batch(grid, library, rows=ROWS, features=7):
+    """Samples and labels."""
+    values = np.random.default_rng(rows).standard_normal((rows, features)).astype("float32")
+    labels = np.arange(rows)[:, None] % CLASSES
+    return (DistMatrix.from_global(grid, to_library(values, library), layout=batch_layout()),
+            DistMatrix.from_global(grid, to_library(labels, library), layout=batch_layout(None)))
+
+
+def network(grid, library, width=9, features=7):
+    return nn.MLP(grid, [features, width, width, CLASSES], nn.gelu, norm=True, dropout=0.2, seed=3, library=library)
+
+
+@pytest.mark.parallel([1])
+def test_calls_of_a_step_do_not_grow_with_the_arrays(comm, calls):
+    """From a few hundred elements to several slices of what the host works through at a time."""
+    found = []
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        for rows, width in ((32, 8), (1024, 96)):
+            x, y = batch(grid, "standin", rows)
+            net = network(grid, "standin", width)
+            optimizer = optim.AdamW(net.parameters())
+            for _ in range(2):
+                del calls[:]
+                nn.cross_entropy(net(x), y).backward()
+                optimizer.gradient_norm()
+                optimizer.step()
+            found.append(len([work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]))
+    assert rows * width > 2 * library_named("numpy").slice_elements and found[0] == found[1]
+
+
+@pytest.mark.parallel([1])
+def test_a_loss_brings_nothing_to_the_host(comm):
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        (x, y), net = batch(grid, "standin"), network(grid, "standin")
+        optimizer = optim.AdamW(net.parameters())
+        waits = []
+        for loss in (nn.cross_entropy, nn.cross_entropy, nn.mse, nn.mae):
+            before = standin.Stream.waits
+            loss(net(x), y if loss is nn.cross_entropy else DistMatrix.random(
+                grid, (ROWS, CLASSES), dtype="float32", layout=batch_layout(), library="standin")).backward()
+            waits.append(standin.Stream.waits - before)
+            before = standin.Stream.waits
+            assert optimizer.own_square() > 0 and standin.Stream.waits == before + 1
+            optimizer.step()
+        assert waits == [1, 0, 0, 0]  # labels that nobody knows are looked at once
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
+    """Also where there are more ranks than classes."""
+    whole = np.random.default_rng(1).standard_normal((ROWS, CLASSES))
+    found = []
+    for library in ("numpy", "standin"):
+        x = nn.Tensor(DistMatrix.from_global(grid, to_library(whole, library), layout=Layout("z", ("y", "x"))),
+                      requires_grad=True)
+        y = batch(grid, library)[1]
+        for labels in (y, y, batch(grid, "numpy")[1]):
+            loss = nn.cross_entropy(x, labels)
+            loss.backward()
+        found.append((loss.item(), to_numpy(x.grad.gather(), library)))
+        y.local[:1] = CLASSES
+        if library == "numpy":
+            fails(Pmm3dError, "has the label 3; the network has 3 outputs", lambda: nn.cross_entropy(x, y))
+        else:
+            assert nn.cross_entropy(x, y).item() == np.inf
+            below = to_library(np.full((ROWS, 1), -1), library)
+            wrong = DistMatrix.from_global(grid, below, layout=batch_layout(None))
+            fails(Pmm3dError, "row 0 of the batch has the label -1", lambda: nn.cross_entropy(x, wrong))
+    assert found[0][0] == found[1][0] and np.array_equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parallel([1])
+def test_dropout_draws_the_same_in_every_library(comm):
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        found = []
+        for library in LIBRARIES:
+            ones = DistMatrix.from_function(grid, (50, 40), lambda i, j: 0 * i + j + 1, dtype="float32",
+                                            library=library)
+            found.append(to_numpy(nn.dropout(nn.Tensor(ones), 0.3, seed=5).gather(), library))
+        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("function", [RELU, TANH, SIGMOID, SILU, GELU], ids=lambda each: each.torch)
+def test_kernels_of_the_libraries_are_the_functions(function):
+    values, gradient = np.linspace(-4, 4, 101), np.linspace(1, 2, 101)
+    found = []
+    for library in LIBRARIES:
+        value, slope = in_one_pass(function, library_named(library))
+        assert in_one_pass(function, library_named(library)).value is value  # a fused kernel is made once
+        x, g = to_library(values, library), to_library(gradient, library)
+        out = value(x)
+        found.append((to_numpy(out, library), to_numpy(slope(g, out if function.of_output else x), library)))
+    for other in found[1:]:
+        assert np.allclose(found[0], other, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parallel([1, 2])
+def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
+    made = []
+    for number in (0, 1):
+        with standin.Device(number):
+            made.append(DistMatrix.from_function(some_grid, (4, 4), lambda i, j: i + j, library="standin"))
+    for call in (lambda: made[0] @ made[1], lambda: nn.Tensor(made[0]) + nn.Tensor(made[1])):
+        fails(GridError, "on one device of each rank; here they are on the devices 0, 1. Make them on one", call)

@@ -1,0 +1,124 @@
+"""Runs of `pmm3d train` in low precision: configuration, checkpoints, skipped steps, and what is learned."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pmm3d import Grid, Pmm3dError
+from pmm3d.io import Checkpoints
+from pmm3d.nn.exchange import fill_weights
+from pmm3d.nn.training import build
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.export import export_checkpoint
+from pmm3d.nn.training.recalled import Samples
+
+pytestmark = pytest.mark.deadline(180)
+WEIGHT, MASTER = "2.weight", "optimizer/2.weight/master"
+
+
+@pytest.fixture
+def data(shared_path, comm):
+    path = shared_path / "data.h5"
+    if comm.rank == 0:
+        random = np.random.default_rng(0)
+        x = random.standard_normal((600, 12)).astype("float32")
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = x, (x[:, :3].argmax(1)).astype("int64")
+            file["large"] = 1e4 * x[:, :4]
+    comm.Barrier()
+    return path
+
+
+def config(data, precision, library="torch", epochs=1, **training):
+    sections = {"data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
+                "network": {"hidden": [24], "library": library}, "grid": training.pop("grid", {}),
+                "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0},
+                "training": {"folder": str(data.with_name("run")), "epochs": epochs, "log_every": 1,
+                             "precision": precision, **training}}
+    return checked(sections)
+
+
+def trained(comm, made, resume=True):
+    """(the figures of the validation, what is in the checkpoint that it left) of a run."""
+    with build.trainer(made, comm) as trainer:
+        with trainer.owning():
+            if resume:
+                trainer.resume()
+            trainer.run()
+        matrices = {name: np.asarray(matrix.library.to_numpy(matrix.gather())).copy()
+                    for name, matrix in trainer.state.matrices().items()}
+        return trainer.figures, matrices, trainer.state
+
+
+@pytest.mark.parallel([2])
+def test_a_run_goes_on_in_another_precision(comm, data):
+    """From the master weights, to the bit; and back."""
+    _, low, _ = trained(comm, config(data, "bfloat16"))
+    assert low[MASTER].dtype == np.float32 and np.abs(low[MASTER] - low[WEIGHT]).max() > 0
+    _, full, _ = trained(comm, config(data, "float32"))  # an epoch that is done: nothing is left to train
+    assert MASTER not in full and (full[WEIGHT] == low[MASTER]).all()
+    assert (full["optimizer/2.weight/mean"] == low["optimizer/2.weight/mean"]).all()
+    _, more, _ = trained(comm, config(data, "float32", epochs=2))
+    _, again, _ = trained(comm, config(data, "bfloat16", epochs=2))
+    assert (again[MASTER] == more[WEIGHT]).all() and (again[WEIGHT] != more[WEIGHT]).any()
+    assert np.abs(again[WEIGHT] - more[WEIGHT]).max() <= 2.0**-8 * np.abs(more[WEIGHT]).max()
+    _, half, _ = trained(comm, config(data, "float16", epochs=2))
+    assert (half[MASTER] == more[WEIGHT]).all()
+
+
+@pytest.mark.parallel([2])
+def test_what_is_predicted_and_exported_is_of_the_master_weights(comm, data, shared_path):
+    made = config(data, "bfloat16")
+    _, low, _ = trained(comm, made, resume=False)
+    run, target = shared_path / "run", shared_path / "net.safetensors"
+    with Grid(comm, "ddp") as grid:
+        checkpoints = Checkpoints(grid, run / "checkpoints")
+        found = checkpoints.newest_undamaged()
+        net = build.network_of(made, grid, Samples(features=12, outputs=3, loss="cross_entropy"))
+        fill_weights(net, found, checkpoints)
+        filled = net.state_dict()[WEIGHT]
+        assert filled.dtype == "float32" and (filled.gather().numpy() == low[MASTER]).all()
+    export_checkpoint(comm, run, target)
+    assert (load_file(target)[WEIGHT].T == low[MASTER]).all()
+
+
+@pytest.mark.parallel([1, 2])
+def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
+    """Targets near the end of float16: the scale comes down. What is moved is what the model says."""
+    _, _, state = trained(comm, config(data, "float16", "numpy", targets="large"))
+    scale, folder = state.scale, data.with_name("run")
+    assert 0 < scale.skipped < 10 and scale.value == 2.0 ** (16 - scale.skipped) and state.step == 9
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines if "skipped" in line][-1] == scale.skipped
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["loss_scale"]["skipped"], record["passes"]["skipped"]) == (scale.skipped, scale.skipped)
+    assert record["modelled"], record["not_modelled"]
+    assert all(moved["received"] == moved["model_received"] for moved in record["moved"] if "model_received" in moved)
+    assert comm.size == 1 or any("model_received" in moved for moved in record["moved"])
+    _, _, later = trained(comm, config(data, "float16", "numpy", targets="large", epochs=2))
+    assert later.scale.skipped >= scale.skipped and later.scale.value < 2.0**16
+
+
+@pytest.mark.parallel([4])
+def test_as_much_is_learned_as_in_float32(comm, data):
+    """With the state sharded over data, weights over z."""
+    options = {"epochs": 8, "grid": {"shape": "hsdp", "data": 2}}
+    full, low = (trained(comm, config(data, each, kind, folder=str(data.with_name(each)), **options))[0]
+                 for each, kind in (("float32", "numpy"), ("bfloat16", "torch")))
+    assert full["accuracy"] > 0.9 and low["accuracy"] > full["accuracy"] - 0.04
+    assert abs(low["loss"] - full["loss"]) < 0.1 * full["loss"] + 0.01
+
+
+@pytest.mark.parametrize("network, precision, text", [
+    ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
+    ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
+    ({"library": "torch"}, "tf32", "needs a GPU"),
+    ({"dtype": "float64"}, "float16", "training.precision has no effect here"),
+    ({}, "fp8", "precision"),
+])
+def test_a_precision_that_cannot_be_had_is_refused(network, precision, text):
+    with pytest.raises(Pmm3dError, match=text):
+        checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})

@@ -1,0 +1,77 @@
+"""pmm3d bench on devices, by the stand-in: many products in a timing, the limit of the devices; and beside another
+library's own matmul."""
+
+import io
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+import standin
+from rich.console import Console
+
+from pmm3d.errors import DTypeError
+from pmm3d.tools.bench import measure, timing
+from pmm3d.tools.bench.result import Case
+from pmm3d.tools.bench.tables import print_result
+
+
+@pytest.mark.parallel([1, 3])
+def test_a_timing_on_a_device_is_of_many_products_after_which_it_is_done(comm, monkeypatch):
+    monkeypatch.setattr(measure, "DEVICE_SQUARE", 32)
+    monkeypatch.setattr(timing, "SAMPLE", 0.02)
+    timings, left, in_a_row = [], [], timing.in_a_row
+
+    def watched(work, library, times):
+        seconds = in_a_row(work, library, times)
+        timings.append(times)
+        left.append(standin.get_current_stream().queue.asked() - standin.get_current_stream().queue.ended)
+        return seconds
+
+    monkeypatch.setattr(timing, "in_a_row", watched)
+    result = measure.run(Case.named(24, 24, 24, "float32", "standin", repeat=3), comm)
+    assert result.check.verified and len(result.speed.seconds) == 3
+    assert max(timings) > 1 and set(left) == {0}
+    assert (result.speed.unit, result.speed.cores) == ("devices", min(comm.size, standin.DEVICES))
+    assert result.speed.core_shape == [24, 24, 24] and result.speed.square == 32
+    assert result.traffic.bytes_sent == result.traffic.bytes_model
+
+
+def shown(result):
+    out = io.StringIO()
+    print_result(result, Console(file=out, width=120, highlight=False))
+    return out.getvalue()
+
+
+@pytest.mark.parallel([1])
+def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
+    monkeypatch.setattr(measure, "SQUARE", 64)
+    turns, seconds = [], timing.Timer.seconds
+    monkeypatch.setattr(timing.Timer, "seconds", lambda self, work, times=0: (
+        turns.append(work.__name__), seconds(self, work, times))[1])
+    case = Case.named(48, 32, 40, "float32", "numpy", repeat=4, reference="torch")
+    result = measure.run(case, comm)
+    assert turns == ["multiply", "<lambda>", "<lambda>", "multiply"] * 2
+    beside = result.reference
+    assert beside.name == "torch.matmul" and len(beside.seconds) == 4
+    assert beside.share == pytest.approx(median(beside.seconds) / median(result.speed.seconds))
+    assert beside.share == pytest.approx(result.speed.gflops / beside.gflops)
+    assert f"{beside.share:.3f} of the rate of torch.matmul" in shown(result)
+    assert result.as_json()["reference"]["share"] == beside.share and result.as_json()["tf32"] is False
+    alone = measure.run(case._replace(reference=""), comm, limit=result.speed.limit)
+    assert alone.reference is None and alone.as_json()["reference"] is None and "beside" not in shown(alone)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("dtype, text", [("bfloat16", "numpy matrices have the types float16, float32"),
+                                         ("tf32", "--reference numpy: tf32 is rounding by torch:cuda alone")])
+def test_a_reference_that_has_not_the_type_is_refused(dtype, text):
+    with pytest.raises(DTypeError, match=text):
+        timing.reference_of(Case.named(8, 8, 8, dtype, "torch", reference="numpy"))
+
+
+@pytest.mark.parallel([1])
+def test_the_reference_rounds_to_tf32_while_it_runs_alone():
+    switch, seen = SimpleNamespace(fp32_precision="ieee"), []
+    torch = SimpleNamespace(backends=SimpleNamespace(cuda=SimpleNamespace(matmul=switch)))
+    timing._rounded(SimpleNamespace(xp=torch), lambda: seen.append(switch.fp32_precision))()
+    assert seen == ["tf32"] and switch.fp32_precision == "ieee"

@@ -1,0 +1,237 @@
+"""Modules that cannot be put on a grid are refused by name; state dicts; what importing costs."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from networks import GRIDS, WIDEST, on_each_grid
+
+from pmm3d import CheckpointError, DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
+from pmm3d.nn import no_sync
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from pmm3d.torch import (  # noqa: E402
+    Dropout3D,
+    LayerNorm3D,
+    Linear3D,
+    Split,
+    clip_grad_norm_,
+    full_state_dict,
+    input_rows,
+    load_full_state_dict,
+    parallelize,
+)
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.deadline(200)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def grid(comm):
+    shape, data = WIDEST[comm.size]
+    with Grid(comm, shape, data) as grid:
+        yield grid
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 4))
+
+
+class Two(nn.Module):
+    """Two layers, in an order that only its forward knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.attend = nn.Embedding(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+
+
+def tied():
+    net = Two()
+    net.head.weight = net.embed.weight
+    return net
+
+
+def hooked():
+    net = nn.Linear(4, 4)
+    net.register_forward_hook(lambda *_: None)
+    return net
+
+
+ACT = nn.ReLU()
+SAME = nn.Linear(4, 4)
+REFUSED = [
+    (lambda: 3, None, Pmm3dError, "a torch.nn.Module; got a int"),
+    (Two, None, LayoutError, "what a Two does between its layers is not known.* Its Linear layers: head"),
+    (Two, {"haed": "row"}, LayoutError, "'haed' names no Linear, LayerNorm or Dropout, but nothing.*: head"),
+    (Two, {"embed": "row"}, LayoutError, r"but embed \(a Embedding\)"),
+    (Two, {"attend*": "row"}, LayoutError, r"attend.out_proj \(a NonDynamicallyQuantizableLinear\)"),
+    (Two, {"head": "x"}, LayoutError, "head is a Linear, which can be 'column', 'row' or 'off'; the plan has 'x'"),
+    (tied, {"head": "row"}, LayoutError, "embed and head have one weight in common"),
+    (hooked, None, LayoutError, "has hooks"),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)), None, LayoutError, "1, a Softmax, comes"),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4)), None, LayoutError, "1, a PReLU, comes"),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), None, LayoutError, "1, a BatchNorm1d, .*LayerNorm"),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout()), None, LayoutError, "1, a AlphaDropout, .*nn.Dropout"),
+    (lambda: nn.Sequential(SAME, ACT, SAME), None, LayoutError, "0 and 2 are one Linear"),
+    (lambda: nn.Sequential(nn.LayerNorm((2, 4)), nn.Linear(4, 4)), {"0": "y"}, LayoutError, "a LayerNorm over 2 dims"),
+    (lambda: nn.Linear(4, 4, dtype=torch.complex64), None, DTypeError, "parameters of torch.complex64"),
+    (lambda: nn.Linear(4, 4, device="meta"), None, Pmm3dError, "the parameters are on meta; they must be on one"),
+    (lambda: nn.Linear(6, 9), {"": Split("column", unit=3)}, LayoutError, "9 columns over x are heads of 3"),
+    (lambda: nn.Linear(6, 9), {"": Split("column", unit=2)}, LayoutError, "9 columns over x are heads of 2"),
+]
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_what_does_not_fit_is_refused_by_name(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        for make, plan, kind, text in [*REFUSED, (lambda: nn.Linear(0, 4), None, LayoutError, "0 in_features")]:
+            torch.manual_seed(0)
+            module = make()
+            fails(kind, text, lambda: parallelize(module, grid, plan))
+        fails(LayoutError, 'the role is "column" or "row"', lambda: Linear3D(grid, 2, 2, role="x"))
+        fails(LayoutError, "p is a probability", lambda: Dropout3D(grid, 1.5))
+        torch.manual_seed(grid.rank)
+        net = nn.Linear(4, 4)
+        fails(DisagreementError, "torch.manual_seed", lambda: parallelize(net, grid))
+
+
+@pytest.mark.parallel([2])
+def test_what_a_module_on_a_grid_refuses(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = parallelize(mlp(), grid)
+        fails(LayoutError, r"input of shape \(3, 7\); its columns are this rank's 8, or all 8",
+              lambda: net(torch.ones(3, 7)))
+        fails(DTypeError, "the input is torch.float64 on cpu", lambda: net(torch.ones(3, 8).double()))
+        fails(Pmm3dError, "neither copied nor pickled", lambda: copy.deepcopy(net))
+        fails(Pmm3dError, "a parameter of no module on a grid", lambda: clip_grad_norm_(filled(nn.Linear(2, 2)), 1.0))
+        fails(Pmm3dError, "that is on no grid", lambda: full_state_dict(nn.Linear(2, 2), root=0))
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        torch.manual_seed(0)
+        net = parallelize(nn.Sequential(nn.Embedding(4, 8, sparse=True), *mlp()), grid)
+        fails(DTypeError, "0.weight: its gradient is sparse", lambda: net(torch.ones(2, dtype=int)).sum().backward())
+        net = parallelize(mlp(), grid)
+        with no_sync(grid):
+            net(torch.ones(2, 8)).sum().backward()
+        fails(Pmm3dError, "not summed over the ranks", lambda: clip_grad_norm_(net.parameters(), 1.0))
+        net.zero_grad()
+        net(torch.full((2, 8), torch.nan)).sum().backward()
+        fails(Pmm3dError, "the norm of the gradients is nan", lambda: clip_grad_norm_(net.parameters(), 1.0, True))
+        torch.manual_seed(0)
+        net = parallelize(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), grid)
+        torch.manual_seed(grid.rank)
+        fails(DisagreementError, "torch.manual_seed", lambda: net(torch.ones(2, 4)))
+
+
+def filled(net):
+    net(torch.ones(1, 2)).sum().backward()
+    return net.parameters()
+
+
+@pytest.mark.parallel([2])
+def test_ranks_that_use_other_parameters_are_told(comm, fails):
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4)])
+
+        def forward(self, x, linear, norm):
+            return self.parts[norm](self.parts[linear](x))
+
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        torch.manual_seed(0)
+        net = parallelize(Either(), grid, {"parts.[01]": "column"})
+        fails(DisagreementError, "backward", lambda: net(torch.ones(2, 4), grid.rank, 2).sum().backward())
+        net.zero_grad()
+        fails(DisagreementError, "backward", lambda: net(torch.ones(2, 4), 0, 2 + grid.rank).sum().backward())
+        net.zero_grad()
+        net(torch.ones(2, 4), 0, 3).sum().backward()
+        assert net.parts[0].weight.grad is not None and net.parts[2].weight.grad is None
+
+
+@pytest.mark.parallel([1, 4])
+def test_a_module_is_left_as_it_was_and_its_copy_has_its_names(comm):
+    def check(grid):
+        plain = mlp().eval()
+        plain[3].requires_grad_(False)
+        before = {name: value.clone() for name, value in plain.state_dict().items()}
+        net = parallelize(plain, grid)
+        kinds = [type(part) for part in net]
+        assert kinds == [Linear3D, nn.GELU, LayerNorm3D, Linear3D, nn.ReLU, Linear3D] and type(net) is nn.Sequential
+        assert not net[3].training and not net[3].weight.requires_grad and net[5].weight.requires_grad
+        assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        net[0].weight.data.fill_(7)
+        assert all(torch.equal(plain.state_dict()[name], value) for name, value in before.items())
+        assert type(plain[0]) is nn.Linear and not plain._forward_hooks and not hasattr(plain[0].weight, "_pmm3d")
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_state_dicts_go_to_the_plain_module_and_come_back(comm, fails):
+    def check(grid):
+        make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Embedding(5, 8), *mlp()))[1]
+        plain, net = make(), parallelize(make(), grid)
+        torch.manual_seed(1)
+        for each in plain.parameters():
+            nn.init.normal_(each)
+        state = plain.state_dict()
+        load_full_state_dict(net, state)
+        found = full_state_dict(net)
+        assert list(found) == list(state) and all(torch.equal(found[name], state[name]) for name in state)
+        assert (list(full_state_dict(net, root=1)) == list(state)) == (grid.rank == 1)
+        rows = input_rows(grid, torch.arange(8) % 5)
+        assert torch.allclose(net(rows), plain(rows), atol=1e-5)
+        shards = {name: copy.copy(value) for name, value in net.state_dict().items()}
+        again = parallelize(make(), grid)
+        again.load_state_dict(shards)
+        assert torch.equal(again(rows), net(rows))
+        fails(CheckpointError, "missing, too many.*: 1.bias, 1.weight", lambda: load_full_state_dict(
+            net, {name: value for name, value in state.items() if name[0] != "1"}))
+        return shards
+
+    [first, *others] = GRIDS[4]
+    shards = []
+    on_each_grid(comm, lambda grid: shards.append(check(grid)), [("2x1x2", 1)])
+    with Grid(comm, (1, 2, 2)) as grid:
+        torch.manual_seed(0)
+        net = parallelize(nn.Sequential(nn.Embedding(5, 8), *mlp()), grid)
+        with pytest.raises((CheckpointError, RuntimeError), match="another rank or another grid|size mismatch"):
+            net.load_state_dict(shards[0])
+    on_each_grid(comm, check, [first, *others[1:3]])
+
+
+@pytest.mark.parallel([2])
+def test_shards_of_another_rank_are_refused(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = parallelize(mlp(), grid)
+        state = comm.bcast({name: value for name, value in net.state_dict().items()})
+        if grid.rank == 1:
+            with pytest.raises(CheckpointError, match="the shards of another rank or another grid"):
+                net.load_state_dict(state)
+
+
+def python(program, cwd=ROOT):
+    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True)
+
+
+def test_pmm3d_does_not_import_its_bridge_nor_torch():
+    done = python("import sys, pmm3d, pmm3d.nn.layers\n"
+                  "print([name for name in sys.modules if name.startswith(('torch', 'pmm3d.torch'))])")
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_torch_that_is_missing_is_named_with_its_extra():
+    done = python("import sys; sys.modules['torch'] = None; import pmm3d.torch")
+    assert 'pmm3d.torch: the package torch is missing. pip install "pmm3d[torch]"' in done.stderr
+
+
+def test_a_program_that_runs_inside_the_package_is_told_whose_torch_it_has():
+    done = python("import torch", cwd=ROOT / "pmm3d")
+    assert "runs inside the folder of pmm3d" in done.stderr, done.stderr

@@ -1,0 +1,344 @@
+"""torch modules on a grid learn what the plain ones do, on every grid."""
+
+import numpy as np
+import pytest
+from networks import ALL_GRIDS, alone, on_each_grid
+
+from pmm3d.nn import Overlap, no_sync
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from pmm3d.torch import (  # noqa: E402
+    Split,
+    clip_grad_norm_,
+    full_state_dict,
+    gather_output,
+    input_rows,
+    mean,
+    parallelize,
+)
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.deadline(300)
+MSE = nn.functional.mse_loss
+
+
+def mlp(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 16), nn.ReLU(inplace=True), nn.LayerNorm(16),
+                         nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 9, bias=False)), nn.Tanh(),
+                         nn.Linear(9, 5)).to(dtype)
+
+
+def batch(step, rows=23, features=7, outputs=5, dtype=torch.float32):
+    random = torch.Generator().manual_seed(step)
+    return (torch.randn(rows, features, generator=random, dtype=dtype),
+            torch.randn(rows, outputs, generator=random, dtype=dtype))
+
+
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def plain_losses(net, steps, clip=None):
+    optimizer, losses = adamw(net), []
+    for step in range(steps):
+        x, y = batch(step)
+        losses.append(MSE(net(x), y))
+        losses[-1].backward()
+        if clip:
+            losses.append(nn.utils.clip_grad_norm_(net.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return np.array([loss.item() for loss in losses])
+
+
+def losses_on(grid, net, steps, clip=None):
+    optimizer, losses = adamw(net), []
+    for step in range(steps):
+        x, y = (input_rows(grid, part) for part in batch(step))
+        losses.append(mean(grid, MSE(net(x), y, reduction="none")))
+        losses[-1].backward()
+        if clip:
+            losses.append(clip_grad_norm_(net.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return np.array([loss.item() for loss in losses])
+
+
+def differences(state, other):
+    assert list(state) == list(other)
+    return max((state[name] - other[name]).abs().max().item() for name in state)
+
+
+def whole_gradients(grid, net, names):
+    """name -> gradient as the plain module has it: by a step of SGD."""
+    before = full_state_dict(net)
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    after = full_state_dict(net)
+    return {name: before[name] - after[name] for name in names}
+
+
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_an_mlp_learns_as_the_plain_one_does_on_every_grid(comm):
+    """20 steps of AdamW, float32; features and rows that no axis divides, and gradients that are clipped."""
+    plain = mlp()
+    expected, found = plain_losses(plain, 20, clip=0.2), {}
+    assert expected[1] > 0.2 and abs(expected[-2] - expected[0]) > 1e-2
+
+    def check(grid):
+        net = parallelize(mlp(), grid)
+        error = np.abs(losses_on(grid, net, 20, clip=0.2) - expected).max()
+        found[repr(grid.shape)] = max(error, differences(full_state_dict(net), plain.state_dict()))
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+    assert max(found.values()) < 1e-6, found
+
+
+class Block(nn.Module):
+    """A transformer of one block, on (sequences, tokens, features): embedding and head on no axis."""
+
+    HEAD = 4
+
+    def __init__(self, width=16, heads=4, words=11):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.first, self.second, self.last = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, heads * self.HEAD) for _ in range(3))
+        self.out = nn.Linear(heads * self.HEAD, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale
+        x = x + self.attend(self.first(x))
+        x = x + self.down(nn.functional.gelu(self.up(self.second(x))))
+        return self.head(self.last(x))
+
+    def attend(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, self.HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+HEADS = Block.HEAD
+PLAN = {"[qkv]": Split("column", unit=HEADS), "out": Split("row", unit=HEADS, gather=True), "up": "column",
+        "down": Split("row", gather=True)}
+
+
+@pytest.mark.parallel([1, 4])
+def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
+    """Heads are cut between them; what the plan does not name is summed over rows; 3 dims; accumulated twice."""
+    make = lambda: (torch.manual_seed(0), Block().double())[1]
+    plain, tokens = make(), torch.randint(11, (6, 5), generator=torch.Generator().manual_seed(1))
+    for times in range(2):
+        nn.functional.cross_entropy(plain(tokens).flatten(0, 1), tokens.flatten()).backward()
+    expected = {name: tensor.grad for name, tensor in plain.named_parameters()}
+
+    def check(grid):
+        net = parallelize(make(), grid, PLAN)
+        mine = input_rows(grid, tokens)
+        for times in range(2):
+            each = nn.functional.cross_entropy(net(mine).flatten(0, 1), mine.flatten(), reduction="none")
+            mean(grid, each).backward()
+        assert net.embed.weight.grad.shape == (11, 16)
+        assert differences(whole_gradients(grid, net, list(expected)), expected) < 1e-12
+        assert clip_grad_norm_(net.parameters(), 1e9).item() == pytest.approx(
+            torch.stack([each.norm() for each in expected.values()]).norm().item())
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_overlaps_change_no_bit_and_nothing_is_sent_twice(comm):
+    """With the overlaps off; with torch.utils.checkpoint; and the bytes of the schedule."""
+    from torch.utils.checkpoint import checkpoint
+
+    def trained(grid, overlap, again=False):
+        net = parallelize(mlp(), grid, overlap=overlap)
+        forward = net.forward
+        if again:
+            net.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+        losses = losses_on(grid, net, 3)
+        return losses.tobytes(), {name: each.numpy().tobytes() for name, each in full_state_dict(net).items()}
+
+    def check(grid):
+        first = trained(grid, Overlap())
+        assert trained(grid, Overlap.none()) == first
+        assert trained(grid, Overlap(reshard_after_forward=True)) == first
+        assert trained(grid, Overlap(), again=True) == first
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_a_step_sends_what_the_network_of_pmm3d_sends(comm):
+    from pmm3d import DistMatrix
+    from pmm3d import nn as own
+    from pmm3d.layout import batch_layout
+
+    def sent(grid, step):
+        step()
+        grid.ledger.reset()
+        step()
+        return {axis: grid.ledger.total(axis=axis, phase=phase).received for axis in ("x", "y", "z", "data")
+                for phase in ("gather W", "reduce O", "reduce dI", "reduce dW")}
+
+    def check(grid):
+        torch.manual_seed(0)
+        net = parallelize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), grid)
+        x = input_rows(grid, torch.ones(16, 8))
+        other = own.MLP(grid, [8, 16, 8], library="torch")
+        rows = DistMatrix.from_global(grid, torch.ones(16, 8), layout=batch_layout("y"))
+
+        def of_pmm3d():
+            loss = own.mse(other(rows), other(rows).value)
+            loss.backward()
+
+        mine = sent(grid, lambda: net(x).sum().backward())
+        assert mine == sent(grid, lambda: own.sum(own.sum(other(rows), 0), 1).backward())
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_gradients_are_those_of_the_mean_of_the_losses(comm):
+    """Plain means over as many rows, a loss of all rows, the whole batch's mean; of the input too."""
+    def gradients(grid, loss_of):
+        net = parallelize(mlp(torch.float64), grid)
+        x, y = batch(0, 24, dtype=torch.float64)
+        x.requires_grad_()
+        loss_of(net(input_rows(grid, x)), y).backward()
+        names = [name for name, _ in net.named_parameters()]
+        return {**whole_gradients(grid, net, names), "x": x.grad}
+
+    plain, (x, y) = mlp(torch.float64), batch(0, 24, dtype=torch.float64)
+    MSE(plain(x.requires_grad_()), y).backward()
+    expected = {**{name: tensor.grad for name, tensor in plain.named_parameters()}, "x": x.grad}
+
+    def check(grid):
+        rows = lambda y: input_rows(grid, y)
+        for loss in (lambda out, y: MSE(out, rows(y)), lambda out, y: MSE(gather_output(grid, out), y),
+                     lambda out, y: mean(grid, MSE(out, rows(y), reduction="none"))):
+            assert differences(gradients(grid, loss), expected) < 1e-14
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_gradients_come_and_go_as_torchs_do(comm):
+    """Zeroed in either way, kept by the caller, replaced by the caller; no_sync; frozen weights; another type."""
+    def check(grid):
+        net = parallelize(mlp(), grid)
+        x, y = (input_rows(grid, part) for part in batch(0, 24))
+        layer = net[0].weight
+
+        def gradient():
+            MSE(net(x), y).backward()
+            return layer.grad
+
+        first = gradient()
+        values = first.clone()
+        net.zero_grad()
+        assert layer.grad is None and torch.equal(gradient(), values) and torch.equal(first, values)
+        net.zero_grad(set_to_none=False)
+        assert torch.equal(gradient(), values)
+        layer.grad = torch.ones_like(layer)
+        assert torch.allclose(gradient(), values + 1)
+        net.zero_grad()
+        with no_sync(grid):
+            gradient()
+        assert torch.allclose(gradient(), 2 * values)
+        net.zero_grad()
+        net[0].requires_grad_(False)
+        assert gradient() is None and net[0].bias.grad is None and net[5].weight.grad is not None
+        net[0].requires_grad_(True)
+        net.zero_grad()
+        net.double()
+        x, y = x.double(), y.double()
+        assert gradient().dtype == torch.float64 and torch.allclose(gradient() / 2, values.double())
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([4])
+def test_dropout_is_the_same_on_every_grid(comm):
+    def losses(grid, net=None):
+        torch.manual_seed(0)
+        net = net or parallelize(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5),
+                                               nn.Linear(16, 8), nn.Dropout(0.3), nn.Linear(8, 8)).double(), grid)
+        x = input_rows(grid, batch(0, 24, 8, dtype=torch.float64)[0])
+        found = [mean(grid, net(x).square()).item() for _ in range(3)]
+        net.eval()
+        return [*found, mean(grid, net(x).square()).item()]
+
+    with alone() as grid:
+        expected = losses(grid)
+    assert len(set(expected)) == 4
+    on_each_grid(comm, lambda grid: np.testing.assert_allclose(losses(grid), expected, rtol=1e-12))
+
+
+@pytest.mark.parallel([2])
+def test_without_gradients_nothing_is_noted(comm):
+    """no_grad and inference_mode; and what pmm3d.nn computes on torch arrays is no part of torch's graph."""
+    from pmm3d import DistMatrix
+    from pmm3d import nn as own
+
+    def check(grid):
+        net, (x, _) = parallelize(mlp(), grid), batch(0, 24)
+        rows = input_rows(grid, x)
+        expected = gather_output(grid, net(rows).detach())
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                out = net(rows)
+            assert not out.requires_grad and torch.equal(gather_output(grid, out.clone()), expected)
+        MSE(net(rows), net(rows).detach() + 1).backward()
+        weight = own.Linear(grid, 7, 3, library="torch")
+        out = weight(DistMatrix.from_global(grid, x.clone().requires_grad_(), layout=own.tensor.Layout(("data", "z"))))
+        assert out.local.grad_fn is None and not out.local.requires_grad
+        assert not weight.weight.local.requires_grad
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_a_backward_pass_that_fails_leaves_no_half_gradients(comm):
+    def broken(gradient):
+        raise RuntimeError("a hook")
+
+    def check(grid):
+        net, (x, _) = parallelize(mlp(), grid), batch(0, 24)
+        rows, first, last = input_rows(grid, x), net[0].weight, net[5].weight
+        net(rows).sum().backward()
+        expected, of_last = first.grad.clone(), last.grad.clone()
+        handle = net[0].register_forward_hook(lambda module, args, out: out.register_hook(broken) and None)
+        with pytest.raises(RuntimeError, match="a hook"):
+            net(rows).sum().backward()
+        handle.remove()
+        assert last.grad is None and torch.equal(first.grad, expected)
+        net(rows).sum().backward()
+        assert torch.equal(last.grad, of_last) and torch.allclose(first.grad, 2 * expected)
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_what_autograd_cannot_do_is_refused(comm):
+    """A second derivative; an input that was changed before its backward pass; a graph that is used twice."""
+    def check(grid):
+        net, (x, _) = parallelize(mlp(), grid), batch(0, 24)
+        rows = input_rows(grid, x).requires_grad_()
+        [dx] = torch.autograd.grad(net(rows).square().sum(), [rows], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+        own = (rows * 1)[:, : [7, 4 - grid.y.index][grid.y.size - 1]].contiguous()
+        out = net(own)
+        own.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        loss = net(rows).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+    on_each_grid(comm, check)
