@@ -23,7 +23,10 @@ def groupStart() -> None:
 
 
 def groupEnd() -> None:
-    get_current_stream().queue.add(partial(_travel, HERE.group))
+    sent, received = ([np.frombuffer(MPI.buffer.fromaddress(pointer, nbytes), np.uint8)
+                       for call, pointer, nbytes, _ in HERE.group if call.__name__ == name]
+                      for name in ("Isend", "Irecv"))
+    get_current_stream().queue.add(partial(_travel, HERE.group), sent, received)
 
 
 def _travel(group) -> None:

@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -119,4 +120,5 @@ def _run(cases: list[Case], report: Report, options: argparse.Namespace, begun: 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the job under way is ended
     sys.exit(main())

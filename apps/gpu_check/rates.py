@@ -51,7 +51,7 @@ def staged(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         received = grid.x.shift(sent).wait()
         copies = pinned_copies(case.library, nbytes)
         seconds = clock.in_turns({
-            "message": lambda: grid.x.shift(sent, out=received).wait(), "copies": copies.both_ways,
+            "message": lambda: grid.x.shift(sent, out=received, agreed=True).wait(), "copies": copies.both_ways,
             "host message": lambda: comm.Sendrecv(copies.hosts[0], after, recvbuf=copies.hosts[1], source=before),
         }, case.options["rounds"])
         why = grid.transport.why

@@ -6,10 +6,8 @@ import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from .device_library import DeviceLibrary
 from .libraries import library_here, library_named
 from .numpy_library import NumpyLibrary
-from .torch_library import TorchLibrary
 
 
 class Device(NamedTuple):
@@ -43,6 +41,9 @@ def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
 
         >>> take_device("numpy", local_rank=3)
     """
+    from .device_library import DeviceLibrary
+    from .torch_library import TorchLibrary
+
     library = library_here(name)
     if isinstance(library, DeviceLibrary):
         cuda = import_module(library.module).cuda
@@ -59,6 +60,9 @@ def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
 
 def device_of(library: NumpyLibrary) -> Device | None:
     """The device that arrays of the library are on in this thread; None for libraries on the host."""
+    from .device_library import DeviceLibrary
+    from .torch_library import TorchLibrary
+
     if isinstance(library, DeviceLibrary):
         runtime = library.xp.cuda.runtime
         number = runtime.getDevice()
@@ -91,6 +95,9 @@ def library_of_error(error: BaseException) -> NumpyLibrary | None:
 
 def device_memory(library: NumpyLibrary) -> DeviceMemory | None:
     """Of the current device; None for libraries on the host."""
+    from .device_library import DeviceLibrary
+    from .torch_library import TorchLibrary
+
     if isinstance(library, DeviceLibrary):
         free, total = library.xp.cuda.runtime.memGetInfo()
         return DeviceMemory(free, total, library.xp.get_default_memory_pool().total_bytes())

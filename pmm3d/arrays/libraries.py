@@ -92,10 +92,11 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
         >>> library_here("numpy").kind
         'numpy'
     """
+    if (library := library_named(name)).on_host:
+        return library
     from .device_library import DeviceLibrary
     from .torch_library import TorchLibrary
 
-    library = library_named(name)
     if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":
         torch: Any = library.xp
         found, number = torch.cuda.device_count(), torch.device(library.device).index or 0

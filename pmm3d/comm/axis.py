@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Complex
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -18,10 +18,11 @@ from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
 from .ledger import Record
-from .nccl import Nccl
-from .settling import nccl_of, settle
 from .stacks import source_line
 from .transport import Collective, Link
+
+if TYPE_CHECKING:
+    from .nccl import Nccl
 
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
@@ -152,6 +153,8 @@ class Axis:
             raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
         if library.on_host or self._settled:
             return
+        from .settling import nccl_of, settle  # for arrays of a device only
+
         transport = self._engine.transport
         if not transport.settled:
             self.begin("trial of device memory", lambda link: settle(link, library)).wait()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..arrays import NumpyLibrary, Workspace
-from ..arrays.devices import device_memory, device_of, library_of_error
+from ..arrays import Workspace
 from ..errors import MemoryLimitError, OutOfMemoryError
 from ..model.machine import available_memory, resident_memory
 from .ledger import Ledger
@@ -17,7 +16,7 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     if not is_out_of_memory(error):
         return error
     held = f"This process holds {in_bytes(resident_memory())}, {in_bytes(workspace.allocated)} of it in work arrays"
-    free = f"the node has {in_bytes(available_memory())} left{_of_device(library_of_error(error))}"
+    free = f"the node has {in_bytes(available_memory())} left{_of_device(error)}"
     predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
     found = OutOfMemoryError(f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
                              f"{free}. Predicted for a rank: "
@@ -28,9 +27,11 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     return found
 
 
-def _of_device(library: NumpyLibrary | None) -> str:
+def _of_device(error: BaseException) -> str:
     """What is held and left there; empty if the host ran out."""
-    if library is None:
+    from ..arrays.devices import device_memory, device_of, library_of_error
+
+    if (library := library_of_error(error)) is None:
         return ""
     try:
         memory, device = device_memory(library), device_of(library)

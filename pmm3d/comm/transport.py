@@ -7,22 +7,23 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from operator import itemgetter
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary, Workspace
-from ..arrays.devices import Device
 from ..errors import GridError, Pmm3dError
 from ..layout import itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
 from .device_streams import CommunicationStream, DeviceStreams
-from .device_trial import Outcome
 from .ledger import Record
-from .nccl import Nccl
 from .processes import Processes
-from .staging import Staging
+
+if TYPE_CHECKING:  # loaded for arrays of a device only
+    from ..arrays.devices import Device
+    from .device_trial import Outcome
+    from .nccl import Nccl
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
@@ -167,6 +168,8 @@ class Link:
         self.record.received += sum(_bytes(library, array) for _, array in receives)
         self.record.sent += sum(_bytes(library, array) for _, array in sends)
         if self.nccl is None:
+            from .staging import Staging
+
             yield [Staging(self.comm, self.tag, self.workspace, library, self.stream, sends, receives)]
         else:
             self.nccl.exchange(library, self.stream.own, sends, receives)

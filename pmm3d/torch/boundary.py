@@ -168,7 +168,7 @@ class _Mean(torch.autograd.Function):
         sums = torch.stack([losses.sum(dtype=torch.float64), losses.new_tensor(losses.numel(), dtype=torch.float64)])
         with grid.ledger.phase("loss"):
             found, count = total(grid, sums.view(1, 2), ROWS)[0]
-        ctx.shape, ctx.factor = losses.shape, Passes.of(grid).partners / count.item()
+        ctx.shape, ctx.factor = losses.shape, (Passes.of(grid).partners / count).to(losses.dtype)
         return (found / count).to(losses.dtype)
 
     @staticmethod

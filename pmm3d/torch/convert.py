@@ -225,7 +225,8 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         items = [mapped(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if hasattr(value, "__dict__") and any(isinstance(item, torch.Tensor) for item in vars(value).values()):
+    if hasattr(value, "__dict__") and any(
+            isinstance(item, torch.Tensor) and item.requires_grad for item in vars(value).values()):
         raise Pmm3dError("a model on a grid takes and returns tensors, also in tuples, lists and dicts; this is a "
                          f"{type(value).__name__}, whose tensors' gradients would not be those of the ranks' mean")
     return value

@@ -73,10 +73,6 @@ class Held:
             tensor.grad = None
 
     @property
-    def own_square(self) -> float:
-        """The sum of the squares of the gradient, divided by how many ranks hold it."""
-        tensor = self.tensor()
-        if tensor is None or tensor.grad is None:
-            return 0.0
-        norm = torch.linalg.vector_norm(tensor.grad, dtype=torch.float64).item()
-        return norm**2 / self.weight.layout.replicas(self.weight.grid.shape)
+    def replicas(self) -> int:
+        """How many ranks hold each element."""
+        return self.weight.layout.replicas(self.weight.grid.shape)

@@ -64,7 +64,7 @@ class Spread(OnGrid):
 
     def held(self, name: str) -> Held:
         """Of the values that the parameter has now, wherever they are."""
-        tensor = self.get_parameter(name)
+        tensor = getattr(self, name)
         found = Held.of(tensor)
         return found or Held(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
 
@@ -77,7 +77,7 @@ class Spread(OnGrid):
         """Take this rank's part of the plain module's parameter."""
         own = self._turned(name, value)[self.box(name).within(Box(0, 0, 0, 0))]
         with torch.no_grad():
-            self.get_parameter(name).copy_(own.reshape(self.get_parameter(name).shape))
+            getattr(self, name).copy_(own.reshape(getattr(self, name).shape))
 
     def plain_shape(self, name: str) -> tuple[int, ...]:
         """Of the plain module's parameter."""
@@ -173,7 +173,7 @@ class Linear3D(Spread):
         held = tuple(self.held(name) for name in self.home)
         run = lambda operand: linear(operand, *(each.weight for each in held))
         call = Call(Passes.of(grid), run, self._input, self.in_features, held, torch.is_grad_enabled())
-        out = call(x, *(self.get_parameter(name) for name in self.home))
+        out = call(x, *(getattr(self, name) for name in self.home))
         if self.gather:
             out = whole_columns(grid, out, OTHER[k], self.out_features, self.home["weight"][1].units[1])
         return out
@@ -216,7 +216,7 @@ class LayerNorm3D(Spread):
 
         layout = layout_of(ROWS, (self.axis,))
         call = Call(Passes.of(self.grid), run, layout, self.features, tuple(held.values()), torch.is_grad_enabled())
-        return call(x, *(self.get_parameter(name) for name in held))
+        return call(x, *(getattr(self, name) for name in held))
 
     def extra_repr(self) -> str:
         return f"{self.features}, axis={self.axis!r}, eps={self.eps}, grid={self.grid.shape}"

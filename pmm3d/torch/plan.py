@@ -57,7 +57,7 @@ def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
 
 
 def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
-    found: dict[str, Split] = {}
+    found, named = dict[str, Split](), set[str]()
     for pattern, value in plan.items():
         matching = {name: part for name, part in module.named_modules() if fnmatchcase(name, pattern)}
         fitting = {name: part for name, part in matching.items() if type(part) in ROLES}
@@ -67,10 +67,15 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
                               f"{others or 'nothing'}. The Linear layers: {_linears(module)}")
         for name, part in fitting.items():
             split = value if isinstance(value, Split) else Split(value)
+            named.add(name)
             found.pop(name, None)
             if split.role != OFF:
                 _check(name, part, split)
                 found[name] = split
+    for name, part in module.named_modules():
+        if type(part) is nn.Dropout and name not in named:
+            raise LayoutError(f"parallelize: the plan does not name {name}, a Dropout, whose mask depends on where its "
+                              'columns lie: "x" after a column, "y" after a row, "off" where all of them are there')
     return found
 
 
@@ -79,6 +84,8 @@ def _check(name: str, part: nn.Module, split: Split) -> None:
     if split.role not in roles:
         raise LayoutError(f"parallelize: {name} is a {type(part).__name__}, which can be {', '.join(map(repr, roles))} "
                           f"or {OFF!r}; the plan has {split.role!r}")
+    if type(part) is not nn.Linear and split != Split(split.role):
+        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}: unit and gather are for a Linear")
 
 
 def _linears(module: nn.Module) -> str:

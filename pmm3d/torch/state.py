@@ -91,17 +91,19 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     held = [_held(tensor) for tensor in given if tensor.grad is not None]
+    gradients = [tensor.grad for tensor in given if tensor.grad is not None]
     if not held:
         return torch.zeros(())
     grid = held[0].weight.grid
-    square = np.array([sum(each.own_square for each in held)])
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 / each.replicas
+               for gradient, each in zip(gradients, held)]
+    square = np.array([torch.stack(squares).sum().item()])
     with grid.ledger.phase("optimizer"):
         norm = float(grid.everyone.all_reduce(square, agreed=True).wait()[0]) ** 0.5
     if error_if_nonfinite and not isfinite(norm):
         raise Pmm3dError(f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
                          "the layer whose outputs are not finite")
     factor = min(1.0, max_norm / (norm + 1e-6)) if isfinite(norm) else max_norm / norm
-    gradients = [tensor.grad for tensor in given if tensor.grad is not None]
     for gradient in gradients:
         gradient.mul_(factor)
     return torch.tensor(norm, dtype=gradients[0].dtype)

@@ -5,15 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import standin
+import standin_nccl
 from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
 from samples import integers, to_library
 from standin_order import looked_at
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
-from pmm3d.arrays import library_named
 from pmm3d.arrays.streams import CupyStream
-from pmm3d.comm import engine
-from pmm3d.comm.staging import Staging
+from pmm3d.comm import engine, staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
@@ -51,13 +50,34 @@ def step(grid):
     optimizer.step()
 
 
+def heedless(pending):
+    """Pending._progress, but that it goes on whether messages have come or not."""
+    try:
+        while True:
+            next(pending._generator)
+    except StopIteration as end:
+        pending._result, pending.done = end.value, True
+    return True
+
+
+def gathered_and_summed(grid):
+    """Returns all arrays, so that they outlive messages that nobody waits for."""
+    part, whole = to_library(integers((8, 3)), "standin"), standin.empty((8 * grid.size, 3))
+    part += 1
+    grid.everyone.gather_into(part, whole, [8] * grid.size).wait()
+    doubled = whole + whole
+    grid.everyone.sum_into(doubled, doubled).wait()
+    return part, whole, doubled
+
+
 def order_of(comm, monkeypatch, program, transport, *taken_away):
     """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
+    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several
     for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
         with Grid(comm, shape, data, device_transport=transport) as grid:
             with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
-                grid.everyone.settle(library_named("standin"))
+                gathered_and_summed(grid)  # how memory travels is settled now
                 with looked_at(monkeypatch) as order, monkeypatch.context() as patch:
                     for each in taken_away:
                         patch.setattr(*each)
@@ -74,30 +94,13 @@ def test_messages_and_work_are_in_order(comm, monkeypatch, program, transport):
         assert order.faults == [] and order.produced > 4 and order.read > 4
 
 
-LEFT = []
-
-
-def heedless(pending):
-    """Pending._progress, but that it goes on whether messages have come or not; LEFT are those of a staged exchange."""
-    try:
-        while True:
-            LEFT.extend(awaited for awaited in next(pending._generator) if isinstance(awaited, Staging))
-    except StopIteration as end:
-        pending._result, pending.done = end.value, True
-    return True
-
-
-def gathered_and_summed(grid):
-    """Returns all arrays, so that they outlive messages that nobody waits for."""
-    part, whole = to_library(integers((8, 3)), "standin"), standin.empty((8 * grid.size, 3))
-    part += 1
-    grid.everyone.gather_into(part, whole, [8] * grid.size).wait()
-    doubled = whole + whole
-    grid.everyone.sum_into(doubled, doubled).wait()
-    while not all([staging.done for staging in LEFT]):
-        pass
-    LEFT.clear()
-    return part, whole, doubled
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("program", [collectives, products, step])
+def test_messages_in_a_stream_and_work_are_in_order(comm, monkeypatch, program):
+    """Those of NCCL, which the stand-in knows as work that reads and writes."""
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    for order in order_of(comm, monkeypatch, program, "nccl"):
+        assert order.faults == [] and order.produced == 0
 
 
 @TRANSPORTS
@@ -108,20 +111,19 @@ def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypat
         assert any("Isend before the work" in fault for fault in order.faults)
 
 
-@TRANSPORTS
-def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch, transport):
-    taken = engine.Pending, "_progress", heedless
-    seen = {"direct": "of a message under way (Irecv)", "staged": "work on two streams on the same bytes"}[transport]
+@pytest.mark.parametrize("transport, taken", [("direct", (engine.Pending, "_progress", heedless)),
+                                              ("staged", (staging.Staged, "done", True))])
+def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch, transport, taken):
     for order in order_of(comm, monkeypatch, gathered_and_summed, transport, taken):
-        assert any(seen in fault for fault in order.faults)
+        assert any("of a message under way (Irecv)" in fault for fault in order.faults)
 
 
 @TRANSPORTS
 def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transport):
     """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
-        grid.y.settle(library_named("standin"))
         first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
+        grid.y.sum_into(first, first).wait()  # how memory travels is settled now
         stream.synchronize()
         sums = [grid.y.sum_into(first, first)]
         second += 1

@@ -170,7 +170,7 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
         run = Trainer(state, Recipe("cross_entropy", epochs=2, clip=1.0), validation)
         assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}
         assert run.passes.summary() == {"trained": {32: 4, 16: 2}, "evaluated": {20: 2}, "steps": 6, "evaluations": 2,
-                                        "asked": 4}
+                                        "asked": 4, "skipped": 0}
 
 
 def test_weights_are_kept_on_a_dry_grid_unless_a_budget_says_else():

@@ -11,6 +11,7 @@ from pmm3d.arrays import library_named
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.pointwise import GELU, RELU, SIGMOID, SILU, TANH, in_one_pass
+from pmm3d.nn.training.passes import step_agreement, train_step
 
 ROWS, CLASSES = 12, 3
 
@@ -69,6 +70,24 @@ def test_a_loss_brings_nothing_to_the_host(comm):
             assert optimizer.own_square() > 0 and standin.Stream.waits == before + 1
             optimizer.step()
         assert waits == [1, 0, 0, 0]  # labels that nobody knows are looked at once
+
+
+@pytest.mark.parallel([1])
+def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(comm):
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        found, waits = [], []
+        for library in ("numpy", "standin"):
+            (x, y), net = batch(grid, library), network(grid, library)
+            y.labels_below, before = CLASSES, standin.Stream.waits
+
+            def agreement(loss, square, before=before):
+                waits.append(standin.Stream.waits - before)
+                return step_agreement(grid, loss, square)
+
+            found.append(train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.cross_entropy, [ROWS] * 3,
+                                    [(x, y)] * 3, agreement=agreement))
+        assert waits == [0, 0, 0, 0, 0, 4]  # three losses and a norm
+        assert np.allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -82,6 +82,8 @@ REFUSED = [
     (lambda: nn.Sequential(nn.LayerNorm((2, 4)), nn.Linear(4, 4)), {"0": "y"}, LayoutError, "a LayerNorm over 2 dims"),
     (lambda: nn.Linear(4, 4, dtype=torch.complex64), None, DTypeError, "parameters of torch.complex64"),
     (lambda: nn.Linear(4, 4, device="meta"), None, Pmm3dError, "the parameters are on meta; they must be on one"),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()), {"0": "column"}, LayoutError, "does not name 1, a Dropout"),
+    (lambda: nn.Sequential(nn.LayerNorm(4)), {"0": Split("y", gather=True)}, LayoutError, "gather are for a Linear"),
     (lambda: nn.Linear(6, 9), {"": Split("column", unit=3)}, LayoutError, "9 columns over x are heads of 3"),
     (lambda: nn.Linear(6, 9), {"": Split("column", unit=2)}, LayoutError, "9 columns over x are heads of 2"),
 ]

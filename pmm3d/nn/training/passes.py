@@ -48,13 +48,14 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
 
     batches     are taken one after the other, each after the agreement of the one before
     agreement   agreement(this rank's part of the loss, that of the square of the norm), as `step_agreement`: once a
-                batch, after its backward pass, and before the weights are changed
+                batch, after its backward pass, and before the weights are changed. On a device the loss of all batches
+                comes with the last one: nobody waits before
     check       check(input, what, value) may raise then
     scale       of the loss; with it a step whose loss or gradient is not finite is skipped, and not checked
     """
     grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
     check, factor = (None, scale.value) if scale is not None else (check, 1.0)
-    agreement, waiting = agreement or partial(step_agreement, grid), iter(batches)
+    agreement, waiting, part, results = agreement or partial(step_agreement, grid), iter(batches), 0.0, list[Tensor]()
     with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
         for index, count in enumerate(rows):
             last = index == len(rows) - 1
@@ -63,7 +64,10 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
             result = result if len(rows) == 1 else result * (count / total)
             with tape.set(syncing=last):
                 result.backward(scale=factor)
-            agreed = agreement(own_part(result), optimizer.own_square() if last else 0.0)
+            results.append(result)
+            if last or result.library.on_host:
+                part, results = sum(map(own_part, results)), []
+            agreed = agreement(part, optimizer.own_square() if last else 0.0)
             value += agreed.loss
             if check is not None:
                 check(x, "the loss is", value)

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from ...arrays import Workspace, library_named, take_device
+from ...arrays import NumpyLibrary, Workspace, library_named, take_device
 from ...comm import Grid
 from ...comm.hosts import Host, hosts, mpi_name
 from ...layout import FIRST, Layout
@@ -84,26 +84,24 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.loaded_blas()
     nodes = hosts(grid.comm, blas.threads)
-    cores = sum(host.cores for host in nodes) if a.library.on_host else _devices(grid, case)
+    devices = _devices(grid, a.library)
+    cores = len(devices) or sum(host.cores for host in nodes)
     rate = case.flop / median(seconds) / 1e9
     computed, waited = (sum(phase[what] for phase in phases.values()) for what in ("computed", "waited"))
     speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
                   square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
-                  computed_seconds=computed, waited_seconds=waited, unit="cores" if a.library.on_host else "devices",
+                  computed_seconds=computed, waited_seconds=waited, unit="devices" if devices else "cores",
                   square=limit.square)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)))
-    return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes), reference)
+    return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes, devices),
+                  reference)
 
 
 def _options(case: Case) -> dict[str, Any]:
     """Of matmul."""
-    return {"panels": case.panels, "max_workspace": case.max_workspace, **_rounding(case)}
-
-
-def _rounding(case: Case) -> dict[str, Any]:
-    return {"tf32": True} if case.tf32 else {}
+    return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32}
 
 
 def _limit(grid: Grid, case: Case) -> Limit:
@@ -114,10 +112,10 @@ def _limit(grid: Grid, case: Case) -> Limit:
     return Limit(shape, rate, rate if shape == cube else core_rate(grid, case, cube), square)
 
 
-def _devices(grid: Grid, case: Case) -> int:
-    """How many devices the ranks have between them. Collective."""
-    own = grid.host_of(grid.rank), take_device(case.array, grid.local_rank)
-    return len(set(grid.comm.allgather(own)))
+def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
+    """The names of the devices that the ranks have between them; none for arrays on the host. Collective."""
+    names = {(row["host"], row["pci"]): row["name"] for row in grid.devices(library)}
+    return [] if library.on_host else grid.comm.bcast(list(names.values()))
 
 
 def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
@@ -157,7 +155,7 @@ def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
     if grid.rank == 0:
         library = library_named(case.array)
         a, b, c = random_arrays(library, case.dtype, shape)
-        gemm = partial(library.gemm, a, b, c, 1, 0, Workspace(), **_rounding(case))
+        gemm = partial(library.gemm, a, b, c, 1, 0, Workspace(), tf32=case.tf32)
         with threadpool_limits(1):
             in_a_row(gemm, library, 1)
             times = repetitions(library, gemm)
@@ -209,11 +207,11 @@ def _partition(grid: Grid, plan: ProductPlan) -> Partition:
     return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips)
 
 
-def _environment(blas: machine.Blas, nodes: list[Host]) -> Environment:
+def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:
     processor = machine.cpu()
     return Environment(mpi_name(), processor.name, f"{blas.name} {blas.version}", blas.kernel, blas.threads,
                        [host.name for host in nodes], [len(host.ranks) for host in nodes],
-                       [host.cores for host in nodes], _advice(blas, processor, nodes))
+                       [host.cores for host in nodes], _advice(blas, processor, nodes), devices)
 
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -136,7 +137,7 @@ class Check(NamedTuple):
 
 class Environment(NamedTuple):
     """Where it ran. advice: what to do about a BLAS kernel below the CPU's best, and about threads that
-    share cores, if anything."""
+    share cores, if anything. devices: the names of those that the arrays are on."""
 
     mpi: str
     cpu: str
@@ -147,6 +148,7 @@ class Environment(NamedTuple):
     ranks_per_host: list[int]
     cores_per_host: list[int]
     advice: str | None
+    devices: Sequence[str] = ()
 
 
 class Result(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rich import box
@@ -51,8 +52,11 @@ def _environment(result: Result) -> Table:
     found = result.environment
     hosts = [f"{host} ({ranks} ranks on {cores} cores)"
              for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)]
+    devices = Counter(found.devices).items()
     return _rows("[bold]Environment[/]", {
-        "hosts": names_in_words(hosts, MOST_HOSTS), "CPU": found.cpu,
+        "hosts": names_in_words(hosts, MOST_HOSTS),
+        **({"devices": ", ".join(f"{number} x {name}" for name, number in devices)} if devices else {}),
+        "CPU": found.cpu,
         "BLAS": f"{found.blas}, kernel {found.kernel}, {found.threads} thread(s) a rank", "MPI": found.mpi})
 
 
