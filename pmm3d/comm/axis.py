@@ -158,7 +158,6 @@ class Axis:
         transport = self._engine.transport
         if not transport.settled:
             self.begin("trial of device memory", lambda link: settle(link, library)).wait()
-            transport.settled = self.name == "all"
         if transport.mode == "nccl":
             self._nccl = self.begin("making of NCCL's communicator", lambda link: nccl_of(link, library)).wait()
         self._settled = True

@@ -31,8 +31,9 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[None]:
     ranks crowd on a device beside idle ones.
     """
     transport = link.transport
-    transport.library, transport.device = library, device_of(library)
-    if link.size == len(transport.processes or ()):
+    transport.library, transport.device = library, _device(library)
+    of_all = link.size == len(transport.processes or ())
+    if of_all:
         yield from _check_devices(link, transport.device)
     asked = transport.asked
     if asked in ("auto", "direct"):
@@ -51,6 +52,7 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[None]:
             logger.warning("%s: %s", why, then)
     else:
         transport.why = f"{asked}: as asked for"
+    transport.settled = of_all
 
 
 def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
@@ -66,7 +68,7 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
         identity = new_identity(binding) if link.rank == 0 else b""
     except Exception as problem:
         error = problem
-    device, members = device_of(library), link.record.members
+    device, members = _device(library), link.record.members
     rows = yield from agree(link, "device_transport nccl", "", Terms("", error=error), numbers=[_digest(device)])
     if rows is not None and len(np.unique(rows)) < link.size:
         raise _everywhere(Pmm3dError(f"device_transport nccl: ranks {members[0]} to {members[-1]} have several to a "
@@ -110,18 +112,20 @@ def _worst(link: Link, outcome: device_trial.Outcome) -> Collective[tuple[bool |
 def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
     """Generator: what went wrong between this rank and those before and after it, in words; empty if nothing did."""
     after, before, wrong = (link.rank + 1) % link.size, (link.rank - 1) % link.size, ""
-    for values, source, target in device_trial.messages(library):
-        host = np.zeros_like(values)
-        requests: list[MPI.Request] = []
+    members, made = link.record.members, list[Any]()
+    error = _caught(lambda: made.extend(device_trial.messages(library)))
+    yield from agree(link, "trial of device memory", "", Terms("", error=error))
+    for values, source, target in made:
+        requests, host = [], np.zeros_like(values)
         for call, peer, array in ((link.comm.Irecv, before, target), (link.comm.Isend, after, source)):
             try:
                 requests.append(call(device_trial.region(library, array), peer, link.tag))
-            except MPI.Exception:  # the other one waits for a message
+            except MPI.Exception:  # the other rank waits for a message
                 requests.append(call([host, MPI.BYTE], peer, link.tag))
         yield requests
         if not wrong and not np.array_equal(library.to_numpy(target), values):
-            ranks = f"{link.record.members[before]} to {link.record.members[link.rank]}"
-            wrong = f"device memory did not come right by MPI from rank {ranks} ({values.nbytes:,} bytes)"
+            wrong = (f"device memory did not come right by MPI from rank {members[before]} to {members[link.rank]} "
+                     f"({values.nbytes:,} bytes)")
     return wrong
 
 
@@ -139,6 +143,14 @@ def _check_devices(link: Link, device: Device | None) -> Collective[None]:
                                     "is hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES)"))
     if shared.said and link.rank == 0:
         logger.warning(shared.said)
+
+
+def _device(library: NumpyLibrary) -> Device | None:
+    """None also where the device does not answer: what is asked of it first fails then, and says more."""
+    try:
+        return device_of(library)
+    except Exception:
+        return None
 
 
 def _digest(device: Device | None) -> int:
