@@ -74,6 +74,7 @@ class Rehearsal:
             self.run(event)
             settle(self.grid)
             self._moved[before, event] = dict(self.grid.ledger.entries)
+            self.grid.ledger.reset()  # what is run next counts into other entries
         return self._moved[before, event]
 
     def _come_to(self, event: Event) -> None:
@@ -113,7 +114,7 @@ class Model:
 
     def volume(self, passes: Passes) -> Volume:
         """By axis, phase and operation; empty if it cannot be told."""
-        if not passes.steps or self.problem:
+        if not passes.steps + passes.number("skipped") or self.problem:
             return {}
         network, optimizer, loss, clip, metrics, scaled = self._options
         try:
