@@ -16,7 +16,7 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
-from .held import MARK, ROWS, Held
+from .held import MARK, ROWS, Held, digest
 from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread
 from .operation import Passes
 from .plan import Plan, Split, resolved
@@ -58,21 +58,13 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     with grid.together("parallelize", repr(plan), always=True):
         splits = resolved(module, plan)
         _check(module, splits, grid)
-    with grid.together("parallelize, of a module made alike on all ranks (torch.manual_seed)", _digest(module),
-                       always=True):
+    values = digest(module.parameters())
+    with grid.together("parallelize, of a module made alike on all ranks (torch.manual_seed)", values, always=True):
         made = _copied(module, splits, grid)
     if overlap is not None:
         Passes.of(grid).parallel.overlap = overlap
     _attach(made, grid)
     return made
-
-
-def _digest(module: nn.Module) -> int:
-    """The values of all parameters, in 32 bits."""
-    found = 0
-    for tensor in module.parameters():
-        found = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
-    return found
 
 
 def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:

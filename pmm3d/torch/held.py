@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from weakref import ref
+from zlib import crc32
 
 import torch
 
@@ -76,3 +78,11 @@ class Held:
     def replicas(self) -> int:
         """How many ranks hold each element."""
         return self.weight.layout.replicas(self.weight.grid.shape)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """All their values, in 32 bits."""
+    found = 0
+    for tensor in (each for each in tensors if each.numel()):
+        found = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found

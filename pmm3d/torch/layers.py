@@ -23,6 +23,8 @@ from .operation import Call, Passes
 
 COLUMN_AXES = {"column": "y", "row": "x"}
 """The axis that splits the columns of a Linear3D's input, by its role."""
+EXTRA = "_extra_state"
+"""What torch calls `get_extra_state` in a state dict."""
 
 
 class OnGrid(torch.nn.Module):
@@ -102,10 +104,15 @@ class Spread(OnGrid):
         return {name: [*shape, *self.box(name)] for name, (shape, _) in self.home.items()}
 
     def set_extra_state(self, state: Any) -> None:
-        if state != Spread.get_extra_state(self):
-            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid ({state}, "
-                                  f"here {Spread.get_extra_state(self)}). Each rank loads what it saved, on the same "
-                                  "grid; save full_state_dict(model) and use load_full_state_dict for any grid")
+        """It was compared before."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        given, own = state_dict.get(f"{prefix}{EXTRA}"), self.get_extra_state()
+        if given != own and any(f"{prefix}{name}" in state_dict for name in self.home):
+            raise CheckpointError(f"{self}: the state dict has the shards of another rank or another grid, or those of "
+                                  f"a plain module ({given}, here {own}). Each rank loads what it saved, on the same "
+                                  "grid; load_full_state_dict takes what full_state_dict gave, or a plain module's")
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 class Linear3D(Spread):

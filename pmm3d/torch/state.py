@@ -12,10 +12,8 @@ from torch import nn
 from ..comm import Grid
 from ..errors import CheckpointError, Pmm3dError
 from ..nn.gradients import State
-from .held import MARK, Held
-from .layers import Spread
-
-EXTRA = "_extra_state"
+from .held import MARK, Held, digest
+from .layers import EXTRA, Spread
 
 
 def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, torch.Tensor]:
@@ -48,7 +46,8 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, tor
 def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Take the values of the plain module's `state_dict()`, which all ranks pass, on any grid. Collective.
 
-    Raises CheckpointError, on every rank and before a value is changed, for names or shapes that are not the module's.
+    Raises, on every rank and before a value is changed, CheckpointError for names or shapes that are not the module's,
+    DisagreementError if the ranks pass other values.
 
         >>> from pmm3d import Grid
         >>> from pmm3d.torch import Linear3D
@@ -60,11 +59,12 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -
     shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else tuple(value.shape)
               for key, value in own.items() if not key.endswith(EXTRA)}
     given = {key: tuple(value.shape) for key, value in state.items()}
-    if given != shapes:
-        wrong = sorted(key for key in {*given, *shapes} if given.get(key) != shapes.get(key))
-        raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
-                              f"{', '.join(wrong[:6])}. It takes the state_dict() of the plain module, or what "
-                              "full_state_dict returns")
+    with grid_of(module).together("load_full_state_dict", digest(state.values()), always=True):
+        if given != shapes:
+            wrong = sorted(key for key in {*given, *shapes} if given.get(key) != shapes.get(key))
+            raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
+                                  f"{', '.join(wrong[:6])}. It takes the state_dict() of the plain module, or what "
+                                  "full_state_dict returns")
     for key in shapes:
         if key in spread:
             spread[key][0].load_whole(spread[key][1], state[key])
