@@ -9,6 +9,7 @@ from ..arrays import Array
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import SINGLE, layout_of
+from ..product.checks import check_one_device
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
@@ -60,6 +61,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     for each in others:
         if each.grid is not x.grid:
             raise GridError(f"linear: tensors of two Grids: the input is {x!r}, weight and bias {others!r}")
+        if not x.library.on_host:
+            check_one_device("linear", x.shard, each.shard)
         if each.dtype != x.dtype or each.library != x.library:
             raise DTypeError(f"linear: the input is {x!r}, weight and bias {others!r}: they must be of one type and "
                              "library")
