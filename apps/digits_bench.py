@@ -64,6 +64,7 @@ warm_up = 20
 [data]
 file = "{data}"
 batch_size = 250
+links = true
 validation = 0.1
 [network]
 hidden = [256, 256, 256]
