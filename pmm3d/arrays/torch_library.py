@@ -22,7 +22,7 @@ from .sums import rounded_gemm
 
 @dataclass(frozen=True)
 class TorchLibrary(NumpyLibrary):
-    """torch tensors. Those in host memory use the same BLAS as numpy; bfloat16 and devices use torch.addmm."""
+    """torch tensors. GEMM is torch.addmm, on a host the BLAS that torch carries."""
 
     device: str = "cpu"
     name: ClassVar[str] = "torch"
@@ -139,25 +139,27 @@ class TorchLibrary(NumpyLibrary):
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False) -> None:
-        if not self.on_host:
-            self._device_gemm(a, b, c, alpha, beta, tf32)
-        elif self.dtype(a) != "bfloat16":
+        if self.on_host and self.dtype(a) == "float16":
             super().gemm(a, b, c, alpha, beta, work)
-        elif self.dtype(c) == "bfloat16":
-            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
-        else:
-            rounded_gemm(self, a, b, c, alpha, beta, work)
+            return
+        blas.arranged(*((array.shape, array.stride()) for array in (a, b, c)))  # torch would copy what it refuses
+        with self.xp.no_grad():
+            if not self.on_host:
+                self._device_gemm(a, b, c, alpha, beta, tf32)
+            elif a.dtype == c.dtype:
+                self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+            else:
+                rounded_gemm(self, a, b, c, alpha, beta, work)
 
     def _device_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
-        """By cuBLAS, as torch calls it, which would copy what has no dim of stride 1: refused."""
-        blas.arranged(*(self._matrix(array)[1:] for array in (a, b, c)))
+        """By cuBLAS, as torch calls it."""
         widened = {} if a.dtype == c.dtype else {"out_dtype": c.dtype}
         rounding = self.xp.backends.cuda.matmul
-        before = rounding.fp32_precision
-        if tf32 == (before == "tf32") or self.dtype(a) not in ("float32", "complex64"):
+        before, wanted = rounding.fp32_precision, "tf32" if tf32 else "ieee"
+        if before == wanted or self.dtype(a) not in ("float32", "complex64"):
             self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, **widened)
             return
-        rounding.fp32_precision = "tf32" if tf32 else "ieee"
+        rounding.fp32_precision = wanted
         try:
             self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
         finally:
