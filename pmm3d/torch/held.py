@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from weakref import ref
 from zlib import crc32
 
@@ -13,6 +14,7 @@ from ..layout import Layout
 from ..nn.gradients import State
 from ..nn.parallel import Parallel
 from ..nn.parameter import Parameter
+from ..nn.precision import Precision
 from ..product import DistMatrix
 
 ROWS = ("data", "z")
@@ -24,7 +26,8 @@ MARK = "_pmm3d"
 class Held:
     """A torch parameter on a grid: this rank's shard of a matrix, or, of a module that is on no axis, the whole.
 
-    weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other
+    weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other; the
+             gradient is of its type, as torch wants it
     """
 
     def __init__(self, grid: Grid, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None,
@@ -32,7 +35,8 @@ class Held:
         shape = (1, tensor.numel()) if shape is None else shape
         self.tensor, self._given = ref(tensor), None
         local = tensor.detach().reshape(layout.box(shape, grid.shape, grid.coords).shape)
-        self.weight = Parameter(DistMatrix(grid, local, shape, layout))
+        value = DistMatrix(grid, local, shape, layout)
+        self.weight = Parameter(value, replace(Precision.named(value.dtype), gradient=value.dtype))
         self.weight.name = name
         setattr(tensor, MARK, self)
 

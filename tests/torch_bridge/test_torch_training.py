@@ -126,6 +126,26 @@ PLAN = {"[qkv]": Split("column", unit=HEADS), "out": Split("row", unit=HEADS, ga
         "down": Split("row", gather=True)}
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_low_precision_has_gradients_of_its_type(comm, dtype):
+    """As torch wants them; and about those of float32."""
+    exact = mlp()
+    x, y = batch(0, 24)
+    MSE(exact(x), y).backward()
+    expected = {name: tensor.grad for name, tensor in exact.named_parameters()}
+
+    def check(grid):
+        net = parallelize(mlp(dtype), grid)
+        own_x, own_y = (input_rows(grid, part.to(dtype)) for part in (x, y))
+        mean(grid, MSE(net(own_x), own_y, reduction="none")).backward()
+        assert {tensor.grad.dtype for tensor in net.parameters()} == {dtype}
+        for name, gradient in whole_gradients(grid, net, expected).items():
+            assert (gradient.float() - expected[name]).norm() < 3e-2 * (1 + expected[name].norm())
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+
+
 @pytest.mark.parallel([1, 4])
 def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
     """Heads are cut between them; what the plan does not name is summed over rows; 3 dims; accumulated twice."""
