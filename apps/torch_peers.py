@@ -5,8 +5,7 @@
 Model, weights and batch are those of apps/torch_rivals.py, and so must be the loss; loss, autograd and optimizer are
 torch's on both sides. One process of one thread: the bridge beside plain torch. Two: the bridge on four grids beside
 DDP, FSDP2 and tensor parallel on gloo. Rounds over all of them are interleaved, each in another order; a ratio is taken
-within a round, and its median is printed. The bridge multiplies by pmm3d's BLAS, torch by its own: the rates of both,
-of a GEMM of 2048 cubed on one core in the same run, stand below the table. Linux.
+within a round, and its median is printed. Both sides multiply by torch's BLAS. Linux.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch_rivals
 from measuring import markdown, on_ranks, slowest
-from torch_rivals import GEMM, batch_of, weights
+from torch_rivals import batch_of, weights
 
 LEARNING_RATE = 10.0
 TOLERANCE = 1e-4
@@ -29,13 +28,12 @@ TWO = ("torch ddp", "torch fsdp2", "torch tp", "1x1x1 (data 2)", "2x1x1", "1x2x1
 
 
 def bridge(options: argparse.Namespace) -> None:
-    """On every rank. Rank 0 prints {"seconds", "final_loss", "gflops"}."""
+    """On every rank. Rank 0 prints {"seconds", "final_loss"}."""
     import torch
     from mpi4py import MPI
 
     from pmm3d import Grid
     from pmm3d.layout import parse_shape
-    from pmm3d.tools.bench import measure as bench
     from pmm3d.torch import input_rows, mean, parallelize
 
     torch.set_num_threads(1)
@@ -57,10 +55,8 @@ def bridge(options: argparse.Namespace) -> None:
 
         seconds = [slowest(comm, step) for _ in range(options.warm_up + options.steps)]
         loss = mean(grid, losses[-1].detach()).item()
-        case = bench.Case(GEMM, GEMM, GEMM, dtype="float32")
-        rate = bench.core_rate(grid, case, case.product)
         if grid.rank == 0:
-            print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": loss, "gflops": rate}))
+            print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": loss}))
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -100,22 +96,19 @@ def main() -> int:
     if options.bridge:
         bridge(options)
         return 0
-    everyone, rates = [*ONE, *TWO], []
+    everyone = [*ONE, *TWO]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in everyone}
     for turn in range(options.rounds):
         for name in everyone[turn:] + everyone[:turn]:
             runs[name].append(run(name, options))
             print(f"round {turn + 1} of {options.rounds}: {name:16} {1e3 * median(runs[name][-1]['seconds']):8.1f} ms",
                   file=sys.stderr, flush=True)
-        rates.append(torch_rivals.gemm_gflops())
     print(f"{options.layers} layers, width {options.width}, batch {options.batch}, float32; medians of "
           f"{options.rounds} rounds of {options.steps} steps; above 1: this is faster\n")
     print(table(ONE, runs), "", table(TWO, runs), sep="\n")
-    own = median(result["gflops"] for name in everyone for result in runs[name] if "gflops" in result)
-    print(f"\nGEMM of one core: {own:.0f} GFLOP/s by the bridge's BLAS, {median(rates):.0f} by torch's")
     losses = {name: results[-1]["final_loss"] for name, results in runs.items()}
     differ = [name for name, loss in losses.items() if abs(loss / losses[ONE[0]] - 1) > TOLERANCE]
-    print(f"loss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
+    print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
     return len(differ)
 
 
