@@ -18,8 +18,6 @@ from .numpy_library import DEVICE_ELEMENTS, Array, NumpyLibrary
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-CHUNK = 2**16
-"""Numbers that are made at a time on the host: what they take on their way stays in a core's cache."""
 DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 
@@ -64,7 +62,7 @@ def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribut
 
 def _pieces(library: NumpyLibrary, out: Array, box: Box, columns: int) -> Iterator[tuple[Array, Array]]:
     """(Some rows of `out`, the indices of their elements), one after the other."""
-    cols, most = library.words(box.c0, box.c1), CHUNK if library.on_host else DEVICE_ELEMENTS
+    cols, most = library.words(box.c0, box.c1), library.slice_elements or DEVICE_ELEMENTS
     step = max(1, most // max(1, box.c1 - box.c0))
     for start in range(0, out.shape[0], step):
         part = out[start : start + step]

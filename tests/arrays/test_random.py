@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import to_library, to_numpy
 
 from pmm3d import Pmm3dError
-from pmm3d.arrays import library_named, random
+from pmm3d.arrays import NumpyLibrary, library_named, random
 from pmm3d.layout import EMPTY, Box
 
 SHAPE = 40, 33
@@ -28,9 +28,9 @@ def test_a_block_is_cut_out_of_the_whole(r0, r1, c0, c1, dtype):
 
 
 def test_large_blocks_are_filled_in_pieces():
-    box = Box(5, 9, 0, 3 * random.CHUNK + 1)
-    whole = filled(Box(0, 10, 0, 3 * random.CHUNK + 1), columns=3 * random.CHUNK + 1)
-    assert np.array_equal(filled(box, columns=3 * random.CHUNK + 1), whole[5:9])
+    columns = 3 * library_named("numpy").slice_elements + 1
+    whole = filled(Box(0, 10, 0, columns), columns=columns)
+    assert np.array_equal(filled(Box(5, 9, 0, columns), columns=columns), whole[5:9])
 
 
 def test_elements_far_out_are_drawn_too():
@@ -76,7 +76,7 @@ def test_bits_are_the_same_in_every_library(library):
 
 @pytest.mark.parametrize("library", ["torch", "standin"])
 def test_a_device_draws_what_the_host_draws(library, monkeypatch):
-    monkeypatch.setattr(random, "CHUNK", 100)
+    monkeypatch.setattr(NumpyLibrary, "slice_elements", 100)
     monkeypatch.setattr(random, "DEVICE_ELEMENTS", 100)
     box, columns = Box(2**33, 2**33 + 40, 5, 38), 2**20
     for dtype in ("float16", "float32", "float64", "complex64"):

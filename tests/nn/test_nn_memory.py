@@ -6,8 +6,9 @@ import pytest
 from networks import INPUT, Case, batch_of, network_of, on_each_grid, spread
 
 from pmm3d import nn
+from pmm3d.arrays import NumpyLibrary
 from pmm3d.layout import batch_layout
-from pmm3d.nn import compute, optim
+from pmm3d.nn import optim
 
 MEBIBYTE = 2**20
 CASE = Case((800, 750, 800, 300), 800, "gelu", True, "mse")
@@ -67,7 +68,7 @@ def largest_block(net) -> int:
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """Elementwise operations go through slices of 256 KiB, some at once. Smaller here, so the peak shows the rest."""
-    monkeypatch.setattr(compute, "CHUNK", 2**12)
+    monkeypatch.setattr(NumpyLibrary, "slice_elements", 2**12)
 
 
 def test_the_steady_state_of_training_allocates_nothing_large(comm):
