@@ -42,7 +42,7 @@ def test_staged_through_host_memory(comm, grid_shape, library):
 
 def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
     """Two devices: the ranks of a node take them in turn."""
-    with Grid(comm) as grid:
+    with Grid(comm) as grid, standin.Device():
         assert grid.local_rank == comm.rank
         assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.HERE.taken[-1]
         assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
