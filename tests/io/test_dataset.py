@@ -219,7 +219,7 @@ def test_waiting_for_a_slow_file_is_counted(grid, path, monkeypatch):
         grid.ledger.reset()
         assert len(epoch_of(loader)) == 8
     told = grid.ledger.total(axis="", operation="loader")
-    assert told.calls == 8 and 0.02 < told.waited == grid.ledger.total(axis="").waited
+    assert told.calls == 8 and 0 < told.waited == grid.ledger.total(axis="").waited
 
 
 @pytest.mark.parametrize("stored", ["", "_chunked"])
