@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .environment import tasks_on_node
 
@@ -113,6 +115,16 @@ def loaded_blas() -> Blas:
     library = scipy_first[0]
     return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
                 library["num_threads"])
+
+
+def blas_of(library: Any) -> Blas:
+    """The BLAS that multiplies a library's arrays in host memory: torch has its own; for all else `loaded_blas`."""
+    if library.name != "torch" or not library.on_host:
+        return loaded_blas()
+    torch = library.xp
+    name = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    return Blas(f"{name[1] if name else 'BLAS'} of torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),
+                torch.get_num_threads())
 
 
 def cores() -> frozenset[int]:

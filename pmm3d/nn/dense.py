@@ -76,14 +76,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     inner, outer = x.layout.units[1] if sharded is None else weight.layout.units[0], weight.layout.units[1]
     x = _split_over(x, k, n, inner)
     row_unit, rows = x.layout.units[0], tuple([axis for axis in x.layout.rows if axis != n])
+    tf32 = isinstance(weight, Parameter) and weight.precision.tf32
     if sharded is None:
         weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
     if bias is not None:
         bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
     output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None,
-                         sharded is not None and sharded.precision.tf32)
+                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32)
     inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)

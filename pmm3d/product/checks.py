@@ -154,6 +154,15 @@ def scalar(name: str, value: Any, dtype: str) -> complex:
     raise DTypeError(f"matmul: {name} is {value!r}, which cannot scale a {dtype} matrix")
 
 
+def check_tf32(tf32: Any, a: StoredMatrix) -> None:
+    """Raises DTypeError where `matmul` cannot round factors, or would not."""
+    if not isinstance(tf32, bool):
+        raise DTypeError(f"matmul: tf32 is True or False; got {tf32!r}")
+    if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
+        raise DTypeError(f"matmul: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
+                         f"{a.library.kind}. Leave it out, or use library=\"cupy\" or \"torch:cuda\"")
+
+
 def check_options(panels: Any, max_workspace: Any) -> None:
     """Raises LayoutError for options of `matmul` that are none."""
     try:

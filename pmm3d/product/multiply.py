@@ -10,7 +10,7 @@ from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
 from ..model.planning import plan_product
-from .checks import check_operands, check_options, grid_of, scalar, signature_of
+from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .panels import OperandPanels, ResultStrips
 from .plans import RecentPlans
 from .redistribute import move_into
@@ -45,9 +45,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     memory of its own.
 
     Raises, on every rank: LayoutError if the sizes do not match or out is read-only or an operand, or one of partial
-    sums, GridError for
-    operands on different grids, DTypeError for mixed types, MemoryLimitError, DisagreementError if the ranks passed
-    different things.
+    sums, GridError for operands on different grids, DTypeError for mixed types and for tf32 on the host or of other
+    types, MemoryLimitError, DisagreementError if the ranks passed different things.
 
         >>> from pmm3d import DistMatrix, Grid, Layout, matmul
         >>> with Grid() as grid:
@@ -66,6 +65,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
         with grid.together("matmul", *passed):
             check_operands(a, b, out, beta)
             check_options(panels, max_workspace)
+            check_tf32(tf32, a)
             alpha, beta = scalar("alpha", alpha, a.dtype), scalar("beta", beta, a.dtype)
             turned = out is not None and out.order == "F"
             first, second = (b.T, a.T) if turned else (a, b)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from pmm3d.arrays import library_named
 from pmm3d.model import machine
 
 AVX512 = "avx512f avx512dq avx512cd avx512bw avx512vl"
@@ -90,6 +91,14 @@ def test_the_blas_in_use_is_found():
     importlib.import_module("numpy")
     found = machine.loaded_blas()
     assert found.name and found.threads >= 1
+
+
+def test_torch_arrays_are_multiplied_by_a_blas_of_torchs_own():
+    torch = importlib.import_module("torch")
+    found = machine.blas_of(library_named("torch"))
+    assert found.name.endswith(" of torch") and (found.version, found.threads) == (torch.__version__,
+                                                                                   torch.get_num_threads())
+    assert machine.blas_of(library_named("numpy")) == machine.loaded_blas()
 
 
 def test_figures_of_this_process():

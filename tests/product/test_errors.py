@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from samples import integers
+from samples import integers, to_library, to_numpy
 
 from pmm3d import (
     DisagreementError,
@@ -98,6 +98,24 @@ def test_bad_options_of_a_product(square, fails):
     fails(LayoutError, "beta needs out=", lambda: matmul(square, square, beta=1))
     for panels in (0, -1, 2.5):
         fails(LayoutError, "panels is a number of at least 1", lambda: matmul(square, square, panels=panels))
+
+
+def test_tf32_where_nothing_would_be_rounded(grid, square, fails):
+    fails(DTypeError, "tf32 is True or False; got 'no'", lambda: matmul(square, square, tf32="no"))
+    single = DistMatrix.from_global(grid, integers((6, 6), "float32"))
+    fails(DTypeError, "tf32 rounds float32 .* these are float32 matrices of numpy",
+          lambda: matmul(single, single, tf32=True))
+    double = DistMatrix.from_global(grid, to_library(integers((6, 6)), "standin"))
+    fails(DTypeError, "these are float64 matrices of standin", lambda: matmul(double, double, tf32=True))
+
+
+@several
+def test_a_product_rounds_to_tf32_on_a_device(grid):
+    """1 + 2^-12 has no tf32."""
+    x = DistMatrix.from_global(grid, to_library(np.full((6, 6), 1 + 2.0**-12, "float32"), "standin"))
+    for tf32, value in ((True, 6), (False, 6 * (1 + 2.0**-12) ** 2)):
+        found = to_numpy(matmul(x, x, tf32=tf32).gather(), "standin")
+        assert np.allclose(found, value, 1e-6, 0)
 
 
 @several

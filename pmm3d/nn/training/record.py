@@ -80,7 +80,7 @@ class RunRecord:
     def _begin(self) -> None:
         run, grid = self._run, self._grid
         run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
-        blas = machine.loaded_blas()
+        blas = machine.blas_of(run.state.network.parameters()[0].library)
         nodes, devices = hosts(grid.comm, blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._begun, self._saving = time.perf_counter(), 0.0

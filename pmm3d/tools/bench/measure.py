@@ -82,7 +82,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     core = limit.gflops if known else max(limit.gflops, core_rate(grid, case, limit.shape))
     say("verification")
     check = _verified(case, a, b, c)
-    plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.loaded_blas()
+    plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.blas_of(a.library)
     nodes = hosts(grid.comm, blas.threads)
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
