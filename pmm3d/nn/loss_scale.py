@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from ..errors import Pmm3dError
-from .optimizer import NonFiniteGradientError, Optimizer
+from .optimizer import NonFiniteGradientError, Optimizer, clipping
 
 MOST_IN_A_ROW = 50
 """Steps that are skipped one after the other: what is not finite then is so at any scale."""
@@ -86,8 +86,3 @@ class LossScale:
         """Take what `state` gave; `every` and the bounds stay as they were given to this one."""
         self.value = min(self.most, max(self.least, float(state["value"])))
         self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))
-
-
-def clipping(norm: float, clip: float | None) -> float:
-    """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
-    return clip / norm if clip and norm > clip else 1.0
