@@ -137,6 +137,10 @@ class TorchLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
 
+    def square_sums(self, rows: Array) -> Array:
+        wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
+        return self.xp.linalg.vector_norm(rows, dim=1, **wide).double().square()
+
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False) -> None:
         if self.on_host and self.dtype(a) == "float16":

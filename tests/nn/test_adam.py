@@ -20,6 +20,22 @@ class AsOnDevice(TorchLibrary):
     on_host = False
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
+def test_the_kernel_of_torch_takes_the_steps_of_sgd(options, library=AsOnDevice("cpu")):
+    drawn, found = np.random.default_rng(0), []
+    arrays = [drawn.standard_normal(1001).astype("float32") for _ in range(2)] + [np.zeros(1001, "float32")]
+    with Grid(shape="ddp") as grid:
+        optimizer = optim.SGD(nn.Linear(grid, 2, 2).parameters(), lr=0.1, weight_decay=0.2, **options)
+        for change in (lambda xp, *each: optimizer.update(xp, *each),
+                       lambda xp, *each: optimizer._by_torch(library.xp, *each)):
+            weight, gradient, momentum = (library.from_numpy(each.copy(), "float32") for each in arrays)
+            for _ in range(3):
+                change(library.xp, weight, gradient, *([momentum] if options else []))
+            found.append((weight.numpy(), momentum.numpy()))
+    assert np.abs(found[0][0] - arrays[0]).max() > 0.1
+    assert all(np.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(*found))
+
+
 @pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("float64", 1e-14)])
 def test_kernels_of_torch_take_adams_steps(dtype, error, library=AsOnDevice("cpu")):
     face, drawn = library_named(library), np.random.default_rng(0)

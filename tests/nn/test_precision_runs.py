@@ -36,7 +36,8 @@ def data(shared_path, comm):
 def config(data, precision, library="torch", epochs=1, **training):
     sections = {"data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
                 "network": {"hidden": [24], "library": library}, "grid": training.pop("grid", {}),
-                "schedule": training.pop("schedule", {}), "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0},
+                "schedule": training.pop("schedule", {}),
+                "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0},
                 "training": {"folder": str(data.with_name("run")), "epochs": epochs, "log_every": 1,
                              "precision": precision, **training}}
     return checked(sections)
