@@ -40,7 +40,7 @@ class SGD(Optimizer):
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
         if has_kernel(library_of(weight), weight, gradient, *state):
-            self._by_torch(xp, weight, gradient, *state)
+            self._by_torch(library_of(weight).xp, weight, gradient, *state)
             return
         if self.weight_decay:
             gradient = gradient + self.weight_decay * weight
@@ -75,7 +75,6 @@ class Adam(Optimizer):
     """
 
     state_names = ("mean", "square")
-    decoupled = False
     betas, eps = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
