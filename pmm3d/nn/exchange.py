@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..io.checkpoint import Checkpoint
 from ..io.disk import file_errors
-from ..io.shards import MASTER
+from ..io.shards import CHECKPOINT_FILE
 from ..product import DistMatrix
 from .in_torch import torch_lines
 from .masters import StoredAs, is_state, master_of
@@ -136,4 +136,4 @@ def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
 def _place_of(path: Path) -> tuple[Path, bool]:
     """(the folder of checkpoints, whether the path is itself a checkpoint), as the file system has it."""
     folder = path / "checkpoints"
-    return folder if folder.is_dir() else path, os.path.lexists(path / MASTER)
+    return folder if folder.is_dir() else path, os.path.lexists(path / CHECKPOINT_FILE)

@@ -255,8 +255,7 @@ class Optimizer:
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises
         NonFiniteGradientError, on every rank, where that is infinite or NaN."""
-        if not norm > 0:
-            raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
+        check_clip(norm)
         before = self.gradient_norm()
         _check_finite(before)
         self.clip_from(before, norm)
@@ -344,6 +343,12 @@ def _take_written(xp: ModuleType, library: NumpyLibrary, weight: Array, master: 
     kept, given = library.dtype(master), library.dtype(weight)
     rounded = library.astype(master, given)
     master[...] = xp.where(rounded == weight, master, library.astype(weight, kept))
+
+
+def check_clip(norm: float) -> None:
+    """Raises Pmm3dError for what gradients cannot be clipped to."""
+    if not norm > 0:
+        raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
 
 
 def _check_finite(norm: float) -> None:
