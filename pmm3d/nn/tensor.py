@@ -146,7 +146,7 @@ class Tensor:
         counted = uses(node)
         start = self._start(gradient, scale)
         scaled = None if gradient is not None else float(scale)
-        with self.tape.parallel.backward(self.tape.syncing, counted, scaled), _overflowing(counted, scale):
+        with _overflowing(counted, scale), self.tape.parallel.backward(self.tape.syncing, counted, scaled):
             if node.leaf is None:
                 propagate(node, start)
             else:
