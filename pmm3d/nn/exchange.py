@@ -19,8 +19,9 @@ from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..product import DistMatrix
 from .in_torch import torch_lines
-from .masters import StoredAs, is_state, master_of
+from .masters import is_state
 from .module import Module
+from .stored import fill
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 
@@ -80,7 +81,7 @@ def load_weights(network: Module, path: StrPath) -> Path:
     """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), or from a
     .safetensors file, in torch's names. An optimizer's state that is there too is left out. Returns what was read.
 
-    Weights of low precision are taken from their float32 masters, where the network is of float32, and the other way
+    Weights of low precision become float32 with what their optimizer kept of them (the remainders), and the other way
     round. Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes
     or types are not those of the network. A network of one's own settles first (`Module.settle`).
 
@@ -107,14 +108,7 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints) -> Non
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
-    stored, wider = StoredAs.of(found.contents, matrices), dict[str, DistMatrix]()
-    for name in stored.rounded:
-        source = master_of(name) if master_of(name) in found.contents else name
-        wider[source] = DistMatrix.empty(network.grid, matrices[name].shape, dtype=found.contents[source][1],
-                                         layout=matrices[name].layout, library=matrices[name].library)
-    keeper.fill(found, {**stored.matrices, **wider}, partial=True)
-    for name, matrix in zip(stored.rounded, wider.values()):
-        matrices[name].local[...] = matrix.local
+    fill(keeper, found, matrices, partial=True)
     network.loaded()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Pmm3dError
-from .optimizer import NonFiniteGradientError, Optimizer, check_clip
+from .optimizer import NonFiniteGradientError, Optimizer, check_clip, clipping
 from .parallel import Parallel
 
 MOST_IN_A_ROW = 50
@@ -114,8 +114,3 @@ class LossScale:
         """Take what `state` gave; `every` and the bounds stay as they were given to this one."""
         self.value = min(self.most, max(self.least, float(state["value"])))
         self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))
-
-
-def clipping(norm: float, clip: float | None) -> float:
-    """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
-    return clip / norm if clip is not None and norm > clip else 1.0

@@ -32,7 +32,7 @@ def whole(matrix):
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_small_changes_are_not_lost(comm, dtype, library):
-    """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the master weights."""
+    """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the remainders."""
 
     def check(grid):
         net = nn.MLP(grid, SIZES, nn.gelu, dtype=dtype, library=library)
@@ -42,8 +42,8 @@ def test_small_changes_are_not_lost(comm, dtype, library):
             nn.mse(net(x), y).backward()
             optimizer.step()
         after, kept = weights_of(net)["0.weight"], optimizer.matrices()
-        assert {kept[f"optimizer/0.weight/{name}"].dtype for name in ("mean", "square", "master")} == {"float32"}
-        master = whole(kept["optimizer/0.weight/master"])
+        assert {kept[f"optimizer/0.weight/{name}"].dtype for name in ("mean", "square", "remainder")} == {"float32"}
+        master = after + whole(kept["optimizer/0.weight/remainder"])
         assert np.mean(master == before) < 0.05 and np.mean(after == before) < 0.5
         assert np.abs(master - after).max() <= 2.0**-9 * np.abs(master).max()
 
@@ -52,29 +52,35 @@ def test_small_changes_are_not_lost(comm, dtype, library):
 
 @pytest.mark.parallel([1])
 @pytest.mark.parametrize("dtype, library", LOW)
-@pytest.mark.parametrize("master, change", [("float32", 2.0**-24), ("float64", 2.0**-25)])
-def test_a_weight_of_1_moves(comm, dtype, library, master, change):
-    """By changes that no low precision has beside 1, and float32 down to a unit of its last place. Once they are enough
-    the weight that is multiplied follows."""
+@pytest.mark.parametrize("decay", [0, 2.0**-20])
+def test_a_weight_of_1_moves(comm, dtype, library, decay):
+    """By changes of 2^-25, half a unit in the last place of float32, and to the bit: 64 of them are 2^-19. Once they
+    are enough the weight that is multiplied follows."""
     with Grid(comm) as grid:
-        layer = nn.Linear(grid, 1, 1, bias=False, library=library, precision=Precision(dtype, master=master))
-        layer.weight.stored.local[...] = 1
-        optimizer, steps = optim.SGD(layer.parameters(), lr=change), 64
+        layer = nn.Linear(grid, 1, 1, bias=False, library=library, precision=dtype)
+        weight, change, spacing = layer.weight, 2.0**-25, 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+        weight.stored.local[...] = 1
+        optimizer = optim.SGD(layer.parameters(), lr=change, weight_decay=decay)
         one = spread(grid, np.ones((1, 1)), INPUT, library, "float32")
-        for _ in range(steps):
-            layer(one).backward(spread(grid, np.ones((1, 1)), batch_layout("x"), library, dtype))
-            optimizer.step()
-        kept = optimizer.matrices()["optimizer/weight/master"]
-        assert (kept.dtype, kept.local.item()) == (master, 1 - steps * change)
-        assert float(layer.weight.local[0, 0]) == 1
-        kept.local[...] = 1 - 2.0**-8 + 2.0**-13
-        optimizer.round_masters()
-        assert float(layer.weight.local[0, 0]) == (1 - 2.0**-8 if dtype == "bfloat16" else 1 - 2.0**-8 + 2.0**-11 * 0)
+
+        def total(steps):
+            for _ in range(steps):
+                layer(one).backward(spread(grid, np.ones((1, 1)), batch_layout("x"), library, dtype))
+                optimizer.step()
+            remainder = optimizer.matrices()["optimizer/weight/remainder"]
+            assert remainder.dtype == "float32" and abs(remainder.local.item()) <= spacing
+            return float(weight.local[0, 0]) + remainder.local.item()
+
+        assert 0 <= 1 - 64 * change * (1 + decay) - total(64) + decay <= 2 * decay
+        assert float(weight.local[0, 0]) == 1
+        optimizer.matrices()["optimizer/weight/remainder"].local[...] = -spacing / 2
+        assert abs(total(64) - (1 - spacing / 2 - 64 * change * (1 + decay))) <= decay
+        assert float(weight.local[0, 0]) == 1 - spacing
 
 
 @pytest.mark.parallel([1, 2, 4])
 def test_what_is_written_to_a_weight_counts(comm):
-    """The master weights follow, whoever wrote, and however."""
+    """What the old weight lacked is forgotten, whoever wrote, and however."""
 
     def check(grid):
         layer = nn.Linear(grid, 8, 4, bias=False, precision="float16")
@@ -84,7 +90,8 @@ def test_what_is_written_to_a_weight_counts(comm):
             layer.weight.stored.local[...] = value
             nn.mse(layer(x), spread(grid, np.zeros((4, 4)), batch_layout(None), dtype="float32")).backward()
             optimizer.step()
-            assert np.abs(whole(optimizer.matrices()["optimizer/weight/master"]) - value).max() < 0.5
+            lacking = whole(optimizer.matrices()["optimizer/weight/remainder"])
+            assert 0 < np.abs(lacking).max() < 2.0**-10 and np.abs(whole(layer.weight.value) - value).max() < 0.5
 
     on_each_grid(comm, check, GRIDS[comm.size])
 

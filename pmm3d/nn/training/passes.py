@@ -18,8 +18,9 @@ from .. import loss as losses
 from ..compute import changed
 from ..dry import Facts
 from ..layers import Module
-from ..loss_scale import LossScale, clipping
+from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
+from ..optimizer import clipping
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
 from .agreed import Agreed, step_agreement
