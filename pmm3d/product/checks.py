@@ -154,12 +154,12 @@ def scalar(name: str, value: Any, dtype: str) -> complex:
     raise DTypeError(f"matmul: {name} is {value!r}, which cannot scale a {dtype} matrix")
 
 
-def check_tf32(tf32: Any, a: StoredMatrix) -> None:
-    """Raises DTypeError where `matmul` cannot round factors, or would not."""
+def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
+    """Raises DTypeError where that operation cannot round factors, or would not. a: a matrix, or what has its type."""
     if not isinstance(tf32, bool):
-        raise DTypeError(f"matmul: tf32 is True or False; got {tf32!r}")
+        raise DTypeError(f"{what}: tf32 is True or False; got {tf32!r}")
     if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
-        raise DTypeError(f"matmul: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
+        raise DTypeError(f"{what}: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
                          f"{a.library.kind}. Leave it out, or use library=\"cupy\" or \"torch:cuda\"")
 
 
