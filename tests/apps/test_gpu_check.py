@@ -123,23 +123,38 @@ def test_a_check_that_dies_or_hangs_is_told_of_and_the_rest_goes_on(package, tmp
 
 
 def test_what_cannot_be_run_is_not_passed_over(package, tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY)
     jobs, case = package["jobs"], package["outcome"].Case
     pair = [case("one", 1, "numpy", "deadly.good"), case("two", 2, "numpy", "deadly.good")]
     late = [outcome.said for outcome in jobs.Runner(LAUNCHER, tmp_path, time.monotonic() - 1).run(pair)]
     assert late == ["the time was used up"] * 2
+    slow = [case("first", 1, "numpy", "deadly.good"), case("under way", 1, "numpy", "deadly.hangs"),
+            case("same job", 1, "numpy", "deadly.good"), case("next job", 2, "numpy", "deadly.good")]
+    ends = jobs.Runner(LAUNCHER, tmp_path, time.monotonic() + 100, environ(tmp_path, ROOT / "apps"))
+    ended = []
+    for outcome in ends.run(slow):
+        ended.append((outcome.case.name, outcome.state, outcome.said))
+        ends.deadline = min(ends.deadline, time.monotonic() + 1)  # which passes in the middle of the job
+    assert ended == [("first", "ok", "fine"), *((name, "not run", "the time was used up") for name in
+                                               ("under way", "same job", "next job"))]
     alone = list(jobs.Runner([], tmp_path, time.monotonic() + 60).run(pair[1:]))
     assert alone[0].state == "not run" and "GPU_MPIEXEC" in alone[0].said
     assert package["report"].Report({}, alone).failed == alone
 
 
-def test_without_a_gpu_it_says_so_and_ends_well(package, capsys):
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+@pytest.mark.parametrize("driver,code,said", [
+    ("exit 9", 0, "gpu-check: no GPU here, nothing was checked (torch:cuda: sees no device; cupy: "),
+    ("echo 0, NVIDIA H200, 580.1, 143771 MiB, 0, 1980 MHz, 700 W", 2,
+     "gpu-check: the driver has NVIDIA H200, but neither torch nor cupy of ")])
+def test_without_a_gpu_that_can_be_used_it_says_so(tmp_path, driver, code, said):
+    """The driver's tool is made up, and devices are hidden: so on a machine that has some. make's code is 2."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{driver}\n")
+    tool.chmod(0o755)
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = subprocess.run(["make", "-s", "gpu-check", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
                           text=True, timeout=120, env=os.environ | variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("gpu-check: no GPU here, nothing was checked (torch:cuda: sees no device; cupy: ")
-    hidden = package["main"]._nothing_to_check([{"name": "NVIDIA H200"}], {"cupy": "is not installed"})
-    assert hidden == 1 and "the driver has NVIDIA H200, but neither torch nor cupy" in capsys.readouterr().err
+    assert (done.returncode, (done.stderr if code else done.stdout).startswith(said)) == (code, True), done
 
 
 def test_only_wheels_that_are_missing_are_unpacked(package, tmp_path):
