@@ -144,8 +144,8 @@ def _staged(library: str, sizes: Sizes) -> Iterator[Case]:
 
 
 def _of_each(library: str, ranks: int, precisions: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(precision, transport): each precision by the transport that is found; float32, and the library's type of 2 bytes,
-    by each of them."""
+    """(precision, transport): each precision by the transport that is found; float32, and the library's type of 2
+    bytes, by each of them."""
     transports = TRANSPORTS if _on_device(library) and ranks > 1 else ()
     for transport in ("auto", *transports):
         for precision in precisions if transport == "auto" else ("float32", _low(library)):
