@@ -33,6 +33,7 @@ cuda = SimpleNamespace(
     runtime=SimpleNamespace(
         getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device, setDevice=set_device,
         getDeviceProperties=lambda number: {"name": b"stand-in"},
+        runtimeGetVersion=lambda: 13000,
         deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
         **CUDA_TYPES,
     ),
