@@ -184,6 +184,7 @@ class Engine:
                 self._computing.wait()
                 with self._lock:
                     if self._computing.is_set() and not self._closed:
+                        self.transport.bind()
                         self._progress()
                 time.sleep(HELPER_SECONDS)
 
