@@ -17,6 +17,9 @@ from .low_precision import WorkArrays, check_gemm_types
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
 
+PORTABLE = 1
+"""cudaHostRegisterPortable: for every device."""
+
 
 @dataclass(frozen=True)
 class DeviceLibrary(NumpyLibrary):
@@ -102,6 +105,12 @@ class DeviceLibrary(NumpyLibrary):
 
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def pin(self, memory: np.ndarray) -> None:
+        self.xp.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
+
+    def unpin(self, memory: np.ndarray) -> None:
+        self.xp.cuda.runtime.hostUnregister(memory.ctypes.data)
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
