@@ -110,7 +110,7 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
         if matrix is not None and matrix.grid is not a.grid:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
                             f"bring it over with {name}.redistribute(layout, grid)")
-    check_one_device("matmul", *(matrix.local for matrix in (a, b, out) if matrix is not None))
+    check_one_device("matmul", *(matrix.memory for matrix in (a, b, out) if matrix is not None))
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
     if a.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"matmul: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
@@ -124,9 +124,11 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
     if out.layout.on(out.grid.shape).sums:
         raise LayoutError(f"matmul: out is of partial sums, {out.layout}; a product has none: pass an out in "
                           "out.layout.summed, or none at all and redistribute what comes back")
-    if not out.library.writable(out.local):
+    if out.conjugated:
+        raise LayoutError("matmul: out is a conjugated view, which is not written to; pass a matrix")
+    if not out.writable:
         raise LayoutError("matmul: out is read-only")
-    if any(a.library.share_memory(out.local, matrix.local) for matrix in (a, b)):
+    if any(a.library.share_memory(out.memory, matrix.memory) for matrix in (a, b)):
         raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
 
 
