@@ -116,6 +116,8 @@ def test_one_scale_for_two_optimizers(comm, fails):
         for clip in (0, -1.0):
             fails(Pmm3dError, "clip: the norm is a positive number; got", lambda: scale.step(*optimizers, clip=clip))
         fails(Pmm3dError, "of which optimizers", lambda: scale.step())
+        for factor in (0, inf, nan):
+            fails(Pmm3dError, "step: the factor is a positive number", lambda: optimizers[0].step(factor=factor))
         assert scale.step(*optimizers)
 
     on_each_grid(comm, check, GRIDS[comm.size][:1])
