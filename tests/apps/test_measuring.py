@@ -45,5 +45,5 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(measuring, c
 
 def test_a_program_that_fails_is_told_of_by_its_own_words(measuring):
     program = "import sys; sys.exit('pmm3d: LayoutError: too wide\\n' + 'the launcher: it ended\\n' * 9)"
-    with pytest.raises(measuring.ProgramError, match=r"ended with status 1: \['pmm3d: LayoutError: too wide'\]"):
+    with pytest.raises(measuring.ProgramError, match="ended with status 1: pmm3d: LayoutError: too wide$"):
         measuring.output_of([sys.executable, "-c", program], os.environ)
