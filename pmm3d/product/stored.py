@@ -27,6 +27,8 @@ class StoredMatrix:
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(local)
         grid.everyone.settle(self.library)
+        if (wrong := grid.transport.misplaced(self.library, [local])) is not None:
+            raise wrong
         self.dtype = self.library.dtype(local)
 
     @property
