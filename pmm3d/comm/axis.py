@@ -134,8 +134,7 @@ class Axis:
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
-        if not library.on_host and (wrong := self._engine.transport.misplaced(library, arrays)) is not None:
-            raise wrong
+        self._engine.transport.check_place(library, *arrays)
         return self.begin(name, forms.following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
@@ -184,8 +183,7 @@ class Axis:
             transport, stream, mode = self._engine.transport, None, ""
             if library is not None and not library.on_host:
                 mode = self.settle(library)
-                if (misplaced := transport.misplaced(library)) is not None:
-                    raise misplaced
+                transport.check_place(library)
                 stream = transport.communication_stream(library, self.name if mode == "nccl" else "")
             record = self.next_record(name)
             tag = 1 + record.number % LARGEST_TAG

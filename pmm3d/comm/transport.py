@@ -102,6 +102,11 @@ class Transport:
                              f"for there has no order with it. {remedy}")
         return None
 
+    def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:
+        """Raises what is `misplaced`."""
+        if (wrong := self.misplaced(library, arrays)) is not None:
+            raise wrong
+
     def current(self) -> AbstractContextManager[Any]:
         """As a context: the device of the last collective on device arrays is this thread's, which is bound to it. A
         thread that only asks for events would else take some hundred MB of the first device."""

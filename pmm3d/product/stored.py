@@ -27,8 +27,7 @@ class StoredMatrix:
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(local)
         grid.everyone.settle(self.library)
-        if (wrong := grid.transport.misplaced(self.library, [local])) is not None:
-            raise wrong
+        grid.transport.check_place(self.library, local)
         self.dtype = self.library.dtype(local)
 
     @property
