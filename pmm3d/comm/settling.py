@@ -16,7 +16,8 @@ from ..errors import GridError, Pmm3dError
 from . import device_trial
 from .agreement import Terms, agree, everywhere
 from .device_trial import Outcome
-from .nccl import ID_BYTES, Nccl, binding_for, new_identity
+from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
+from .pinned import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 
@@ -53,6 +54,8 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
         if news and not found.direct and link.record.members[link.rank] == 0:
             logger.warning("%s: device memory goes through pinned host memory", why)
     transport.mode, transport.why = mode, f"{mode}: {why}"
+    if mode == "staged" and mode not in transport.settled.values():
+        yield from prepare(link, library, of_all)
     if of_all:
         transport.settled[library.kind] = mode
     return mode
@@ -83,6 +86,9 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
     made: list[Nccl] = []
     with link.transport.current():  # of which NCCL's communicator is
         error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
+    yield from agree(link, "device_transport nccl", "", Terms("", error=error))
+    stream = link.transport.communication_stream(library).own
+    error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     return made[0]
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # loaded for arrays of a device only
     from ..arrays.streams import Stream
     from .device_trial import Outcome
     from .nccl import Nccl
+    from .pinned import Pinned
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
@@ -58,8 +59,14 @@ class Transport:
     settled     kind of library -> mode, where all ranks of the grid have agreed on it; else it is the axis's own
     outcomes    kind of library -> that of the trial whether MPI takes device pointers
     library     of the last device arrays;   device: on which this rank has them
+    pinned      host memory through which staged messages go;   moved: pieces of them that got on, so far
+    failed      exchanges that ended with an error, whose memory MPI or the device may still use
+    turn        the last collective that was begun with NCCL
     """
 
+    pinned: Pinned | None = None
+    moved = 0
+    turn: Turn | None = None
     library: NumpyLibrary | None = None
     device: Device | None = None
 
@@ -71,7 +78,7 @@ class Transport:
         self.workspace, self.processes, self.timeout = workspace, processes, timeout
         self.settled: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self._streams, self._bound = DeviceStreams(), threading.local()
+        self._streams, self._bound, self.failed = DeviceStreams(), threading.local(), list[Any]()
 
     def meet(self, library: NumpyLibrary) -> None:
         """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
@@ -80,11 +87,11 @@ class Transport:
         self.library, device = library, device_of(library)
         if self.device is None:
             self.device = device
-            self._streams.of(library, "")
+            self._streams.of(library)
 
-    def communication_stream(self, library: NumpyLibrary, lane: str = "") -> CommunicationStream:
-        """For a collective that is begun now in this thread's current stream; those of a lane share a stream."""
-        return self._streams.of(library, lane)
+    def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
+        """For a collective that is begun now in this thread's current stream."""
+        return self._streams.of(library)
 
     def misplaced(self, library: NumpyLibrary, arrays: Sequence[Array] = ()) -> GridError | None:
         """What is wrong where arrays are not on the library's current device, or this is not the one that this rank has
@@ -130,7 +137,35 @@ class Transport:
 
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
-        return nullcontext() if library.on_host else self.communication_stream(library, "").own.current()
+        return nullcontext() if library.on_host else self.communication_stream(library).own.current()
+
+    def in_turn(self, collective: Collective[Result]) -> Collective[Result]:
+        """The collective, once all that were passed here before have ended: ranks ask NCCL for the same in the same
+        order, whatever axes they are of."""
+        before, self.turn = self.turn, Turn()
+        return _after(before, self.turn, collective)
+
+    def close(self) -> None:
+        """Give back what device memory went through. Nothing is under way any more."""
+        if self.pinned is not None:
+            self.workspace.allocated -= self.pinned.nbytes
+            self.pinned.close()
+            self.pinned = None
+
+
+class Turn:
+    """Whether a collective has ended; it does not hold the result."""
+
+    done = False
+
+
+def _after(before: Turn | None, own: Turn, collective: Collective[Result]) -> Collective[Result]:
+    try:
+        if before is not None:
+            yield [before]
+        return (yield from collective)
+    finally:
+        own.done = True
 
 
 class Link:
@@ -141,6 +176,7 @@ class Link:
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them
     mode     of the transport on this axis, for arrays of that device: the same to the collective's end
+    shared   rank of the grid -> pinned memory of it that this one sees, and that one knows it: to the end likewise
     nccl     the communicator that moves arrays of a device, in the mode of that name
     wrong    with the arrays of this rank, if anything is: the first agreement is to be told
     dry      whether it is a dry run's, which sends nothing
@@ -154,7 +190,7 @@ class Link:
         self.rank, self.size = comm.rank, comm.size
         self.comm, self.record, self.transport = comm, record, transport
         self.stream, self.check, self.mode, self.nccl, self.wrong = stream, check, mode, nccl, wrong
-        self.tag = tag
+        self.tag, self.shared = tag, {} if transport.pinned is None else transport.pinned.of_peers
 
     @property
     def workspace(self) -> Workspace:
@@ -215,7 +251,7 @@ class Link:
         if self.nccl is None:
             from .staging import Staging
 
-            yield [Staging(self.comm, self.tag, self.workspace, library, self.stream, sends, receives)]
+            yield [Staging(self, library, self.stream, sends, receives)]
         else:
             self.nccl.exchange(library, self.stream.own, sends, receives)
             yield []
