@@ -95,15 +95,15 @@ class Pinned:
             memory[:STATES_BYTES] = FREE
         self.leaving, self.coming, self.small = self._slots(memory)
 
-    def see(self, rank: int, pid: int, descriptor: int, inode: int) -> None:
-        """Have the memory of another process. Raises OSError, or the device's error, if that cannot be."""
+    def see(self, rank: int, pid: int, descriptor: int, inode: int) -> Slots:
+        """The `leaving` of another process. Raises OSError, or the device's error, if that cannot be."""
         if descriptor < 0:
             raise OSError(f"rank {rank} has none to share")
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         try:
             if os.fstat(opened).st_ino != inode:
                 raise OSError(f"rank {rank} has other memory there")
-            self.of_peers[rank] = self._slots(self._mapped(opened))[0]
+            return self._slots(self._mapped(opened))[0]
         finally:
             os.close(opened)
 
@@ -167,18 +167,20 @@ def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]
     rows = yield from agree(link, "staged transport", "", Terms(""), numbers=[pinned.descriptor, pinned.inode()])
     assert rows is not None
     others = [rank for rank in near if rank != link.rank]
-    error = _caught(partial(_see_all, pinned, {rank: near[rank] for rank in others}, rows))
+    found: dict[int, Slots] = {}
+    error = _caught(partial(_see_all, pinned, {rank: near[rank] for rank in others}, rows, found))
     seen = yield from agree(link, "staged transport", "", Terms(""), numbers=[error is None])
     assert seen is not None
     pinned.hide()
-    if error is not None or not seen[others].all():
-        pinned.of_peers.clear()
+    if error is None and seen[others].all():
+        pinned.of_peers = found
+    else:
         pinned.problem = pinned.problem or str(error or f"rank {others[int(np.argmin(seen[others]))]} could not")
 
 
-def _see_all(pinned: Pinned, near: dict[int, int], rows: np.ndarray) -> None:
+def _see_all(pinned: Pinned, near: dict[int, int], rows: np.ndarray, found: dict[int, Slots]) -> None:
     for rank, pid in near.items():
-        pinned.see(rank, pid, *rows[rank].tolist())
+        found[rank] = pinned.see(rank, pid, *rows[rank].tolist())
 
 
 def _caught(call: Callable[[], None]) -> Exception | None:

@@ -90,7 +90,7 @@ class Lane:
         assert link.transport.pinned is not None
         self.comm, self.tag, self.peer = link.comm, link.tag, peer
         self.pinned: Pinned = link.transport.pinned
-        self.shared = self.pinned.of_peers.get(link.record.members[peer])
+        self.shared = link.shared.get(link.record.members[peer])
         self.library, self.streams = library, streams
         self.left = deque(array.reshape(-1) for array in arrays)
         self.first: deque[Staged] = deque()

@@ -219,11 +219,20 @@ def trials(comm, monkeypatch):
     tried = []
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node {comm.rank // 2}")
     outcome = device_trial.Outcome(comm.rank < 2 * ((comm.size - 1) // 2), f"node {comm.rank // 2} does what it does")
-    monkeypatch.setattr(device_trial, "trial", lambda library: tried.append(library.name) or outcome)
+    monkeypatch.setattr(device_trial, "trial", lambda library, seconds: tried.append(library.name) or outcome)
     return tried
 
 
-@pytest.mark.parallel([1, 2, 5])
+@pytest.mark.parallel([1])
+def test_one_rank_tries_nothing(comm, trials):
+    """Nor does an axis of one."""
+    for transport in ("auto", "direct"):
+        with Grid(comm, device_transport=transport) as grid:
+            assert_products_are_right(grid, "standin_far")
+            assert trials == [] and grid.transport.why == f"{transport}: one rank sends nothing"
+
+
+@pytest.mark.parallel([2, 5])
 def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
     with Grid(comm, device_transport="auto") as grid:
         assert_products_are_right(grid, "numpy")
