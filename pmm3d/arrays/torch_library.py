@@ -159,6 +159,8 @@ class TorchLibrary(NumpyLibrary):
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
         dtype, of_result = self.dtype(a), self.dtype(c)
         check_gemm_types(dtype, self.dtype(b), of_result)
+        if 0 in c.shape:
+            return
         if self.on_host and dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
             return
