@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -18,6 +19,11 @@ from .low_precision import WorkArrays
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import TorchStream
 from .sums import rounded_gemm
+
+
+@cache
+def _torch() -> ModuleType:
+    return import_module("torch")
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class TorchLibrary(NumpyLibrary):
 
     @property
     def xp(self) -> ModuleType:
-        return import_module("torch")
+        return _torch()
 
     @property
     def memory(self) -> NumpyLibrary:
