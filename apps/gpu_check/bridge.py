@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from pmm3d import Grid
 
-from .arithmetic import TOLERANCE, relative_error
-from .outcome import Case, Wrong
+from .arithmetic import relative_error, within
+from .outcome import Case
 from .torch_step import device_of, torch
 
 STEPS = 5
@@ -33,9 +33,7 @@ def bridge_step(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
     losses = _trained(xp, plain, *_batch(xp, xp.float64), xp.mean, xp.nn.utils.clip_grad_norm_)
     expected = losses, _flat(plain.state_dict())
     of_losses, of_weights = (relative_error(*pair) for pair in zip(found, expected))
-    said = f"relative error of the losses {of_losses:.1e}, of the weights {of_weights:.1e}"
-    if not max(of_losses, of_weights) < TOLERANCE[precision]:
-        raise Wrong(f"{said}; allowed for {precision}: {TOLERANCE[precision]:g}")
+    said = within(max(of_losses, of_weights), precision, what="losses and weights")
     return said, {"error": max(of_losses, of_weights), "error of the losses": of_losses}
 
 
