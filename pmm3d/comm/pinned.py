@@ -79,7 +79,7 @@ class Pinned:
 
     def __init__(self, library: NumpyLibrary, ranks_of_host: int):
         count = min(SLOTS, max(FEWEST_SLOTS, HOST_BYTES // (ranks_of_host * PIECE_BYTES)))
-        self._counts, self._library = (count, count // 2, SMALL_SLOTS), library
+        self._counts, self._library = (count, max(1, count // 2), SMALL_SLOTS), library
         self.nbytes = STATES_BYTES + sum(slots * size for slots, size in self._sizes())
         self.of_peers: dict[int, Slots] = {}
         self.problem, self.descriptor = "", -1

@@ -20,6 +20,7 @@ from mpi4py import MPI
 from ..arrays import Array, NumpyLibrary
 from ..layout import itemsize
 from . import pinned
+from .communicator import OwnedComm
 from .device_streams import CommunicationStream
 from .pinned import FREE, READ, Pinned, Slots
 from .transport import Link
@@ -42,7 +43,7 @@ class Staging:
 
     def __init__(self, link: Link, library: NumpyLibrary, streams: CommunicationStream,
                  sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]):
-        self._transport = link.transport
+        self._link = link
         before = streams.own.record()
         for stream in (streams.down, streams.up):
             stream.wait_for(before)
@@ -57,11 +58,13 @@ class Staging:
         the end of the program: MPI and the device may still read it, or write there."""
         try:
             for lane in tuple(self._lanes):
-                self._transport.moved += lane.progress()
+                self._link.transport.moved += lane.progress()
                 if lane.ended:
                     self._lanes.remove(lane)
         except BaseException:
-            self._transport.failed.append(self)
+            self._link.transport.failed.append(self)
+            if isinstance(self._link.comm, OwnedComm):
+                self._link.comm.kept = True
             raise
         self._lanes.rotate(-1)  # they take turns for slots
         return not self._lanes
