@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from ..errors import Pmm3dError
@@ -182,12 +183,15 @@ class Engine:
             pass
 
     def _drive(self) -> None:
-        while not self._closed:
-            self._computing.wait()
-            with self._lock:
-                if self._computing.is_set() and not self._closed:
-                    self._progress()
-            time.sleep(HELPER_SECONDS)
+        """Of the helper thread, which no warning of numpy's may end: what a sum rounds is for its caller to look at."""
+        with np.errstate(all="ignore"):
+            while not self._closed:
+                self._computing.wait()
+                with self._lock:
+                    if self._computing.is_set() and not self._closed:
+                        self.transport.bind()
+                        self._progress()
+                time.sleep(HELPER_SECONDS)
 
     def idle(self) -> bool:
         return not self._active

@@ -3,6 +3,7 @@ below the 2 GiB that MPI counts and some networks take."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
@@ -22,6 +23,7 @@ from .processes import Processes
 
 if TYPE_CHECKING:  # loaded for arrays of a device only
     from ..arrays.devices import Device
+    from ..arrays.streams import Stream
     from .device_trial import Outcome
     from .nccl import Nccl
     from .pinned import Pinned
@@ -74,7 +76,7 @@ class Transport:
             raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
         self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
         self.workspace, self.processes, self.settled = workspace, processes, False
-        self._streams, self.failed = DeviceStreams(), list[Any]()
+        self._streams, self._bound, self.failed = DeviceStreams(), threading.local(), list[Any]()
 
     def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
         """For a collective along an axis that is begun now in this thread's current stream.
@@ -88,10 +90,25 @@ class Transport:
         return streams
 
     def current(self) -> AbstractContextManager[Any]:
-        """As a context: the device of the last collective on device arrays is this thread's. A thread that only asks
-        for events would else take some hundred MB of the first device."""
+        """As a context: the device of the last collective on device arrays is this thread's, which is bound to it. A
+        thread that only asks for events would else take some hundred MB of the first device."""
         last = self._streams.last
-        return nullcontext() if last is None else last.current()
+        if last is None:
+            return nullcontext()
+        if not self._is_bound(last):
+            with last.current():
+                self.bind()
+        return last.current()
+
+    def bind(self) -> None:
+        """This thread has the device for good: one in which MPI moves messages of device memory, whoever began them."""
+        last = self._streams.last
+        if last is not None and not self._is_bound(last):
+            last.bind()
+            self._bound.device = last.device
+
+    def _is_bound(self, stream: Stream) -> bool:
+        return getattr(self._bound, "device", None) == stream.device
 
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
