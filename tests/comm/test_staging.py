@@ -70,9 +70,9 @@ def test_what_comes_is_what_was_sent(comm, monkeypatch, without):
             total = grid.everyone.all_reduce(to_library(whole[comm.rank], "standin"))
             assert all([right() for _, right in reversed(going)])
             assert np.array_equal(to_numpy(total.wait(), "standin"), sum(whole))
-        seen = grid.transport.pinned.of_peers
+        seen = grid.transport.pinned.readers
         assert sorted(seen) == ([rank for rank in range(comm.size) if rank != comm.rank] if without == "nobody" else [])
-        said = {"nobody": "which the ranks of a host share", "one": "rank 1", "all": "memfd_create"}[without]
+        said = {"nobody": "which those of a host share", "one": "rank 1", "all": "memfd_create"}[without]
         assert said in grid.transport.why or (without == "one" and "memfd_create" in grid.transport.why)
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_cannot_see_the_others_memory_takes_the_messages(comm, monke
     see = pinned.Pinned.see
     monkeypatch.setattr(pinned.Pinned, "see", lambda own, *who: refused() if comm.rank == 0 else see(own, *who))
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
-        assert shifted(grid.x, comm.rank)[1]() and not grid.transport.pinned.of_peers
+        assert shifted(grid.x, comm.rank)[1]() and not grid.transport.pinned.readers
         said = "none is left" if comm.rank == 0 else "rank 0 could not"
         assert f"not shared between processes ({said})" in grid.transport.why
 
@@ -200,5 +200,5 @@ def test_a_wait_for_pieces_that_move_does_not_sleep(comm, monkeypatch):
 def test_pieces_that_move_are_told(comm, staged):
     assert shifted(staged.x, comm.rank)[1]()
     before = staged.transport.moved
-    assert shifted(staged.x, comm.rank, rows=800)[1]()  # 300 pieces, at most 6 of them at once
-    assert staged.transport.moved - before >= 50
+    assert shifted(staged.x, comm.rank, rows=800)[1]()  # 300 pieces, at most 8 of them at once
+    assert staged.transport.moved - before >= 30
