@@ -214,8 +214,12 @@ class Axis:
             record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
             return self._engine.start(self._counted(), record)
 
-    def keep(self, kept: bool) -> None:
+    @property
+    def kept(self) -> bool:
         """Whether the communicator is left to MPI when the grid is closed."""
+        return self._comm.kept
+
+    def keep(self, kept: bool) -> None:
         self._comm.kept = kept
 
     def close(self) -> None:

@@ -276,7 +276,8 @@ def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
             grid.everyone.all_gather(standin.asarray(np.ones(3))).wait()
         assert len(trials) == (comm.rank % 2 == 0)
         last = (comm.size - 1) // 2
-        assert grid.transport.mode == "staged" and grid.transport.why == f"staged: node {last} does what it does"
+        assert grid.transport.mode == "staged"
+        assert grid.transport.why.startswith(f"staged: node {last} does what it does")
     assert caplog.text.count("goes through pinned host memory") == (comm.rank == 0)
 
 
