@@ -31,6 +31,8 @@ else
 endif
 
 STAMP := $(VENV)/.installed
+# Targets side by side: what each prints is shown when it ends, where make can (from version 4 on).
+AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # For test-slurm: Slurm from Debian, and light environments with the other MPIs that srun can start. libpmix-dev has the
 # link libpmix.so, which Slurm's plugin opens. For test: shellcheck reads jobs/, Chromium the page of a run.
@@ -61,8 +63,12 @@ endif
 
 setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
 
-test: setup site-launcher ## all tests
+test: setup site-launcher ## all tests: those in one process, which mostly wait for jobs, beside those on several ranks; with ARGS one by one
+ifeq ($(strip $(ARGS)),)
+	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) test-unit test-mpi
+else
 	$(VENV)/bin/python -m pytest $(ARGS)
+endif
 
 test-unit: setup ## the tests in one process
 	$(VENV)/bin/python -m pytest -m "not parallel" $(ARGS)

@@ -4,7 +4,12 @@ The folders are the rooms of pmm3d, with apps/, slurm/ for jobs/, and project/ f
 """
 
 import os
+import sys
 import tempfile
+
+# A thousand processes import the same files, which are compiled once; also where the environment wants no bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if "pmm3d-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # the ranks have that of the pytest that started them
     CACHE = tempfile.TemporaryDirectory(prefix="pmm3d-tests-")

@@ -23,6 +23,8 @@ WIDEST = {1: ("1x1x1", 1), 2: ("1x2x1", 1), 4: ("2x1x1", 2), 6: ("3x1x2", 1), 8:
 """One grid of that many ranks."""
 ALL_GRIDS = {count: grids_of(count, (1, 2, 4, 8)) for count in (1, 2, 4, 8)}
 """Every grid of that many ranks."""
+MANY_GRIDS = {count: grids[:: 1 if count < 8 else 3] for count, grids in ALL_GRIDS.items()}
+"""Each third of those of 8 ranks: what all grids of 4 do is repeated there with longer axes."""
 INPUT = batch_layout("y")
 
 

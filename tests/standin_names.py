@@ -9,7 +9,7 @@ import numpy as np
 from standin_arrays import DeviceArray, asnumpy, empty, enqueue, lazily
 from standin_blas import TYPES as CUDA_TYPES
 from standin_blas import cublas, device
-from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream
+from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream, set_device
 
 OPERATORS = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
              "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
@@ -23,6 +23,15 @@ FUNCTIONS = (*OPERATORS.values(), *COMPARISONS.values(), *UNARY.values(), "abs",
 REDUCTIONS = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum")
 TYPES = ("bool_", "complex128", "complex64", "float16", "float32", "float64", "int32", "int64", "uint32", "uint64",
          "uint8")
+PINNED = {}
+PAGE = 4096
+
+
+def host_register(pointer: int, nbytes: int, flags: int) -> None:
+    assert flags == 1 and pointer % PAGE == 0 and pointer not in PINNED
+    PINNED[pointer] = nbytes
+
+
 cuda = SimpleNamespace(
     Device=Device,
     Event=Event,
@@ -32,9 +41,11 @@ cuda = SimpleNamespace(
     cublas=cublas,
     device=device,
     runtime=SimpleNamespace(
-        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device,
+        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device, setDevice=set_device,
         getDeviceProperties=lambda number: {"name": b"stand-in"},
+        runtimeGetVersion=lambda: 13000,
         deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
+        hostRegister=host_register, hostUnregister=PINNED.pop,
         **CUDA_TYPES,
     ),
 )
@@ -88,7 +99,7 @@ class ElementwiseKernel:
     def __call__(self, *arguments):
         names = [*self.inputs, *self.outputs]
         given = dict(zip(names, arguments, strict=True))
-        types = dict[str, np.dtype]()
+        types = {letter: np.dtype(letter) for letter in self.types.values() if len(letter) > 1}
         for name, each in given.items():
             if isinstance(each, DeviceArray):
                 assert types.setdefault(self.types[name], each.dtype) == each.dtype, f"{name} is of {each.dtype}"

@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from . import cublas
-from .low_precision import WorkArrays
+from . import blas, cublas
+from .low_precision import WorkArrays, check_gemm_types
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: for every device."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,14 @@ class DeviceLibrary(NumpyLibrary):
         return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
 
     def address(self, array: Array) -> int:
-        return array.__cuda_array_interface__["data"][0]
+        return array.data.ptr
 
     def device_of(self, array: Array) -> int | None:
         return array.device.id
 
     def writable(self, array: Array) -> bool:
-        return not array.__cuda_array_interface__["data"][1]
+        interface = getattr(array, "__cuda_array_interface__", None)
+        return interface is None or not interface["data"][1]
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
@@ -107,10 +111,18 @@ class DeviceLibrary(NumpyLibrary):
     def square_sums(self, rows: Array) -> Array:
         return _square_sums(self)(rows, axis=1)
 
+    def pin(self, memory: np.ndarray) -> None:
+        self.xp.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
+
+    def unpin(self, memory: np.ndarray) -> None:
+        self.xp.cuda.runtime.hostUnregister(memory.ctypes.data)
+
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False) -> None:
-        cublas.gemm(self.xp.cuda, (self.dtype(a), self.dtype(c)), self._matrix(a), self._matrix(b), self._matrix(c),
-                    alpha, beta, tf32)
+             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+        types = self.dtype(a), self.dtype(c)
+        check_gemm_types(types[0], self.dtype(b), types[1])
+        cublas.gemm(self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32,
+                    conjugated)
 
 
 @cache

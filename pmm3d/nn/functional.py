@@ -11,8 +11,9 @@ from math import prod
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, random
-from ..errors import LayoutError, Pmm3dError
-from ..layout import Box, Layout
+from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..layout import LOW_PRECISION, Box, Layout
+from .arithmetic import factor_of
 from .compute import (
     PER_ELEMENT,
     Form,
@@ -129,17 +130,19 @@ def _masked(form: Form, array: Array, mask: Array, scale: float) -> Array:
     """Array times mask times scale, on a device in one pass."""
     library = form.library
     if library.on_host or not library.has_data:
-        return elementwise(form, lambda part, keep: part * keep * scale, array, mask)
+        times = factor_of(form, scale)
+        return elementwise(form, lambda part, keep: times(part * keep), array, mask)
     if library.name == "torch":
         return library.xp.ops.aten.native_dropout_backward(array, mask.view(library.xp.bool), scale)
     out = form.new()
-    _mask_kernel(library)(array, mask, scale, out)
+    _mask_kernel(library, form.wide.dtype)(array, mask, scale, out)
     return out
 
 
 @cache
-def _mask_kernel(library: NumpyLibrary) -> Any:
-    return library.xp.ElementwiseKernel("T x, K kept, T scale", "T out", "out = x * T(kept) * scale;", "pmm3d_masked")
+def _mask_kernel(library: NumpyLibrary, wide: str) -> Any:
+    return library.xp.ElementwiseKernel(f"T x, K kept, {wide} scale", "T out", "out = x * T(kept) * scale;",
+                                        "pmm3d_masked")
 
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
@@ -155,9 +158,9 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns, which may be split over ranks.
 
     x           (m, n)   rows over data, z; columns over one axis or several
-    gain, bias  (1, n)   columns as x
+    gain, bias  (1, n)   columns as x; of x's type, or of float32 beside x of low precision
 
-    Returns (m, n), columns as gain. Raises LayoutError if the n differ.
+    Returns (m, n), of x's type, columns as gain. Raises LayoutError if the n differ, DTypeError for other types.
 
     Along each axis of the columns each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and
     squares, put together as in Chan, Golub, LeVeque 1983) and, backward, the sum of as many.
@@ -169,6 +172,10 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     """
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
+    taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
+    if gain.dtype not in taken or (bias.dtype, bias.library, gain.library) != (gain.dtype, x.library, x.library):
+        raise DTypeError(f"layer_norm: the input is {x!r}, gain and bias {[gain, bias]!r}: they must be of one "
+                         "library and type, or gain and bias of float32 beside an input of low precision")
     cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
     x, bias = relayout(x, Layout(x.layout.rows, cols, units=units)), relayout(bias, gain.layout)
     form, local = x.form, x.shard

@@ -132,12 +132,15 @@ class Optimizer:
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective.
 
-        factor  the gradients are multiplied with it on the way: to clip them, or to take a loss's scale off
+        factor  the gradients are multiplied with it on the way, the same on all ranks: to clip them, or to take a
+                loss's scale off
         check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
                 infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
 
         Raises Pmm3dError, on every rank and with the weights as they were, for gradients that are not summed yet (see
-        `no_sync`)."""
+        `no_sync`), and for a factor that is none."""
+        if not 0 < factor < inf:
+            raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
         if check:
             _check_finite(self.gradient_norm())
         filled, gathers = set(self._filled()), []
@@ -261,8 +264,7 @@ class Optimizer:
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises
         NonFiniteGradientError, on every rank, where that is infinite or NaN."""
-        if not norm > 0:
-            raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
+        check_clip(norm)
         before = self.gradient_norm()
         _check_finite(before)
         factor = clipping(before, norm)
@@ -380,6 +382,12 @@ def _versions(parameter: Parameter) -> tuple[int, int]:
 def clipping(norm: float, clip: float | None) -> float:
     """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
     return clip / norm if clip and norm > clip else 1.0
+
+
+def check_clip(norm: float) -> None:
+    """Raises Pmm3dError for what gradients cannot be clipped to."""
+    if not norm > 0:
+        raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
 
 
 def _check_finite(norm: float) -> None:

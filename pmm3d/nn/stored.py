@@ -75,11 +75,11 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
             spare.add(stored.besides)
     meta = keeper.fill(found, plain, check=check, partial=partial or found.contents.keys() - plain.keys() <= spare)
     for weight, remainder, sources in converted:
-        _convert(weight, remainder, [*sources.values()])
+        convert(weight, remainder, [*sources.values()])
     return meta
 
 
-def _convert(weight: DistMatrix, remainder: DistMatrix | None, terms: list[DistMatrix]) -> None:
+def convert(weight: DistMatrix, remainder: DistMatrix | None, terms: list[DistMatrix]) -> None:
     """Split the sum of the terms into a weight and its remainder, which may be spread over more axes."""
     library = weight.library
     exact = sum(_exact(library, term) for term in terms)

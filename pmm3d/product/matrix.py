@@ -25,6 +25,7 @@ from ..layout import EMPTY, Layout, Whole
 from ..model.move import Move
 from .checks import (
     array_signature,
+    check_device,
     check_root,
     compared_dtype,
     contents,
@@ -46,7 +47,8 @@ class DistMatrix(StoredMatrix):
 
     grid, layout, shape (rows, columns), dtype (a name such as "float32")
     local     this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
-              `order` is "F" (after .T)
+              `order` is "F" (after .T). Of a view that is `conjugated` (complex, after .H) a copy, made at each access
+    memory    what it lies in: `local`, but of a conjugated view its elements as they are in the matrix that it is of
     box       which rows and columns those are
     labels_below   of integers that all ranks know to be at least 0 and below: how many classes; else None
 
@@ -73,6 +75,7 @@ class DistMatrix(StoredMatrix):
         """Arbitrary contents."""
         with together(grid, "DistMatrix.empty", shape, compared_dtype(dtype), layout, library_kind(library)):
             library = grid.library(library)
+            check_device(grid, "DistMatrix.empty", library)
             box = shards(shape, layout, grid).box(grid.rank)
             local = library.empty(box.shape, check_matrix_dtype(dtype_named(dtype), library))
         return cls(grid, local, shape, layout)
@@ -89,6 +92,7 @@ class DistMatrix(StoredMatrix):
             return cls._scattered(grid, array, layout, root)
         with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
             library = grid.library(library_of(array))
+            check_device(grid, "DistMatrix.from_global", library, array)
             check_matrix_dtype(library.dtype(array), library, labels=True)
             box = shards(tuple(array.shape), layout, grid).box(grid.rank)
             local = library.copy(array[box.within(EMPTY)])
@@ -110,6 +114,7 @@ class DistMatrix(StoredMatrix):
         with ExitStack() as borrowed:
             with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
+                check_device(grid, "DistMatrix.from_global", library, *([array] if has_array else []))
                 work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
                 local = library.empty(plan.target.box(grid.rank).shape, dtype)
             library = library_of(local)
@@ -127,6 +132,7 @@ class DistMatrix(StoredMatrix):
         """
         with together(grid, "DistMatrix.from_function", shape, compared_dtype(dtype), layout, library_kind(library)):
             library = grid.library(library)
+            check_device(grid, "DistMatrix.from_function", library)
             box = shards(shape, layout, grid).box(grid.rank)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
@@ -138,6 +144,7 @@ class DistMatrix(StoredMatrix):
         labels, as in `from_global`."""
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = grid.library(library_of(local))
+            check_device(grid, "DistMatrix.from_local", library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
             placement = shards(shape, layout, grid)
             box = placement.box(grid.rank)
@@ -146,6 +153,7 @@ class DistMatrix(StoredMatrix):
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
+            grid.transport.check_place(library, local)
             local = library.plain(local)
         return cls(grid, local, shape, layout)
 
@@ -156,6 +164,7 @@ class DistMatrix(StoredMatrix):
         shape = 0, 0
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library)):
             library = grid.library(library)
+            check_device(grid, "DistMatrix.from_file", library)
             with _opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = shards(shape, layout, grid).box(grid.rank)
@@ -172,22 +181,11 @@ class DistMatrix(StoredMatrix):
         passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution
         with together(grid, "DistMatrix.random", *passed):
             library = grid.library(library)
+            check_device(grid, "DistMatrix.random", library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             box = shards(shape, layout, grid).box(grid.rank)
             local = random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         return cls(grid, local, shape, layout).keep_one()
-
-    @property
-    def H(self) -> DistMatrix:
-        """The conjugate transpose. A complex shard is copied (locally), a real one viewed."""
-        if not self.dtype.startswith("complex"):
-            return self.T
-        stored = self.local if self.order == "C" else self.local.T
-        conjugate = self.library.conjugate(stored)
-        turned = DistMatrix(self.grid, conjugate.T, self.shape[::-1], self.layout.T, "F")
-        if self.order == "C":
-            return turned
-        return DistMatrix(self.grid, conjugate, self.shape[::-1], self.layout.T, "C")
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         """C = A B; see `pmm3d.matmul`."""
@@ -212,7 +210,8 @@ class DistMatrix(StoredMatrix):
         where it splits then, one that splits the other dim exchanges. What axes cannot do without bringing together
         more than is wanted, and what goes to another grid, moves between all ranks: each receives, from one rank per
         piece, what it did not hold before. An axis that did replicate and is to hold partial sums leaves the matrix to
-        its first rank. The ledger has it in phase "redistribute".
+        its first rank. A conjugated view is conjugated where it arrives: what comes back is a matrix like others. The
+        ledger has it in phase "redistribute".
 
         Raises GridError for a grid over other processes and for an `out` on another grid, LayoutError for an `out` that
         does not fit.
@@ -222,9 +221,10 @@ class DistMatrix(StoredMatrix):
         with ExitStack() as borrowed:
             with self.grid.together("redistribute", self.signature, layout, described, signature_of(out)):
                 self._check_target(layout, grid, out)
+                check_device(grid, "redistribute", self.library, *(each.memory for each in (self, out or self)))
                 if out is None:
                     memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
-                    out = self.over(memory, layout, grid)
+                    out = type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
                 fill = redistribution(self, out, borrowed)
             fill()
         return out
@@ -241,12 +241,14 @@ class DistMatrix(StoredMatrix):
         if out.grid is not grid:
             raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
                             f"({grid.shape}); pass grid=out.grid")
-        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, self.library.kind
+        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, False, self.library.kind
+        if out.conjugated:
+            raise LayoutError("redistribute: out is a conjugated view, which is not written to; pass a matrix")
         if out.signature != needed or out.library != self.library:
             raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-        if not out.library.writable(out.local):
+        if not out.writable:
             raise LayoutError("redistribute: out is read-only")
-        if self.library.share_memory(self.local, out.local):
+        if self.library.share_memory(self.memory, out.memory):
             raise LayoutError("redistribute: out shares memory with the matrix, which would change while it is read")
 
     @one_thread
@@ -257,15 +259,18 @@ class DistMatrix(StoredMatrix):
             return summed(self).gather(root)
         with ExitStack() as borrowed:
             with self.grid.together("gather", self.signature, root):
+                check_device(self.grid, "gather", self.library, self.memory)
                 if root is not None:
                     check_root("gather", root, self.grid)
                 whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))
                 plan = Move(self.placement(), whole, self.dtype)
                 work, rounds = borrowed.enter_context(memory_to_move(plan, self.grid, self.library))
                 out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
-            gathering = lambda link: move(link, self.library, self.local, plan, out, work, rounds)
+            gathering = lambda link: move(link, self.library, self.memory, plan, out, work, rounds)
             with self.grid.ledger.phase("gather"):
                 self.grid.everyone.begin("gather", gathering, library=self.library).wait()
+        if self.conjugated:
+            self.library.conjugate_in_place(out)
         return out if self.grid.rank in whole.ranks else None
 
 

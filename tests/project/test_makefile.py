@@ -16,3 +16,11 @@ def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code)
     assert done.returncode == code
     for text in ("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1"):
         assert (text in done.stdout) == bool(code)
+
+
+def test_all_tests_are_two_runs_beside_each_other_and_one_with_arguments():
+    planned = lambda *words: subprocess.run(["make", "-n", "test", *words], cwd=ROOT, capture_output=True, text=True,
+                                            check=True).stdout
+    both, one = planned(), planned("ARGS=-x")
+    assert both.count("-m pytest") == 2 and '-m "not parallel"' in both and "-m parallel" in both
+    assert one.count("-m pytest") == 1 and one.rstrip().endswith("-m pytest -x")

@@ -28,11 +28,25 @@ def pmm3d(job, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def earlier():
+    """What was asked for -> the folder of a training, of which the next test that asks for the same has a copy."""
+    return {}
+
+
 @pytest.fixture
-def trained(pmm3d, tmp_path):
+def trained(pmm3d, tmp_path, tmp_path_factory, earlier):
     """trained(network, targets): the configuration's [network] lines make a run in `run`; samples in x.h5."""
 
     def train(network="hidden = [8]", targets="y", features=5, grid="", ranks=1):
+        asked = network, targets, features, grid, ranks
+        if asked in earlier:
+            shutil.copytree(earlier[asked], tmp_path, dirs_exist_ok=True)
+        else:
+            make(*asked)
+            earlier[asked] = shutil.copytree(tmp_path, tmp_path_factory.mktemp("earlier"), dirs_exist_ok=True)
+
+    def make(network, targets, features, grid, ranks):
         random = np.random.default_rng(0)
         x = random.standard_normal((40, features)).astype("float32")
         with h5py.File(tmp_path / "data.h5", "w") as file:
