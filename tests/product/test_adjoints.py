@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import RANKS, integers, to_library, to_numpy
+from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d.layout import part_sizes
 
@@ -67,7 +67,7 @@ def test_shift_is_undone_by_the_shift_back(grid):
             assert_adjoint(axis, lambda x: axis.shift(x, by), lambda y: axis.shift(y, -by), 3, 3)
 
 
-def bits(array, library="numpy"):
+def bits(array, library=None):
     return to_numpy(array, library).tobytes()
 
 
@@ -110,7 +110,7 @@ def assert_rounded_once(grid, library, dtype, large):
 @pytest.mark.parallel([3, 4, 6, 8])
 def test_float16_is_added_up_in_float32(some_grid):
     """2048 + 1 is 2048 in float16; its sum over several ranks is not."""
-    assert_rounded_once(some_grid, "numpy", "float16", 2048)
+    assert_rounded_once(some_grid, TESTED, "float16", 2048)
     assert_rounded_once(some_grid, "standin", "float16", 2048)
 
 
