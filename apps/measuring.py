@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 Figures = dict[str, float]
+Result = dict[str, Any]
 
 
 class ProgramError(Exception):
@@ -63,6 +65,57 @@ def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: 
     turns = [{kind: measure(kind) for kind in kinds} for _ in range(rounds + 1)][1:]
     return {kind: {name: median(turn[kind][name] for turn in turns) for name in figures}
             for kind, figures in turns[0].items()}
+
+
+def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
+                after: Callable[[Mapping[str, Any]], None] = lambda runs: None) -> tuple[
+        dict[str, list[Result]], dict[str, str]]:
+    """Name -> the results of all rounds; and, of those that cannot run, which are left out from then on, why.
+
+    everyone   name -> what runs it once and returns {"seconds": of its steps, ...}
+    after      each round, with the results so far
+
+    Each round begins with another one. Says on standard error how far it is, and how long the rest will take.
+    """
+    runs: dict[str, list[Result]] = {name: [] for name in everyone}
+    failed: dict[str, str] = {}
+    begun, done = time.monotonic(), 0
+    for turn in range(rounds):
+        first = turn % max(1, len(runs))
+        for name in [*runs][first:] + [*runs][:first]:
+            try:
+                result = everyone[name]()
+            except ProgramError as reason:
+                failed[name] = str(reason)
+                del runs[name]
+                print(f"{name} could not run: {reason}", file=sys.stderr, flush=True)
+                continue
+            runs[name].append(result)
+            done += 1
+            left = (time.monotonic() - begun) / done * (rounds * len(runs) - sum(map(len, runs.values())))
+            print(f"round {turn + 1} of {rounds}: {name:20} {1e3 * median(result['seconds']):8.1f} ms; "
+                  f"{in_minutes(left)} left", file=sys.stderr, flush=True)
+        after(runs)
+    return runs, failed
+
+
+def in_minutes(seconds: float) -> str:
+    """Rounded up: what is estimated.
+
+        >>> in_minutes(30), in_minutes(61)
+        ('1 minute', '2 minutes')
+    """
+    minutes = max(1, math.ceil(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}"
+
+
+def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str]) -> list[str]:
+    """Cells of one of `interleaved`: the median milliseconds of a step over the rounds, and the least and the most; of
+    all but rivals also each rival's time / its own, taken within a round, as medians over the rounds."""
+    times = [median(result["seconds"]) for result in runs[name]]
+    ratios = [median(median(other["seconds"]) / own for other, own in zip(runs[rival], times)) for rival in rivals]
+    return [f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",
+            *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

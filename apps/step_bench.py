@@ -18,12 +18,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
 import torch_rivals
-from measuring import ProgramError, markdown, on_ranks, output_of, slowest
+from measuring import Result, beside, interleaved, markdown, on_ranks, output_of, slowest
 from torch_rivals import GEMM, RIVALS, batch_of, weights
 
 from pmm3d.model import machine
@@ -38,8 +38,6 @@ LEARNING_RATE = 10.0
 rounding turns from 0 to 1e-8 changes the loss by more than 1e-6 within five steps."""
 TOLERANCE = 1e-4
 """Of the losses, relative."""
-
-Result = dict[str, Any]
 
 
 def ours(options: argparse.Namespace) -> None:
@@ -108,40 +106,27 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     return everyone | {rival: lambda rival=rival: torch_rivals.run(rival, task) for rival in options.rivals}
 
 
-def interleaved(options: argparse.Namespace) -> dict[str, Any]:
+def rounds_of(options: argparse.Namespace) -> dict[str, Any]:
     """{"runs": name -> one result per round, "torch_gflops": [...], "failed": name -> why}."""
-    everyone, failed, torch_gflops = contestants(options), {}, []
-    runs = {name: [] for name in everyone}
-    for turn in range(options.rounds):
-        first = turn % max(1, len(runs))
-        for name in [*runs][first:] + [*runs][:first]:
-            try:
-                result = everyone[name]()
-            except ProgramError as reason:
-                failed[name] = str(reason)
-                del runs[name]
-                print(f"{name} could not run: {reason}", file=sys.stderr)
-                continue
-            runs[name].append(result)
-            print(f"round {turn + 1} of {options.rounds}: {name:20} {1e3 * median(result['seconds']):7.1f} ms",
-                  file=sys.stderr, flush=True)
+    torch_gflops: list[float] = []
+
+    def gemm_of_torch(runs: Mapping[str, Any]) -> None:
         if {*options.rivals} & {*runs}:
             torch_gflops.append(torch_rivals.gemm_gflops())
+
+    runs, failed = interleaved(contestants(options), options.rounds, gemm_of_torch)
     return {"runs": runs, "failed": failed, "torch_gflops": torch_gflops}
 
 
 def row(name: str, found: dict[str, Any], options: argparse.Namespace, rivals: list[str]) -> list[str]:
     """Of one contestant, as medians over the rounds: milliseconds, share of the limit, the core's rate, and, of ours,
     rival's time / our time."""
-    results = found["runs"][name]
-    times = [median(result["seconds"]) for result in results]
+    results, (milliseconds, *ratios) = found["runs"][name], beside(name, found["runs"], rivals)
     rates = found["torch_gflops"] if name in rivals else [result["core_gflops"] for result in results]
     flop = (6 * options.layers - 2) * options.batch * options.width**2
-    of_limit = median(flop / (RANKS * rate * 1e9) / own for rate, own in zip(rates, times))
-    ratios = [median(median(run["seconds"]) / own for run, own in zip(found["runs"][rival], times)) for rival in rivals]
-    return [f"torch {name}" if name in rivals else f"{name} ({results[0]['kernel']})",
-            f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})", f"{of_limit:.3f}",
-            f"{median(rates):.0f}", *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]
+    of_limit = median(flop / (RANKS * rate * 1e9) / median(result["seconds"]) for rate, result in zip(rates, results))
+    return [f"torch {name}" if name in rivals else f"{name} ({results[0]['kernel']})", milliseconds,
+            f"{of_limit:.3f}", f"{median(rates):.0f}", *ratios]
 
 
 def table(found: dict[str, Any], options: argparse.Namespace) -> str:
@@ -182,7 +167,7 @@ def main() -> int:
     if options.ours:
         ours(options)
         return 0
-    found = interleaved(options)
+    found = rounds_of(options)
     losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
     print(table(found, options))
     if options.beside:

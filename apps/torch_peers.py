@@ -12,11 +12,10 @@ import argparse
 import json
 import os
 import sys
-from statistics import median
-from typing import Any
+from functools import partial
 
 import torch_rivals
-from measuring import markdown, on_ranks, slowest
+from measuring import Result, beside, interleaved, markdown, on_ranks, slowest
 from torch_rivals import batch_of, weights
 
 LEARNING_RATE = 10.0
@@ -59,7 +58,7 @@ def bridge(options: argparse.Namespace) -> None:
             print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": loss}))
 
 
-def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, options: argparse.Namespace) -> Result:
     """A side once: what `bridge` prints, or torch_rivals.run returns."""
     sizes = {key: getattr(options, key) for key in SIZES}
     if name.startswith("torch "):
@@ -70,17 +69,12 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(on_ranks(ranks, [__file__, "--bridge", shape, *words], environ).splitlines()[-1])
 
 
-def table(names: tuple[str, ...], runs: dict[str, list[dict[str, Any]]]) -> str:
+def table(names: tuple[str, ...], runs: dict[str, list[Result]]) -> str:
     """Medians over the rounds, and each peer's time / the bridge's."""
-    peers = [name for name in names if name.startswith("torch ")]
-    rows = [["", "ms (min to max)", *(f"{peer} / this" for peer in peers)]]
-    for name in names:
-        times = [median(result["seconds"]) for result in runs[name]]
-        ratios = ["" if name in peers else
-                  f"{median(median(other['seconds']) / own for other, own in zip(runs[peer], times)):.3f}"
-                  for peer in peers]
-        rows.append([name, f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})", *ratios])
-    return markdown(rows)
+    there = [name for name in names if name in runs]
+    peers = [name for name in there if name.startswith("torch ")]
+    heading = ["", "ms (min to max)", *(f"{peer} / this" for peer in peers)]
+    return markdown([heading, *([name, *beside(name, runs, peers)] for name in there)])
 
 
 def main() -> int:
@@ -96,20 +90,15 @@ def main() -> int:
     if options.bridge:
         bridge(options)
         return 0
-    everyone = [*ONE, *TWO]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in everyone}
-    for turn in range(options.rounds):
-        for name in everyone[turn:] + everyone[:turn]:
-            runs[name].append(run(name, options))
-            print(f"round {turn + 1} of {options.rounds}: {name:16} {1e3 * median(runs[name][-1]['seconds']):8.1f} ms",
-                  file=sys.stderr, flush=True)
+    runs, failed = interleaved({name: partial(run, name, options) for name in (*ONE, *TWO)}, options.rounds)
     print(f"{options.layers} layers, width {options.width}, batch {options.batch}, float32; medians of "
           f"{options.rounds} rounds of {options.steps} steps; above 1: this is faster\n")
     print(table(ONE, runs), "", table(TWO, runs), sep="\n")
     losses = {name: results[-1]["final_loss"] for name, results in runs.items()}
-    differ = [name for name, loss in losses.items() if abs(loss / losses[ONE[0]] - 1) > TOLERANCE]
+    first = next(iter(losses.values()), 1.0)
+    differ = [name for name, loss in losses.items() if not abs(loss / first - 1) <= TOLERANCE]
     print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")
-    return len(differ)
+    return 1 if differ or failed else 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from collections import defaultdict
 
 import numpy as np
 from standin_arrays import Memory
+from standin_streams import set_device
 
 DRIVER = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+CONTEXT = ctypes.c_void_p(0x1000)
 PAGES, BLOCK = 2**21, 2**9
 """Bytes that the driver is asked for at least, and that blocks of it are multiples of."""
 
@@ -52,6 +54,7 @@ class DriverMemory(Memory):
     pool = Pool()
 
     def found(self, nbytes):
+        bind()
         return self.pool.take(self.queue, nbytes)
 
     def __del__(self):
@@ -59,6 +62,15 @@ class DriverMemory(Memory):
         self.pool.give(self.queue, self.bytes, self.pointer)
 
 
+def bind() -> None:
+    """Give this thread a context, as every call of CUDA's runtime does that needs one."""
+    assert DRIVER.cuCtxSetCurrent(CONTEXT) == 0
+
+
 def copied_on_devices() -> int:
     """Bytes that the driver has copied from device to device: for MPI, the only one that asks it to."""
     return (ctypes.c_long * 4).in_dll(DRIVER, "fake_bytes")[2]
+
+
+set_device.told.append(bind)
+set_device(0)  # before MPI begins: without a context then, Open MPI moves no memory from device to device

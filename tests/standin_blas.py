@@ -62,5 +62,6 @@ def _to_sum(matrix, compute, scalar):
     return matrix
 
 
-cublas = SimpleNamespace(gemmEx=gemmEx, CUBLAS_GEMM_DEFAULT=-1, **COMPUTE, **OPERATIONS)
+cublas = SimpleNamespace(gemmEx=gemmEx, getVersion=lambda handle: {HANDLE: 130100}[handle], CUBLAS_GEMM_DEFAULT=-1,
+                         **COMPUTE, **OPERATIONS)
 device = SimpleNamespace(get_cublas_handle=lambda: HANDLE)

@@ -1,6 +1,7 @@
 """cupy's names for the arrays of a stand-in: numpy's functions, done lazily on a stream."""
 
 import os
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import numpy as np
 from standin_arrays import DeviceArray, asnumpy, empty, enqueue, lazily
 from standin_blas import TYPES as CUDA_TYPES
 from standin_blas import cublas, device
-from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream
+from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream, set_device
 
 OPERATORS = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
              "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
@@ -22,6 +23,15 @@ FUNCTIONS = (*OPERATORS.values(), *COMPARISONS.values(), *UNARY.values(), "abs",
 REDUCTIONS = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum")
 TYPES = ("bool_", "complex128", "complex64", "float16", "float32", "float64", "int32", "int64", "uint32", "uint64",
          "uint8")
+PINNED = {}
+PAGE = 4096
+
+
+def host_register(pointer: int, nbytes: int, flags: int) -> None:
+    assert flags == 1 and pointer % PAGE == 0 and pointer not in PINNED
+    PINNED[pointer] = nbytes
+
+
 cuda = SimpleNamespace(
     Device=Device,
     Event=Event,
@@ -31,9 +41,11 @@ cuda = SimpleNamespace(
     cublas=cublas,
     device=device,
     runtime=SimpleNamespace(
-        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device,
+        getDeviceCount=lambda: DEVICES, getDevice=lambda: HERE.device, setDevice=set_device,
         getDeviceProperties=lambda number: {"name": b"stand-in"},
+        runtimeGetVersion=lambda: 13000,
         deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
+        hostRegister=host_register, hostUnregister=PINNED.pop,
         **CUDA_TYPES,
     ),
 )
@@ -75,26 +87,40 @@ _give_operators()
 
 
 class ElementwiseKernel:
-    """What a kernel's text does to each element, as far as it means the same in Python."""
+    """What a kernel's text does to each element, as far as it means the same in Python. Types are letters, as in
+    cupy: those of the arrays given; numbers are rounded to them."""
 
-    def __init__(self, inputs: str, outputs: str, operation: str, name: str):
-        self.outputs = [each.split()[1] for each in outputs.split(",")]
-        self.names = [each.split()[1] for each in inputs.split(",")] + self.outputs
-        self.operation = operation
+    def __init__(self, inputs: str, outputs: str, operation: str, name: str, preamble: str = ""):
+        taken, given = ([each.split() for each in text.split(",")] for text in (inputs, outputs))
+        self.inputs, self.outputs = [name for _, name in taken], [name for _, name in given]
+        self.types = {name: letter for letter, name in (*taken, *given)}
+        self.operation = re.sub(r"\b[A-Z] (?=\w+ = )", "", operation)
 
     def __call__(self, *arguments):
-        given = dict(zip(self.names, arguments, strict=True))
-        hosts = {name: getattr(each, "_host", each) for name, each in given.items()}
+        names = [*self.inputs, *self.outputs]
+        given = dict(zip(names, arguments, strict=True))
+        types = dict[str, np.dtype]()
+        for name, each in given.items():
+            if isinstance(each, DeviceArray):
+                assert types.setdefault(self.types[name], each.dtype) == each.dtype, f"{name} is of {each.dtype}"
+        hosts = {name: each._host if isinstance(each, DeviceArray) else types[self.types[name]].type(each)
+                 for name, each in given.items()}
         outputs = [given[name] for name in self.outputs]
 
         def work():
-            values = {"sqrt": np.sqrt, **{name: np.copy(each) if name in self.outputs else each
-                                          for name, each in hosts.items()}}
-            exec(self.operation, values)
+            values = {"sqrt": np.sqrt, "chosen": np.where, "isfinite": np.isfinite}
+            values |= {letter: partial(_rounded, dtype) for letter, dtype in types.items()}
+            values |= {name: np.copy(each) if name in self.outputs else each for name, each in hosts.items()}
+            with np.errstate(all="ignore"):
+                exec(self.operation, values)
             for name in self.outputs:
                 hosts[name][...] = values[name]
 
         enqueue(work, [each for each in arguments if isinstance(each, DeviceArray)], outputs)
+
+
+def _rounded(dtype, value):
+    return np.asarray(value).astype(dtype)
 
 
 def names(kind) -> dict:

@@ -35,9 +35,9 @@ def _travel(group) -> None:
 
 
 class NcclCommunicator:
-    """Of ranks that are the first of COMM_WORLD; made counts those of this process."""
+    """Of ranks that are the first of COMM_WORLD; made and aborted count those of this process."""
 
-    made = 0
+    made = aborted = 0
 
     def __init__(self, size, identity, rank):
         assert identity == get_unique_id() and MPI.COMM_WORLD.rank == rank
@@ -55,6 +55,10 @@ class NcclCommunicator:
     def _join(self, call, pointer, count, peer, stream):
         assert stream == get_current_stream().ptr
         HERE.group.append((call, pointer, count, peer))
+
+    def abort(self):
+        NcclCommunicator.aborted += 1
+        NcclCommunicator.made -= 1
 
     def destroy(self):
         NcclCommunicator.made -= 1

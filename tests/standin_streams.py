@@ -59,10 +59,24 @@ class Queue:
 
 
 class Here(threading.local):
-    """What is current in this thread. taken: the devices that were made current by `use`."""
+    """What is current in this thread. taken: the devices that were made current by `use`.
+
+    context   the device whose context the driver has for this thread: none in a new one
+    """
 
     def __init__(self):
-        self.device, self.streams, self.taken = 0, [Stream.null] * DEVICES, []
+        self.device, self.streams, self.taken, self.context = 0, [Stream.null] * DEVICES, [], None
+
+
+def set_device(number: int) -> None:
+    """As CUDA's runtime does it: the driver has a context for this thread from then on. told: others that are to know.
+    """
+    HERE.device = HERE.context = number
+    for told in set_device.told:
+        told()
+
+
+set_device.told = []
 
 
 class Device:
@@ -71,18 +85,23 @@ class Device:
 
     def use(self) -> None:
         HERE.taken.append(self.id)
-        HERE.device = self.id
+        set_device(self.id)
 
     def synchronize(self) -> None:
         raise AssertionError("a whole device is waited for, where a stream or an event would do")
 
     def __enter__(self):
         self._before.append(HERE.device)
-        HERE.device = self.id
+        self._change(self.id)
         return self
 
     def __exit__(self, *_):
-        HERE.device = self._before.pop()
+        self._change(self._before.pop())
+
+    def _change(self, number: int) -> None:
+        """As cupy: CUDA is asked for a change only, so that the first device of a thread has no context by this."""
+        if number != HERE.device:
+            set_device(number)
 
 
 class Stream:

@@ -30,6 +30,7 @@ from .outcome import Case
 from .report import Report, line_of
 
 BUDGET = 460.0
+"""Seconds; ending a job and writing the report come after them, and all is to be done in eight minutes."""
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +46,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="the launcher and its arguments up to the number of ranks (mpirun -n)")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of wheels; those that are missing here are used")
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="S",
-                        help="seconds after which no further job begins (460)")
+                        help="seconds after which all is ended; what is left counts as not run (460)")
     parser.add_argument("--report", type=Path, default=Path("runs/gpu-check"), metavar="FOLDER",
                         help="where report.json, report.txt and what the jobs print come (runs/gpu-check)")
     return parser.parse_args(arguments)

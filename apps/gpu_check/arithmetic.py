@@ -1,4 +1,4 @@
-"""The product and training steps on device arrays, each held against numpy in float64."""
+"""The product on device arrays, held against numpy in float64, and what device memory becomes on its way."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul, nn
+from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_of
-from pmm3d.nn import optim
 
 from .outcome import Absent, Case, Wrong
 
 TOLERANCE = {"float16": 2e-2, "bfloat16": 2e-2, "tf32": 2e-3, "float32": 1e-5, "complex64": 1e-5, "float64": 1e-12,
              "complex128": 1e-12}
 """Of the relative error in the Frobenius norm."""
-STEPS = 5
-INPUT = Layout(("data", "z"), "y")
-BATCH = 96
-WIDTHS = (37, 64, 51, 12)
 
 
 def product(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
@@ -35,7 +30,7 @@ def product(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
         found, left, right = (wide(matrix.gather()) for matrix in (c, a, b))
         why = grid.transport.why
     error = relative_error(found, left @ right)
-    return _within(error, options["precision"]), {"error": error, "transport": why}
+    return within(error, options["precision"]), {"error": error, "transport": why}
 
 
 def _operand(grid: Grid, case: Case, shape: tuple[int, int], seed: int, name: str, turned: bool) -> DistMatrix:
@@ -46,38 +41,6 @@ def _operand(grid: Grid, case: Case, shape: tuple[int, int], seed: int, name: st
     stored = DistMatrix.random(grid, shape[::-1] if turned else shape, seed=seed, dtype=dtype,
                                layout=layout.T if turned else layout, library=case.library)
     return stored.H if turned else stored
-
-
-def training(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
-    """Losses of five steps, and all weights after them as one vector, beside those of a network of numpy in float64."""
-    options = case.options
-    found = _trained(comm, options, case.library, options["precision"])
-    expected = _trained(comm, options, "numpy", "float64")
-    losses, weights = (relative_error(*pair) for pair in zip(found, expected))
-    return _within(max(losses, weights), options["precision"]), {
-        "error": max(losses, weights), "error of the losses": losses}
-
-
-def _trained(comm: MPI.Intracomm, options: dict[str, Any], library: str, precision: str) -> list[np.ndarray]:
-    """The losses, and the weights."""
-    dtype = precision if precision in ("float32", "float64") else "float32"
-    chosen = {"dtype": dtype} if precision == dtype else {"precision": precision}
-    with Grid(comm, options["grid"], options["data"], device_transport=options["transport"]) as grid:
-        net = nn.MLP(grid, WIDTHS, nn.gelu, norm=True, seed=3, library=library, **chosen)
-        opt = optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        x = DistMatrix.random(grid, (BATCH, WIDTHS[0]), seed=4, dtype=dtype, layout=INPUT, library=library)
-        y = DistMatrix.random(grid, (BATCH, WIDTHS[-1]), seed=5, dtype=dtype, layout=net.output_layout, library=library)
-        losses = [_step(net, opt, x, y) for _ in range(STEPS)]
-        weights = np.concatenate([wide(weight.gather()).reshape(-1) for weight in net.state_dict().values()])
-    return [np.array(losses), weights]
-
-
-def _step(net: nn.Module, opt: optim.Optimizer, x: DistMatrix, y: DistMatrix) -> float:
-    loss = nn.mse(net(x), y)
-    loss.backward()
-    opt.clip(1.0)
-    opt.step()
-    return loss.item()
 
 
 def transport(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
@@ -120,8 +83,9 @@ def wide(array: Any) -> np.ndarray:
     return host.astype(np.complex128 if host.dtype.kind == "c" else np.float64)
 
 
-def _within(error: float, precision: str) -> str:
+def within(error: float, precision: str, times: float = 1.0, what: str = "") -> str:
+    """The error in words. Raises Wrong where it is more than so many times what the precision is allowed."""
     said = f"relative error {error:.1e}"
-    if not error < TOLERANCE[precision]:
-        raise Wrong(f"{said}; allowed for {precision}: {TOLERANCE[precision]:g}")
+    if not error < times * TOLERANCE[precision]:
+        raise Wrong(f"{what}{': ' * bool(what)}{said}; allowed for {precision}: {times * TOLERANCE[precision]:g}")
     return said

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from .outcome import Case
 
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", "float64", "complex64", "complex128")
 TRAINED = ("float32", "tf32", "bfloat16", "float16", "float64")
-STORED = ("nn", "tn", "nt", "tt")
+OPTIMIZERS = ("SGD", "AdamW")
+FUNCTIONS = ("relu", "tanh", "sigmoid", "silu", "gelu", "dropout", "layer_norm", "mse")
+STORED, PANELS = ("nn", "tn", "nt", "tt"), (1, 4)
 TRANSPORTS = ("direct", "staged", "nccl")
 GRIDS = {1: ((1, 1, 1),), 2: ((2, 1, 1), (1, 2, 1), (1, 1, 2)), 4: ((2, 2, 1), (2, 1, 2)),
          8: ((2, 2, 2),)}
+LAST = 4
+"""Ranks that are checked after the others."""
 NETWORKS = {1: (((1, 1, 1), 1),), 2: (((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)),
             4: (((2, 2, 1), 1), ((1, 1, 2), 2)), 8: (((2, 1, 2), 2),)}
 """Grid and data."""
@@ -48,8 +53,10 @@ SMALL = Sizes((35, 29, 41), 64, 2**16, 2, 32, 16, "float32", 1e-3, 1)
 
 
 def all_cases(libraries: Sequence[str], ranks: Sequence[int], sizes: Sizes) -> list[Case]:
-    """In the order in which they run: what is most wanted first, should the time be used up."""
-    cases = [case for count in ranks for library in libraries for case in _of(library, count, sizes, libraries)]
+    """In the order in which they run: what tells most first, should the time be used up. What 4 ranks show, 2 and 8
+    show for the most part, so they are last."""
+    counts = sorted(ranks, key=(*(count for count in GRIDS if count != LAST), LAST).index)
+    cases = [case for count in counts for library in libraries for case in _of(library, count, sizes, libraries)]
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), "names of cases are unique"
     return cases
@@ -60,30 +67,49 @@ def _of(library: str, ranks: int, sizes: Sizes, libraries: Sequence[str]) -> Ite
     yield Case(f"surroundings: {name}", ranks, library, "gpu_check.surroundings.surroundings")
     if ranks == 1:
         yield from _rates(library, sizes, libraries)
-        yield from _bits(library, name)
     else:
         yield from _transports(library, ranks, name)
     if ranks == 2:
         yield from _staged(library, sizes)
     yield from _products(library, ranks, sizes)
     yield from _trainings(library, ranks)
+    if ranks == 1:
+        yield from _functions(library)
+        yield from _bits(library, name)
 
 
 def _rates(library: str, sizes: Sizes, libraries: Sequence[str]) -> Iterator[Case]:
+    """Beside torch; where it is not there, of the library beside its own matmul, of which nothing is wanted."""
+    torchs = next((name for name in libraries if name.startswith("torch")), "")
     of_gemm, _, of_limit, of_torch = sizes.wanted
-    beside = next((name for name in libraries if name.startswith("torch")), library)
-    low = "bfloat16" if library.startswith("torch") else "float16"
-    for precision in (low, "float32"):
-        yield Case(f"rate: {library}, {precision}, {sizes.gemm} cubed", 1, library, "gpu_check.rates.bench", {
-            "size": sizes.gemm, "precision": precision, "rounds": sizes.rounds, "reference": beside,
-            "wanted": of_gemm}, limit=120)
-    if library.startswith("torch"):
-        network = {"layers": sizes.layers, "width": sizes.width, "batch": sizes.batch,
-                   "precision": sizes.step}
-        title = f"{library}, {sizes.step}, {sizes.layers} layers of {sizes.width}, batch {sizes.batch}"
-        yield Case(f"step: {title}", 1, library, "gpu_check.rates.step", network | {
-            "sample": sizes.sample, "rounds": sizes.rounds, "of_limit": of_limit, "of_torch": of_torch}, limit=120)
-        yield Case(f"launches: {title}", 1, library, "gpu_check.rates.launches", network)
+    for precision in (_low(library), "float32"):
+        yield Case(f"rate: {library}, {precision}, {sizes.gemm} cubed, beside {torchs or library}", 1, library,
+                   "gpu_check.rates.bench", {
+                       "size": sizes.gemm, "precision": precision, "rounds": sizes.rounds,
+                       "reference": torchs or library, "wanted": of_gemm if torchs else None}, limit=120)
+    if library != torchs and torchs:
+        return
+    network = {"layers": sizes.layers, "width": sizes.width, "batch": sizes.batch, "precision": sizes.step}
+    title = f"{library}, {sizes.step}, {sizes.layers} layers of {sizes.width}, batch {sizes.batch}"
+    if not torchs:
+        yield from (Case(f"{what}: {title}", 1, library, "gpu_check.rates.without_torch") for what in
+                    ("step", "launches"))
+        return
+    yield Case(f"step: {title}", 1, library, "gpu_check.rates.step", network | {
+        "sample": sizes.sample, "rounds": sizes.rounds, "of_limit": of_limit, "of_torch": of_torch}, limit=120)
+    yield Case(f"launches: {title}", 1, library, "gpu_check.rates.launches", network)
+
+
+def _low(library: str) -> str:
+    """The 2-byte type in which people train with the library."""
+    return "bfloat16" if library.startswith("torch") else "float16"
+
+
+def _functions(library: str) -> Iterator[Case]:
+    for name in FUNCTIONS:
+        for precision in filter(lambda precision: _has(library, precision), ("float32", "float16", "bfloat16")):
+            yield Case(f"function: {library}, {name}, {precision}", 1, library, "gpu_check.functions.function",
+                       {"function": name, "precision": precision})
 
 
 def _bits(library: str, name: str) -> Iterator[Case]:
@@ -117,8 +143,14 @@ def _staged(library: str, sizes: Sizes) -> Iterator[Case]:
                "gpu_check.rates.staged", options, limit=90, needs=_trial(library, transport, 2))
 
 
-def _of_each_transport(library: str, ranks: int) -> Sequence[str]:
-    return TRANSPORTS if _on_device(library) and ranks > 1 else ("auto",)
+def _of_each(library: str, ranks: int, precisions: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(precision, transport): each precision by the transport that is found; float32, and the library's type of 2
+    bytes, by each of them."""
+    transports = TRANSPORTS if _on_device(library) and ranks > 1 else ()
+    for transport in ("auto", *transports):
+        for precision in precisions if transport == "auto" else ("float32", _low(library)):
+            if _has(library, precision):
+                yield precision, transport
 
 
 def _has(library: str, precision: str) -> bool:
@@ -127,26 +159,28 @@ def _has(library: str, precision: str) -> bool:
 
 
 def _products(library: str, ranks: int, sizes: Sizes) -> Iterator[Case]:
-    """Each precision on each grid; panels and the way in which operands are stored change from one to the next."""
-    number = 0
-    for transport in _of_each_transport(library, ranks):
-        for precision in filter(lambda precision: _has(library, precision), PRECISIONS):
-            for grid in GRIDS[ranks]:
-                stored, panels = STORED[number % len(STORED)], 1 + 3 * (number % 2)
-                number += 1
-                yield Case(f"product: {library}, {precision}, {_written(grid)}, {transport}, {stored}, {panels} panels",
-                           ranks, library, "gpu_check.arithmetic.product",
-                           {"shape": sizes.product, "grid": grid, "precision": precision, "transport": transport,
-                            "stored": stored, "panels": panels}, needs=_trial(library, transport, ranks))
+    """On 1 rank each precision with operands stored in each way; else grids and ways change from one to the next."""
+    ways = [*product(STORED, PANELS)]
+    for number, (precision, transport) in enumerate(_of_each(library, ranks, PRECISIONS)):
+        grid = GRIDS[ranks][number % len(GRIDS[ranks])]
+        for stored, panels in zip(STORED, PANELS * 2) if ranks == 1 else (ways[number % len(ways)],):
+            yield Case(f"product: {library}, {precision}, {_written(grid)}, {transport}, {stored}, {panels} panels",
+                       ranks, library, "gpu_check.arithmetic.product",
+                       {"shape": sizes.product, "grid": grid, "precision": precision, "transport": transport,
+                        "stored": stored, "panels": panels}, needs=_trial(library, transport, ranks))
 
 
 def _trainings(library: str, ranks: int) -> Iterator[Case]:
-    for transport in _of_each_transport(library, ranks):
-        for precision in filter(lambda precision: _has(library, precision), TRAINED):
-            for grid, data in NETWORKS[ranks]:
-                options = {"grid": grid, "data": data, "precision": precision, "transport": transport}
-                yield Case(f"training: {library}, {precision}, {_written(grid)} data {data}, {transport}", ranks,
-                           library, "gpu_check.arithmetic.training", options, needs=_trial(library, transport, ranks))
+    """On 1 rank each precision with each optimizer; else these and networks change from one to the next. float16 also
+    with a loss scale that overflows at first."""
+    ways = [*product(NETWORKS[ranks], OPTIMIZERS)]
+    for number, (precision, transport) in enumerate(_of_each(library, ranks, TRAINED)):
+        for (grid, data), optimizer in ways if ranks == 1 else (ways[number % len(ways)],):
+            overflow = precision == "float16" and transport == "auto" and (ranks > 1 or optimizer == "AdamW")
+            name = f"training: {library}, {precision}, {_written(grid)} data {data}, {transport}, {optimizer}"
+            yield Case(name + ", overflowing at first" * overflow, ranks, library, "gpu_check.training.training", {
+                "grid": grid, "data": data, "precision": precision, "transport": transport, "optimizer": optimizer,
+                "overflow": overflow}, needs=_trial(library, transport, ranks))
 
 
 def _written(grid: tuple[int, int, int]) -> str:

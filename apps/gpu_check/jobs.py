@@ -37,7 +37,7 @@ class Runner:
 
     mpiexec    the launcher and its arguments, after which the number of ranks comes; empty: one rank without any
     folder     where jobs write
-    deadline   of time.monotonic(), after which nothing is begun
+    deadline   of time.monotonic(), at which the job under way is ended, and after which none is begun
     environ    of the ranks
     """
 
@@ -103,22 +103,28 @@ class Job:
     """A job under way, and what its cases came to."""
 
     def __init__(self, runner: Runner, ranks: int, cases: Sequence[Case]):
-        self.cases, self.running, self.ended = cases, -1, 0
+        self.cases, self.running, self.ended, self.runner = cases, -1, 0, runner
         self.process, self.answers = runner.start(ranks, cases)
         self.log, self._read = self.answers.with_suffix(".log"), 0
         self._since = time.monotonic()
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Of each case that ended, in order; last that of the one that ended the job, if one did."""
+        """Of each case that ended, in order; last that of the one that ended the job, if one did, and not the
+        runner's deadline."""
         try:
-            while (code := self.process.poll()) is None and time.monotonic() < self._since + self._patience():
+            while (code := self.process.poll()) is None and time.monotonic() < self._end():
                 yield from self._news()
                 time.sleep(0.05)
             yield from self._news()
         finally:
             end_job(self.process)
-        if self.ended < len(self.cases) and not (code == BROKEN and self.ended and self.running < 0):
+        late = code is None and self._end() == self.runner.deadline
+        if self.ended < len(self.cases) and not late and not (code == BROKEN and self.ended and self.running < 0):
             yield self._died(code)
+
+    def _end(self) -> float:
+        """Until when it is waited for."""
+        return min(self.runner.deadline, self._since + self._patience())
 
     def _patience(self) -> float:
         if self.running >= 0:

@@ -12,10 +12,10 @@ from pmm3d.arrays import library_named
 from pmm3d.nn import optim
 
 from . import torch_step
-from .arithmetic import INPUT
 from .clock import Clock
 from .copies import pinned_copies
 from .outcome import Absent, Case, Wrong, judged
+from .training import INPUT
 
 LEARNING_RATE = 1e-3
 COUNTED = {"launches": ("LaunchKernel",), "copies": ("Memcpy",), "fills": ("Memset",),
@@ -101,6 +101,11 @@ def our_step(grid: Grid, case: Case) -> Callable[[], None]:
         opt.step()
 
     return one
+
+
+def without_torch(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
+    """What is measured beside torch, where no torch sees a device, or none was asked for."""
+    raise Absent("torch is not among the libraries: the step is held against torch's, and its profiler counts launches")
 
 
 def _with_memory(library: str, make: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], str]:

@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
 Lying = tuple[tuple[int, ...], ...]
 """(address, shape, strides in elements)."""
+Conjugated = tuple[bool, bool]
+"""Whether A and B stand for their conjugates."""
+AS_THEY_ARE: Conjugated = (False, False)
 
 _ROUTINES = {
     "float32": ("sgemm", ctypes.c_float, 1),
@@ -91,7 +94,7 @@ def _routine(name: str) -> Callable[..., None]:
 
 class Arranged(NamedTuple):
     """A GEMM as a column-major BLAS sees it: whether A and B change places (C is transposed), how each of the two reads
-    then ("N", "T"), sizes and leading dimensions."""
+    then ("N", "T", "C": transposed and conjugated), sizes and leading dimensions."""
 
     swapped: bool
     a_read: str
@@ -116,46 +119,67 @@ class _Call(NamedTuple):
     ldc: Any
 
 
-def _leading(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[str, int]:
-    """How a matrix with these strides (in elements) reads as a column-major one: N or T, and its leading dimension."""
+def _readings(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, int]:
+    """How a matrix with these strides (in elements) reads as a column-major one, N, T or either, with its leading
+    dimension."""
     (rows, cols), (row_stride, col_stride) = shape, strides
+    found = {}
     if (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1):
-        return "N", max(1, rows, col_stride if cols > 1 else 1)
+        found["N"] = max(1, rows, col_stride if cols > 1 else 1)
     if (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1):
-        return "T", max(1, cols, row_stride if rows > 1 else 1)
-    raise ValueError(f"BLAS needs one dim of stride 1; strides {strides} of a {rows} x {cols} matrix have none")
+        found["T"] = max(1, cols, row_stride if rows > 1 else 1)
+    if not found:
+        raise ValueError(f"BLAS needs one dim of stride 1; strides {strides} of a {rows} x {cols} matrix have none")
+    return found
 
 
-def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex) -> None:
-    """C = alpha A B + beta C; beta = 0 does not read C.
+def _read(matrix: Lying, conjugated: bool) -> tuple[str, int] | None:
+    """How BLAS reads A or B, and the leading dimension; None where it cannot conjugate it."""
+    readings = _readings(*matrix)
+    if conjugated:
+        return ("C", readings["T"]) if "T" in readings else None
+    return next(iter(readings.items()))
 
-    Raises ValueError for matrices that have no dim of stride 1. Dims and leading dimensions are at most 2^31 - 1 (LP64
-    BLAS). The GIL is free during the call.
+
+def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
+         conjugated: Conjugated = AS_THEY_ARE) -> None:
+    """C = alpha A B + beta C; beta = 0 does not read C. A conjugated matrix lies the other way than C, for BLAS
+    conjugates what it transposes: by columns where C lies by rows.
+
+    Raises ValueError for matrices that have no dim of stride 1, and for a conjugated one that lies as C does. Dims and
+    leading dimensions are at most 2^31 - 1 (LP64 BLAS). The GIL is free during the call.
     """
     if 0 in c[1]:
         return
-    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta)
+    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated)
     a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
     call.routine(*call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc)
 
 
 @lru_cache(maxsize=1024)
-def arranged(a: Lying, b: Lying, c: Lying) -> Arranged:
+def arranged(a: Lying, b: Lying, c: Lying, conjugated: Conjugated = AS_THEY_ARE) -> Arranged:
     """The GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does."""
-    swapped = _leading(*c)[0] == "T"
-    if swapped:
-        a, b, c = _transposed(b), _transposed(a), _transposed(c)
-    (m, n), k = c[0], a[0][1]
-    (a_read, lda), (b_read, ldb), ldc = _leading(*a), _leading(*b), _leading(*c)[1]
+    for order, ldc in _readings(*c).items():
+        swapped = order == "T"
+        first, second = (_transposed(b), _transposed(a)) if swapped else (a, b)
+        reads = _read(first, conjugated[swapped]), _read(second, conjugated[not swapped])
+        if reads[0] is not None and reads[1] is not None:
+            return _arranged(swapped, reads[0], reads[1], (first[0][0], second[0][1], first[0][1]), ldc)
+    raise ValueError(f"BLAS conjugates only what it transposes; strides {a[1]} of A, {b[1]} of B and {c[1]} of C "
+                     f"leave it a conjugated matrix (A, B: {conjugated}) that lies as C does")
+
+
+def _arranged(swapped: bool, a: tuple[str, int], b: tuple[str, int], sizes: tuple[int, int, int], ldc: int) -> Arranged:
+    (a_read, lda), (b_read, ldb), (m, n, k) = a, b, sizes
     if max(m, n, k, lda, ldb, ldc) > LARGEST:
         raise ValueError(f"local GEMM {m} x {n} x {k} (leading dimensions {lda}, {ldb}, {ldc}) exceeds 2^31 - 1")
     return Arranged(swapped, a_read, b_read, m, n, k, lda, ldb, ldc)
 
 
 @lru_cache(maxsize=1024)
-def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex) -> _Call:
+def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex, conjugated: Conjugated) -> _Call:
     """Of matrices with these (shape, strides)."""
-    found, (name, real, parts) = arranged(a, b, c), _ROUTINES[dtype]
+    found, (name, real, parts) = arranged(a, b, c, conjugated), _ROUTINES[dtype]
     sizes = [_integer(size) for size in (found.m, found.n, found.k)]
     first = found.a_read.encode(), found.b_read.encode(), *sizes, _scalar(real, parts, alpha)
     return _Call(_routine(name), found.swapped, first, _integer(found.lda), _integer(found.ldb),

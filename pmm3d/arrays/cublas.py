@@ -20,22 +20,22 @@ _TYPES = {
 }
 """Element type -> CUDA's names for it and for the type of its sums; the type of alpha and beta."""
 TF32 = "CUBLAS_COMPUTE_32F_FAST_TF32"
-_OPERATIONS = {"N": "CUBLAS_OP_N", "T": "CUBLAS_OP_T"}
+_OPERATIONS = {"N": "CUBLAS_OP_N", "T": "CUBLAS_OP_T", "C": "CUBLAS_OP_C"}
 
 
 def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: blas.Matrix, alpha: complex,
-         beta: complex, tf32: bool = False) -> None:
+         beta: complex, tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
     """C = alpha A B + beta C in the current stream; beta = 0 does not read C.
 
     cuda     cupy.cuda
     dtypes   of A and B, and of C: the same, or float16 and float32
     tf32     whether float32 and complex64 factors may be rounded to 10 bits of mantissa
 
-    Raises ValueError for matrices that have no dim of stride 1, and for dims and leading dimensions beyond 2^31 - 1.
+    Raises ValueError as `blas.gemm` does, also for dims and leading dimensions beyond 2^31 - 1.
     """
     if 0 in c[1]:
         return
-    call, library = blas.arranged(a[1:], b[1:], c[1:]), cuda.cublas
+    call, library = blas.arranged(a[1:], b[1:], c[1:], conjugated), cuda.cublas
     operands, sums, scalar = _TYPES[dtypes[0]]
     if tf32 and scalar in ("float32", "complex64") and dtypes[0] == scalar:
         sums = TF32

@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from . import cublas
-from .low_precision import WorkArrays
+from . import blas, cublas
+from .low_precision import WorkArrays, check_gemm_types
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: for every device."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,18 @@ class DeviceLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
+    def pin(self, memory: np.ndarray) -> None:
+        self.xp.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
+
+    def unpin(self, memory: np.ndarray) -> None:
+        self.xp.cuda.runtime.hostUnregister(memory.ctypes.data)
+
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False) -> None:
-        cublas.gemm(self.xp.cuda, (self.dtype(a), self.dtype(c)), self._matrix(a), self._matrix(b), self._matrix(c),
-                    alpha, beta, tf32)
+             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+        types = self.dtype(a), self.dtype(c)
+        check_gemm_types(types[0], self.dtype(b), types[1])
+        cublas.gemm(self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32,
+                    conjugated)
 
 
 @dataclass(frozen=True)

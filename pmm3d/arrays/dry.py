@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import MATRIX_DTYPES, itemsize
+from .blas import AS_THEY_ARE, Conjugated
 from .dry_array import COMPARISONS, Axis, DryArray, common_dtype
 from .dry_run import DryRun, Held
-from .low_precision import WorkArrays, widened_gemm
+from .low_precision import WorkArrays, check_gemm_types, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .sums import rounded_gemm
 
@@ -119,8 +120,9 @@ class DryLibrary(NumpyLibrary):
         return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
 
     def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False) -> None:
+             tf32: bool = False, conjugated: Conjugated = AS_THEY_ARE) -> None:
         """Written down, with the work arrays that the library takes."""
+        check_gemm_types(a.dtype, b.dtype, c.dtype)
         if a.dtype == "float16" and self.gemm_copies:
             widened_gemm(self, a, b, c, alpha, beta, work)
         elif a.dtype != c.dtype and self.gemm_copies:

@@ -1,15 +1,27 @@
-"""Products of float16, whose rounding errors add up: they go through float32."""
+"""Products of float16, whose rounding errors add up: they go through float32. Which types a product has."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol
+
+from ..errors import DTypeError
+from ..layout import LOW_PRECISION, MATRIX_DTYPES
 
 
 class WorkArrays(Protocol):
     """What lends work arrays: a Workspace."""
 
     def borrow(self, shape: tuple[int, ...], dtype: str, library: Any) -> AbstractContextManager[Any]: ...
+
+
+@cache
+def check_gemm_types(a: str, b: str, c: str) -> None:
+    """Raises DTypeError for types of A, B and C that no BLAS multiplies together: it would read one as another."""
+    if a not in MATRIX_DTYPES or a != b or (c != a and (c != "float32" or a not in LOW_PRECISION)):
+        raise DTypeError(f"gemm: A is {a}, B {b} and C {c}. The three are of one type of {', '.join(MATRIX_DTYPES)}; C "
+                         "may be float32 where A and B are float16 or bfloat16. Convert first")
 
 
 def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..layout import itemsize
 from . import blas
-from .low_precision import WorkArrays, widened_gemm
+from .low_precision import WorkArrays, check_gemm_types, widened_gemm
 from .streams import Stream
 
 Array = Any
@@ -161,7 +161,11 @@ class NumpyLibrary:
         return array.dtype.isnative
 
     def conjugate(self, array: Array) -> Array:
+        """The conjugates, as a new array."""
         return self.xp.conj(array)
+
+    def conjugate_in_place(self, array: Array) -> None:
+        self.xp.conj(array, out=array)
 
     def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
         return np.require(array, dtype, ["C", "W"])
@@ -172,6 +176,12 @@ class NumpyLibrary:
     def pinned(self) -> NumpyLibrary:
         """The library whose empty(shape, "uint8") gives host memory that the device copies to and from fastest."""
         return NumpyLibrary()
+
+    def pin(self, memory: np.ndarray) -> None:
+        """Make host memory that is there, from the beginning of a page on, as `pinned`'s; raises where that fails."""
+
+    def unpin(self, memory: np.ndarray) -> None:
+        """Undo `pin`."""
 
     def to_host(self, array: Array, host: np.ndarray) -> None:
         """Copy an array's bytes into flat uint8 host memory, pinned for device arrays: then in the current stream."""
@@ -191,17 +201,21 @@ class NumpyLibrary:
         return total
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False) -> None:
+             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
         """C = alpha A B + beta C, with work arrays from the Workspace `work`; C also of float32 where A and B are of
         low precision.
 
         On the host float16 is widened to float32, multiplied, and rounded once. tf32: whether a device may round
-        factors of float32 to 10 bits of mantissa. Raises ValueError for matrices that have no dim of stride 1.
+        factors of float32 to 10 bits of mantissa. conjugated: whether A, and B, stand for their conjugates. Raises
+        DTypeError for other types, ValueError for matrices that have no dim of stride 1, and for a conjugated one that
+        lies as C does, which no BLAS reads.
         """
+        dtype = self.dtype(c)
+        check_gemm_types(self.dtype(a), self.dtype(b), dtype)
         if self.dtype(a) == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
         else:
-            blas.gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta)
+            blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)

@@ -1,7 +1,8 @@
 """Streams of devices: what is asked of a device is done in the order of a stream, whichever thread asks.
 
 A thread's current device and stream are its own (CUDA's rule): another thread that is to go on with work must make
-them current first.
+them current first. A new thread has the first device without a context of the driver; cupy and torch ask CUDA for
+nothing where a device is current already, and so a thread in which MPI is to copy must be bound.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Stream(Protocol):
     def current(self) -> AbstractContextManager[Any]:
         """As a context: what this thread asks for is done on this device, in this stream."""
 
+    def bind(self) -> None:
+        """Give this thread the device for good, and its context: MPI copies in the one that it finds."""
+
     def record(self) -> Event:
         """The point that is reached once all that was asked of the stream so far is done."""
 
@@ -55,6 +59,9 @@ class CupyStream:
     def current(self) -> Iterator[None]:
         with self.cuda.Device(self.device), self.stream:
             yield
+
+    def bind(self) -> None:
+        self.cuda.runtime.setDevice(self.device)
 
     def record(self) -> Event:
         with self.cuda.Device(self.device):
@@ -82,6 +89,11 @@ class TorchStream:
 
     def current(self) -> AbstractContextManager[Any]:
         return self.cuda.stream(self.stream)
+
+    def bind(self) -> None:
+        """torch before 2.8 asks CUDA for nothing where the device is current; what needs a context makes it so."""
+        self.cuda.set_device(self.device)
+        self.cuda.mem_get_info(self.device)
 
     def record(self) -> Event:
         return TorchEvent(self.stream.record_event())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -13,11 +14,12 @@ import numpy as np
 
 from ..layout import itemsize
 from . import blas
-from .device_library import PinnedHost, StreamMemory
-from .low_precision import WorkArrays
+from .device_library import PORTABLE, PinnedHost, StreamMemory
+from .low_precision import WorkArrays, check_gemm_types, widened_gemm
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import TorchStream
 from .sums import rounded_gemm
+from .torch_rounding import EXACT, ON_DEVICE, ON_HOST, TF32
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,9 @@ class TorchLibrary(NumpyLibrary):
     def conjugate(self, array: Array) -> Array:
         return self.xp.conj_physical(array)
 
+    def conjugate_in_place(self, array: Array) -> None:
+        array.conj_physical_()
+
     def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
         host = self.xp.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
         return host.to(device=self.device, dtype=self._torch_dtype(dtype))
@@ -137,30 +142,46 @@ class TorchLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
 
-    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
-             tf32: bool = False) -> None:
-        if self.on_host and self.dtype(a) == "float16":
-            super().gemm(a, b, c, alpha, beta, work)
+    def pin(self, memory: np.ndarray) -> None:
+        if self.on_host:
             return
-        blas.arranged(*((array.shape, array.stride()) for array in (a, b, c)))  # torch would copy what it refuses
-        with self.xp.no_grad():
-            if not self.on_host:
-                self._device_gemm(a, b, c, alpha, beta, tf32)
-            elif a.dtype == c.dtype:
-                self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
-            else:
-                rounded_gemm(self, a, b, c, alpha, beta, work)
+        code = int(self.xp.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE))
+        if code != 0:
+            with suppress(RuntimeError):  # CUDA keeps the error for the next kernel that torch starts
+                self.xp.zeros(1, device=self.device).add_(1)
+            raise MemoryError(f"cudaHostRegister of {memory.nbytes:,} bytes: error {code}")
 
-    def _device_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
-        """By cuBLAS, as torch calls it."""
-        widened = {} if a.dtype == c.dtype else {"out_dtype": c.dtype}
-        rounding = self.xp.backends.cuda.matmul
-        before, wanted = rounding.fp32_precision, "tf32" if tf32 else "ieee"
-        if before == wanted or self.dtype(a) not in ("float32", "complex64"):
-            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, **widened)
+    def unpin(self, memory: np.ndarray) -> None:
+        if not self.on_host:
+            self.xp.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+    def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+             tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
+        dtype, of_result = self.dtype(a), self.dtype(c)
+        check_gemm_types(dtype, self.dtype(b), of_result)
+        if self.on_host and dtype == "float16":
+            widened_gemm(self, a, b, c, alpha, beta, work)
             return
-        rounding.fp32_precision = wanted
+        lying = ((tuple(array.shape), array.stride()) for array in (a, b, c))
+        blas.arranged(*lying, conjugated)  # torch would copy what it refuses
+        a, b = (array.conj() if flag else array for array, flag in zip((a, b), conjugated))
+        with self.xp.no_grad():
+            if dtype == of_result:
+                self._multiply(a, b, c, alpha, beta, tf32)
+            elif self.on_host:
+                rounded_gemm(self, a, b, c, alpha, beta, work)
+            else:
+                self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
+
+    def _multiply(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
+        """All of one type: float32 is exact, or of tf32 on a device, whatever torch is set to."""
+        if self.dtype(a) not in ("float32", "complex64"):
+            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+            return
+        backends, rounding = self.xp.backends, ON_HOST if self.on_host else ON_DEVICE
+        setting = backends.mkldnn.matmul if self.on_host else backends.cuda.matmul
+        rounding.hold(setting, TF32 if tf32 and not self.on_host else EXACT)
         try:
             self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
         finally:
-            rounding.fp32_precision = before
+            rounding.release(setting)

@@ -54,7 +54,6 @@ class Axis:
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._settled = False
         self._nccl: Nccl | None = None
-        self._turn: Pending | None = None
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -174,17 +173,16 @@ class Axis:
             transport, stream = self._engine.transport, None
             if library is not None and not library.on_host:
                 self.settle(library)
-                stream = transport.communication_stream(library, self.name)
+                stream = transport.communication_stream(library)
             record = self.next_record(name)
             tag = 1 + record.number % LARGEST_TAG
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, self._nccl)
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
-            if stream is None or self._nccl is None:
-                return self._engine.start(collective, record)
-            self._turn = self._engine.start(_after(self._turn, collective), record)
-            return self._turn
+            if stream is not None and self._nccl is not None:
+                collective = transport.in_turn(collective)
+            return self._engine.start(collective, record)
 
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""
@@ -228,13 +226,6 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"<axis {self.name}: rank {self.index} of {self.size}>"
-
-
-def _after(before: Pending | None, collective: Collective[Any]) -> Collective[Any]:
-    """Generator: the collective, once the one before has ended: all ranks ask NCCL for the same in the same order."""
-    if before is not None:
-        yield [before]
-    return (yield from collective)
 
 
 def _checked(operation: str, option: str, value: Any) -> Any:

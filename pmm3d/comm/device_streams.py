@@ -32,7 +32,7 @@ class CommunicationStream(NamedTuple):
 
 
 class DeviceStreams:
-    """The streams of a grid, each made when it is first asked for. Collectives of one `lane` share a stream.
+    """The streams of a grid, each made when it is first asked for.
 
     last   that of the last collective
     """
@@ -42,10 +42,10 @@ class DeviceStreams:
     def __init__(self) -> None:
         self._made: dict[tuple[NumpyLibrary, int, str], Stream] = {}
 
-    def of(self, library: NumpyLibrary, lane: str) -> CommunicationStream:
+    def of(self, library: NumpyLibrary) -> CommunicationStream:
         """For a collective that is begun now in this thread's current stream."""
         caller = library.current_stream()
-        own, down, up = (self._stream(library, caller.device, name) for name in (lane, "down", "up"))
+        own, down, up = (self._stream(library, caller.device, name) for name in ("own", "down", "up"))
         self.last = own
         return CommunicationStream(own, caller, caller.record(), down, up)
 

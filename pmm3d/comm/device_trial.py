@@ -9,8 +9,10 @@ tried by the ranks themselves (`settling`), with the same messages.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +27,13 @@ LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "H
 """Variables with which the child would take itself for a rank of this job."""
 SIZES = (2**9, 2**20)
 """Bytes: a message that is sent at once, and one that waits for its receive; their ways through MPI differ."""
-COULD_NOT = 3
-"""The exit code of a child that did not come as far as MPI."""
+SECONDS = 60.0
+"""That the child has: to load cupy or torch from a parallel file system takes some."""
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
+"""What a process dies of that does wrong; of other signals it dies because somebody ends it."""
+BEGUN, RIGHT, WRONG = "pmm3d trial: begun", "pmm3d trial: right", "pmm3d trial: wrong"
+"""Lines of the child: pointers go to MPI now; what came is what was sent; it is not. How it ends after that does not
+count."""
 
 
 class Outcome(NamedTuple):
@@ -36,7 +43,7 @@ class Outcome(NamedTuple):
     why: str
 
 
-def trial(library: NumpyLibrary, timeout: float = 60, cached: bool = True) -> Outcome:
+def trial(library: NumpyLibrary, timeout: float = SECONDS, cached: bool = True) -> Outcome:
     """Whether a child process of one rank can send itself memory of this library's device.
 
     cached   a finding of before is taken where there is one for this host, MPI and library (`trial_cache`)
@@ -74,11 +81,16 @@ def _found(direct: bool) -> str:
 
 
 def _version(library: NumpyLibrary) -> str:
-    return str(getattr(library.xp, "__version__", ""))
+    """Of the array library, and of the CUDA runtime that it loads."""
+    xp = library.xp
+    runtime = (xp.cuda.runtime.runtimeGetVersion() if isinstance(library, DeviceLibrary) else
+               xp.version.cuda or xp.version.hip)
+    return f"{getattr(xp, '__version__', '')}, CUDA {runtime}"
 
 
 def _tried(name: str, timeout: float) -> tuple[bool | None, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where this process has its modules from
     try:
         child = subprocess.run([sys.executable, "-m", __name__, name], env=environment, timeout=timeout,
                                stdin=subprocess.DEVNULL, capture_output=True)
@@ -86,30 +98,38 @@ def _tried(name: str, timeout: float) -> tuple[bool | None, str]:
         return None, f"did not end within {timeout:g} s"
     except OSError as error:
         return None, f"could not be started: {error}"
-    if child.returncode == COULD_NOT:
-        said = child.stderr.decode(errors="replace").strip().splitlines()
-        return None, f"failed before: {said[-1] if said else 'no word'}"
-    if child.returncode == 0:
+    return judged(child.returncode, *(text.decode(errors="replace").splitlines()
+                                      for text in (child.stdout, child.stderr)))
+
+
+def judged(code: int, said: Sequence[str], complaints: Sequence[str]) -> tuple[bool | None, str]:
+    """(What a child has found out that ended so: `Outcome.direct`; how). code: as subprocess has it.
+
+        >>> judged(-signal.SIGSEGV, [BEGUN], []), judged(-signal.SIGKILL, [BEGUN], [])[0], judged(1, [], ["no MPI"])
+        ((False, 'died of signal 11'), None, (None, 'failed before: no MPI'))
+    """
+    if RIGHT in said:
         return True, "sent itself some"
-    died = f"died of signal {-child.returncode}" if child.returncode < 0 else f"ended with code {child.returncode}"
-    return False, died
+    if WRONG in said:
+        return False, "got other values than it sent"
+    died = f"died of signal {-code}" if code < 0 else f"ended with code {code}"
+    if BEGUN not in said:
+        last = [line for line in complaints if line.strip() and code >= 0][-1:]
+        return None, f"failed before: {(last or [died])[0]}"
+    return (False if code >= 0 or -code in CRASHES else None), died
 
 
-def _child(name: str) -> int:
-    """Exit code: 0 if what came is what was sent."""
-    try:
-        __import__(name.partition(":")[0])
-        library = library_named(name)
-        made = messages(library)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return COULD_NOT
+def _child(name: str) -> None:
+    __import__(name.partition(":")[0])
+    library = library_named(name)
+    made = messages(library)
+    print(BEGUN, flush=True)
+    right = True
     for values, source, target in made:
         MPI.COMM_SELF.Sendrecv(region(library, source), 0, 0, region(library, target), 0, 0)
-        if not np.array_equal(library.to_numpy(target), values):
-            return 1
-    return 0
+        right &= np.array_equal(library.to_numpy(target), values)
+    print(RIGHT if right else WRONG, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(_child(sys.argv[1]))
+    _child(sys.argv[1])

@@ -47,8 +47,10 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
 
 
 def stopped(engine: Engine) -> None:
-    """Nothing goes on. The arrays of what some members never began live to the end of the program: MPI may still read
-    them, or write there."""
+    """Nothing goes on. The arrays and buffers of what some members never began, or what failed, live to the end of the
+    program: MPI may still read them, or write there."""
     engine.close()
-    if unfinished := engine.under_way():
+    if unfinished := [*engine.under_way(), *engine.transport.failed]:
         weakref.finalize(MPI, unfinished.clear).atexit = False
+    else:
+        engine.transport.close()

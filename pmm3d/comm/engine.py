@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from ..errors import Pmm3dError
@@ -127,7 +128,8 @@ class Engine:
                     self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
-        begun = time.perf_counter()
+        begun = since = time.perf_counter()
+        moved = self.transport.moved
         with self.guard:
             try:
                 while True:
@@ -135,14 +137,18 @@ class Engine:
                         self._progress()
                     if pending.done:
                         break
-                    self._pause(pending, begun)
+                    if self.transport.moved != moved:  # pieces of staged messages follow each other at once
+                        moved, since = self.transport.moved, time.perf_counter()
+                    self._pause(pending, begun, since)
             finally:
                 self._watch.done()
                 self.ledger.waited(pending.record, begun)
 
-    def _pause(self, pending: Pending, begun: float) -> None:
-        """Let others run: first by yielding the core, then by sleeping, known to the watchdog."""
-        waited = time.perf_counter() - begun
+    def _pause(self, pending: Pending, begun: float, since: float) -> None:
+        """Let others run: first by yielding the core, then by sleeping, known to the watchdog.
+
+        begun   when the wait began;   since: when something came last, or else the same"""
+        waited = time.perf_counter() - since
         if waited < self._yields:
             os.sched_yield()
             return
@@ -177,12 +183,15 @@ class Engine:
             pass
 
     def _drive(self) -> None:
-        while not self._closed:
-            self._computing.wait()
-            with self._lock:
-                if self._computing.is_set() and not self._closed:
-                    self._progress()
-            time.sleep(HELPER_SECONDS)
+        """Of the helper thread, which no warning of numpy's may end: what a sum rounds is for its caller to look at."""
+        with np.errstate(all="ignore"):
+            while not self._closed:
+                self._computing.wait()
+                with self._lock:
+                    if self._computing.is_set() and not self._closed:
+                        self.transport.bind()
+                        self._progress()
+                time.sleep(HELPER_SECONDS)
 
     def idle(self) -> bool:
         return not self._active

@@ -134,10 +134,10 @@ class Grid:
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
         self._check = settings.check
-        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes)
+        transport = Transport(settings.device_transport, self.workspace, self._processes)
+        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
         made.callback(self._watch.stop)
         self._comm.waiting = self._waiting
-        transport = Transport(settings.device_transport, self.workspace, self._processes)
         crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))

@@ -9,10 +9,13 @@ from math import prod
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary
-from ..arrays.streams import Stream
+from ..arrays.streams import Event, Stream
 from ..errors import Pmm3dError
 from ..layout import itemsize
+from ..model.stages import stages, stages_of
 
+CONNECTED = 64
+"""Ranks of an axis up to which all are connected from the beginning."""
 ID_BYTES = 4096
 """Room for a pickled id, of 128 bytes or as many numbers."""
 
@@ -20,8 +23,11 @@ ID_BYTES = 4096
 class Nccl:
     """The communicator of an axis, whose messages are asked of a stream: nothing here waits.
 
-    Ranks that ask for exchanges in different orders wait for each other for ever on the device: `Axis` keeps the order.
+    Ranks that ask for exchanges in different orders, also of different communicators, wait for each other for ever on
+    the device: `Transport.in_turn` keeps the order.
     """
+
+    _last: tuple[Stream, Event] | None = None
 
     def __init__(self, binding: Any, size: int, identity: bytes, rank: int):
         self._binding = binding
@@ -38,9 +44,28 @@ class Nccl:
                         call(library.address(array), nbytes, self._binding.NCCL_UINT8, peer, stream.key)
         finally:
             self._binding.groupEnd()
+        self._last = stream, stream.record()
+
+    def connect(self, library: NumpyLibrary, stream: Stream, peers: Sequence[int]) -> None:
+        """Send each of the ranks a byte, and wait for theirs. NCCL connects two ranks at their first message, and the
+        host stands still meanwhile: later, others might wait for what it does not get on with."""
+        with stream.current():
+            here, there = (library.empty((len(peers),), "uint8") for _ in range(2))
+            places = range(len(peers))
+            self.exchange(library, stream, *([(peers[place], array[place : place + 1]) for place in places]
+                                             for array in (here, there)))
+            library.synchronize()
 
     def close(self) -> None:
-        self._comm.destroy()
+        """Give it back; at once, if the device has not come to the end of its messages, which may never be."""
+        if self._last is None or self._ended(*self._last):
+            self._comm.destroy()
+        else:
+            self._comm.abort()
+
+    def _ended(self, stream: Stream, event: Event) -> bool:
+        with stream.current():
+            return event.done
 
 
 def binding_for(library: NumpyLibrary) -> Any:
@@ -57,6 +82,21 @@ def binding_for(library: NumpyLibrary) -> Any:
                          "of torch too. pip install cupy-cuda13x nvidia-nccl-cu13 (of the driver's CUDA), or "
                          "PMM3D_TRANSPORT=auto")
     return found
+
+
+def peers_of(rank: int, size: int) -> list[int]:
+    """The ranks that one of so many exchanges with: all, or, of more than CONNECTED, those of its stages and the next
+    ones round the ring.
+
+        >>> peers_of(1, 4), len(peers_of(0, 4096))
+        ([0, 2, 3], 30)
+    """
+    if size <= CONNECTED:
+        return [peer for peer in range(size) if peer != rank]
+    partner = stages(size).partner(rank)
+    found = {(rank + 1) % size, (rank - 1) % size, rank if partner is None else partner}
+    found.update(peer for stage in stages_of(size, rank) for peer in stage.peers)
+    return sorted(found - {rank})
 
 
 def new_identity(binding: Any) -> bytes:

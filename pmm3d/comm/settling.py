@@ -15,7 +15,8 @@ from ..arrays.devices import Device, device_of
 from ..errors import GridError, Pmm3dError
 from . import device_trial
 from .agreement import Terms, agree
-from .nccl import ID_BYTES, Nccl, binding_for, new_identity
+from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
+from .pinned import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 
@@ -52,6 +53,8 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[None]:
             logger.warning("%s: %s", why, then)
     else:
         transport.why = f"{asked}: as asked for"
+    if transport.mode == "staged" and link.size > 1:
+        yield from prepare(link, library, of_all)
     transport.settled = of_all
 
 
@@ -77,6 +80,9 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
     yield [link.comm.Ibcast([shared, MPI.BYTE], 0)]
     made: list[Nccl] = []
     error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
+    yield from agree(link, "device_transport nccl", "", Terms("", error=error))
+    stream = link.transport.communication_stream(library).own
+    error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     return made[0]
 

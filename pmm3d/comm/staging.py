@@ -1,5 +1,12 @@
 """Device memory through pinned host memory, in pieces: while one is copied from the device others travel, and those
-that have come are copied to it."""
+that have come are copied to it.
+
+Exchanges of all axes share the slots of `pinned`, and none waits for another's. What is no larger than a small piece
+goes at once. Of a larger message a piece that has a slot is told by a token, (slot, bytes): the receiver copies from
+that slot, or, in another host's process, gets the bytes after it. Where all slots are taken, by messages that other
+ranks are not ready for, a message goes on in small pieces. A slot for what comes is held only while bytes that have
+left the other rank arrive, so that it is free again whatever else is under way.
+"""
 
 from __future__ import annotations
 
@@ -10,109 +17,267 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, Workspace
-from ..arrays.workspace import Ticket
+from ..arrays import Array, NumpyLibrary
 from ..layout import itemsize
+from . import pinned
 from .device_streams import CommunicationStream
+from .pinned import FREE, READ, Pinned, Slots
+from .transport import Link
 
-PIECE_BYTES = 2**22
-"""Both ends of a message cut it so. At 25 GB/s such a copy takes 170 us: a copy, its event and a message cost some 10
-us to begin. A multiple of every element's size."""
-DEPTH = 3
-"""Pieces between a rank and one other that have a pinned buffer, each way: one is copied, one travels, one is ready.
-The engine's helper thread looks every 0.4 ms: that bounds the rate at 31 GB/s."""
-Stage = Callable[[int, Array, np.ndarray], Any]
-"""Begins what is to be done with a piece of the messages with a peer and its buffer; an MPI request, or an event."""
+DEPTH = 6
+"""Pieces between a rank and one other that have a slot: copied, travelling, or ready. The engine's helper thread looks
+every 0.4 ms: that bounds the rate at 60 GB/s."""
+TOKEN_BYTES = 16
+"""Of (slot, bytes). No small piece of what is larger has as many."""
+NOTHING = 0, 0
+"""A token that has not come."""
 
 
 class Staging:
     """The messages of one exchange. Asking whether it is `done` makes progress, in any thread.
 
     The copies from and to the device have a stream each, so that both directions of its bus are in use, and begin after
-    what was asked of the collective's stream before. What has up to PIECE_BYTES is one message.
+    what was asked of the collective's stream before.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, workspace: Workspace, library: NumpyLibrary,
-                 streams: CommunicationStream, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]):
-        self._comm, self._tag, self._workspace = comm, tag, workspace
-        self._library, self._memory, self._streams = library, library.pinned(), streams
+    def __init__(self, link: Link, library: NumpyLibrary, streams: CommunicationStream,
+                 sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]):
+        self._transport = link.transport
         before = streams.own.record()
         for stream in (streams.down, streams.up):
             stream.wait_for(before)
-        self._lanes = [self._lane(peer, arrays, self._receive, self._copy_up) for peer, arrays in _by_peer(receives)]
-        self._lanes += [self._lane(peer, arrays, self._copy_down, self._send) for peer, arrays in _by_peer(sends)]
-        self._progress()
+        common = link, library, streams
+        self._lanes: deque[Lane] = deque(Receiving(*common, peer, arrays) for peer, arrays in _by_peer(receives))
+        self._lanes += [Sending(*common, peer, arrays) for peer, arrays in _by_peer(sends)]
+        _ = self.done
 
     @property
     def done(self) -> bool:
-        """Whether everything has left, and everything that came is on the device."""
-        self._progress()
+        """Whether everything has left, and everything that came is on the device. After an error what it has lives to
+        the end of the program: MPI and the device may still read it, or write there."""
+        try:
+            for lane in tuple(self._lanes):
+                self._transport.moved += lane.progress()
+                if lane.ended:
+                    self._lanes.remove(lane)
+        except BaseException:
+            self._transport.failed.append(self)
+            raise
+        self._lanes.rotate(-1)  # they take turns for slots
         return not self._lanes
-
-    def _progress(self) -> None:
-        self._lanes = [lane for lane in self._lanes if not lane.progress()]
-
-    def _lane(self, peer: int, arrays: Sequence[Array], first: Stage, second: Stage) -> Lane:
-        pieces = [piece for array in arrays for piece in _pieces(self._library, array)]
-        return Lane(peer, deque(pieces), first, second, self._buffer, self._workspace.give)
-
-    def _buffer(self, piece: Array) -> tuple[np.ndarray, Ticket]:
-        nbytes = piece.shape[0] * itemsize(self._library.dtype(piece))
-        return self._workspace.take((nbytes,), "uint8", self._memory)
-
-    def _copy_down(self, peer: int, piece: Array, host: np.ndarray) -> Any:
-        with self._streams.down.current():
-            self._library.to_host(piece, host)
-        return self._streams.down.record()
-
-    def _send(self, peer: int, piece: Array, host: np.ndarray) -> MPI.Request:
-        return self._comm.Isend([host, host.nbytes, MPI.BYTE], peer, self._tag)
-
-    def _receive(self, peer: int, piece: Array, host: np.ndarray) -> MPI.Request:
-        return self._comm.Irecv([host, host.nbytes, MPI.BYTE], peer, self._tag)
-
-    def _copy_up(self, peer: int, piece: Array, host: np.ndarray) -> Any:
-        with self._streams.up.current():
-            self._library.from_host(piece, host)
-        return self._streams.up.record()
 
 
 class Staged(NamedTuple):
-    """A piece in a buffer, and what it waits for."""
+    """A piece in a buffer: what it waits for, and how the buffer is given back."""
 
-    awaited: Any
+    awaited: Sequence[Any]
     piece: Array
     host: np.ndarray
-    ticket: Ticket
+    give: Callable[[], None]
+    slot: int | None = None
 
     @property
     def done(self) -> bool:
-        return self.awaited.Test() if isinstance(self.awaited, MPI.Request) else self.awaited.done
+        return all([one.Test() if isinstance(one, MPI.Request) else one.done for one in self.awaited])
 
 
 class Lane:
-    """What one rank sends to, or receives from, another: pieces in order, each through two stages."""
+    """What one rank sends to, or receives from, another: pieces in order, each through two stages. Of the first stage
+    each goes on to the second in turn."""
 
-    def __init__(self, peer: int, pieces: deque[Array], first: Stage, second: Stage,
-                 take: Callable[[Array], tuple[np.ndarray, Ticket]], give: Callable[[Ticket], None]):
-        self._peer, self._pieces, self._begin, self._go_on = peer, pieces, first, second
-        self._take, self._give = take, give
-        self._in_first: deque[Staged] = deque()
-        self._in_second: deque[Staged] = deque()
+    def __init__(self, link: Link, library: NumpyLibrary, streams: CommunicationStream, peer: int,
+                 arrays: Sequence[Array]):
+        assert link.transport.pinned is not None
+        self.comm, self.tag, self.peer = link.comm, link.tag, peer
+        self.pinned: Pinned = link.transport.pinned
+        self.shared = self.pinned.of_peers.get(link.record.members[peer])
+        self.library, self.streams = library, streams
+        self.left = deque(array.reshape(-1) for array in arrays)
+        self.first: deque[Staged] = deque()
+        self.second: deque[Staged] = deque()
+
+    @property
+    def ended(self) -> bool:
+        return not (self.left or self.first or self.second)
 
     def progress(self) -> bool:
-        """Go on with what can go on; True at the end."""
-        while self._in_second and self._in_second[0].done:
-            self._give(self._in_second.popleft().ticket)
-        while self._in_first and self._in_first[0].done:
-            _, piece, host, ticket = self._in_first.popleft()
-            self._in_second.append(Staged(self._go_on(self._peer, piece, host), piece, host, ticket))
-        while self._pieces and len(self._in_first) + len(self._in_second) < DEPTH:
-            piece = self._pieces.popleft()
-            host, ticket = self._take(piece)
-            self._in_first.append(Staged(self._begin(self._peer, piece, host), piece, host, ticket))
-        return not (self._in_first or self._in_second)
+        """Go on with what can go on; whether anything did."""
+        moved = False
+        while self.second and self.second[0].done:
+            self.second.popleft().give()
+            moved = True
+        while self.first and self.first[0].done:
+            self.second.append(self.go_on(self.first.popleft()))
+            moved = True
+        return self.begin() or moved
+
+    def begin(self) -> bool:
+        """Whatever can be begun; whether anything was."""
+        raise NotImplementedError
+
+    def go_on(self, staged: Staged) -> Staged:
+        """The second stage of a piece."""
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """What is left of the present array."""
+        return int(self.left[0].shape[0]) * itemsize(self.library.dtype(self.left[0]))
+
+    def cut(self, nbytes: int) -> Array:
+        """The next piece."""
+        flat = self.left[0]
+        step = nbytes // itemsize(self.library.dtype(flat))
+        if step == flat.shape[0]:
+            self.left.popleft()
+        else:
+            self.left[0] = flat[step:]
+        return flat[:step]
+
+    def small(self) -> tuple[np.ndarray, Callable[[], None]]:
+        """A buffer for a small piece, and how it is given back; ordinary memory where no slot is free."""
+        slots, size = self.pinned.small, pinned.SMALL_BYTES
+        if (slot := slots.take()) is None:
+            return np.empty(size, np.uint8), _nothing
+        return slots.buffer(slot, size), lambda: slots.state(slot, FREE)
+
+
+class Sending(Lane):
+    """To a rank: the first stage is a copy from the device, the second the message."""
+
+    def begin(self) -> bool:
+        begun = False
+        while self.left and len(self.first) + len(self.second) < DEPTH and self._copy_next():
+            begun = True
+        return begun
+
+    def _copy_next(self) -> bool:
+        slots, left = self.pinned.leaving, self.nbytes()
+        large = left > pinned.SMALL_BYTES
+        slot = slots.take() if large else None
+        if slot is not None:
+            nbytes, give = min(left, pinned.PIECE_BYTES), lambda: slots.state(slot, FREE)
+            host = slots.buffer(slot, nbytes)
+        elif large and (self.first or self.second):
+            return False  # one of its own is under way: it may get that slot
+        else:
+            nbytes = min(left, pinned.SMALL_BYTES)
+            buffer, give = self.small()
+            host = buffer[:nbytes]
+        piece = self.cut(nbytes)
+        self.first.append(Staged([self._copy_down(piece, host)], piece, host, give, slot))
+        return True
+
+    def _copy_down(self, piece: Array, host: np.ndarray) -> Any:
+        with self.streams.down.current():
+            self.library.to_host(piece, host)
+        return self.streams.down.record()
+
+    def go_on(self, staged: Staged) -> Staged:
+        host, awaited = staged.host, list[Any]()
+        if staged.slot is not None:
+            token = np.array([staged.slot, host.nbytes], np.int64)
+            awaited.append(self._send(token))
+            if self.shared is not None:
+                return staged._replace(awaited=[*awaited, _Reading(self.pinned.leaving, staged.slot)])
+        awaited.append(self._send(host))
+        return staged._replace(awaited=awaited)
+
+    def _send(self, host: np.ndarray) -> MPI.Request:
+        return self.comm.Isend([host, host.nbytes, MPI.BYTE], self.peer, self.tag)
+
+
+class Receiving(Lane):
+    """From a rank: a small piece or a token, one at a time; then, of other hosts, the bytes of the token's piece, which
+    is the first stage. The second is the copy to the device."""
+
+    _asked: MPI.Request | None = None
+    _told: tuple[int, int] = NOTHING
+
+    def __init__(self, *common: Any):
+        super().__init__(*common)
+        self._host: np.ndarray | None = None
+
+    @property
+    def ended(self) -> bool:
+        return super().ended and self._host is None
+
+    def begin(self) -> bool:
+        begun = False
+        while self._told[1] > 0 or self.left:
+            if self._told[1] > 0:
+                if not self._begin_piece(*self._told):
+                    return begun
+                self._told = NOTHING
+            elif self._asked is None:
+                self._ask()
+            elif not self._hear(self._asked):
+                return begun
+            begun = True
+        if self._host is not None:
+            self._give()
+            self._host = None
+        return begun
+
+    def _ask(self) -> None:
+        """For a small piece or a token."""
+        if self._host is None:
+            self._host, self._give = self.small()
+        self._asked = self._receive(self._host[: max(TOKEN_BYTES, min(self.nbytes(), pinned.SMALL_BYTES))])
+
+    def _hear(self, asked: MPI.Request) -> bool:
+        """Whether it came, and what."""
+        status, host = MPI.Status(), self._host
+        if host is None or not asked.Test(status):
+            return False
+        self._asked, count = None, status.Get_count(MPI.BYTE)
+        if count == TOKEN_BYTES and self.nbytes() > pinned.SMALL_BYTES:
+            slot, nbytes = host[:TOKEN_BYTES].view(np.int64).tolist()
+            self._told = slot, nbytes
+        else:
+            piece, host = self.cut(count), host[:count]
+            self.second.append(Staged([self._copy_up(piece, host)], piece, host, self._give))
+            self._host = None
+        return True
+
+    def _begin_piece(self, slot: int, nbytes: int) -> bool:
+        """Of the piece that was told, whether it can be."""
+        if (shared := self.shared) is not None:
+            host, give = shared.buffer(slot, nbytes), lambda: shared.state(slot, READ)
+            piece = self.cut(nbytes)
+            self.second.append(Staged([self._copy_up(piece, host)], piece, host, give))
+        else:
+            slots = self.pinned.coming
+            if (free := slots.take()) is None:
+                return False
+            host, give = slots.buffer(free, nbytes), lambda: slots.state(free, FREE)
+            self.first.append(Staged([self._receive(host)], self.cut(nbytes), host, give))
+        return True
+
+    def go_on(self, staged: Staged) -> Staged:
+        return staged._replace(awaited=[self._copy_up(staged.piece, staged.host)])
+
+    def _receive(self, host: np.ndarray) -> MPI.Request:
+        return self.comm.Irecv([host, host.nbytes, MPI.BYTE], self.peer, self.tag)
+
+    def _copy_up(self, piece: Array, host: np.ndarray) -> Any:
+        with self.streams.up.current():
+            self.library.from_host(piece, host)
+        return self.streams.up.record()
+
+
+class _Reading(NamedTuple):
+    """Of a slot whose piece another process copies."""
+
+    slots: Slots
+    slot: int
+
+    @property
+    def done(self) -> bool:
+        return self.slots.was_read(self.slot)
+
+
+def _nothing() -> None:
+    """Memory that nobody wants back."""
 
 
 def _by_peer(messages: Sequence[tuple[int, Array]]) -> list[tuple[int, list[Array]]]:
@@ -122,9 +287,3 @@ def _by_peer(messages: Sequence[tuple[int, Array]]) -> list[tuple[int, list[Arra
         if 0 not in array.shape:
             found.setdefault(peer, []).append(array)
     return list(found.items())
-
-
-def _pieces(library: NumpyLibrary, array: Array) -> list[Array]:
-    flat = array.reshape(-1)
-    step = PIECE_BYTES // itemsize(library.dtype(array))
-    return [flat[start : start + step] for start in range(0, flat.shape[0], step)]

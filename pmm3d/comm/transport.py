@@ -3,6 +3,7 @@ below the 2 GiB that MPI counts and some networks take."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
@@ -22,8 +23,10 @@ from .processes import Processes
 
 if TYPE_CHECKING:  # loaded for arrays of a device only
     from ..arrays.devices import Device
+    from ..arrays.streams import Stream
     from .device_trial import Outcome
     from .nccl import Nccl
+    from .pinned import Pinned
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
@@ -56,9 +59,15 @@ class Transport:
     settled     whether all ranks of the grid have agreed on the mode
     outcome     of the trial whether MPI takes device pointers
     library     of the last device arrays;   device: on which this rank has them
+    pinned      host memory through which staged messages go;   moved: pieces of them that got on, so far
+    failed      exchanges that ended with an error, whose memory MPI or the device may still use
+    turn        the last collective that was begun with NCCL
     """
 
     outcome: Outcome | None = None
+    pinned: Pinned | None = None
+    moved = 0
+    turn: Turn | None = None
     library: NumpyLibrary | None = None
     device: Device | None = None
 
@@ -67,13 +76,13 @@ class Transport:
             raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
         self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
         self.workspace, self.processes, self.settled = workspace, processes, False
-        self._streams = DeviceStreams()
+        self._streams, self._bound, self.failed = DeviceStreams(), threading.local(), list[Any]()
 
-    def communication_stream(self, library: NumpyLibrary, axis: str) -> CommunicationStream:
+    def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
         """For a collective along an axis that is begun now in this thread's current stream.
 
         Raises GridError for arrays of another device than before: it may be another rank's."""
-        streams = self._streams.of(library, axis if self.mode == "nccl" else "")
+        streams = self._streams.of(library)
         if self.device is not None and streams.caller.device != self.device.number:
             raise GridError(f"arrays of device {streams.caller.device}, where this rank's are on device "
                             f"{self.device.number}, {self.device.name}: a rank has one device on a grid. Make the "
@@ -81,14 +90,57 @@ class Transport:
         return streams
 
     def current(self) -> AbstractContextManager[Any]:
-        """As a context: the device of the last collective on device arrays is this thread's. A thread that only asks
-        for events would else take some hundred MB of the first device."""
+        """As a context: the device of the last collective on device arrays is this thread's, which is bound to it. A
+        thread that only asks for events would else take some hundred MB of the first device."""
         last = self._streams.last
-        return nullcontext() if last is None else last.current()
+        if last is None:
+            return nullcontext()
+        if not self._is_bound(last):
+            with last.current():
+                self.bind()
+        return last.current()
+
+    def bind(self) -> None:
+        """This thread has the device for good: one in which MPI moves messages of device memory, whoever began them."""
+        last = self._streams.last
+        if last is not None and not self._is_bound(last):
+            last.bind()
+            self._bound.device = last.device
+
+    def _is_bound(self, stream: Stream) -> bool:
+        return getattr(self._bound, "device", None) == stream.device
 
     def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
         """As a context: work arrays that are taken serve collectives on arrays of this library."""
-        return nullcontext() if library.on_host else self.communication_stream(library, "").own.current()
+        return nullcontext() if library.on_host else self.communication_stream(library).own.current()
+
+    def in_turn(self, collective: Collective[Result]) -> Collective[Result]:
+        """The collective, once all that were passed here before have ended: ranks ask NCCL for the same in the same
+        order, whatever axes they are of."""
+        before, self.turn = self.turn, Turn()
+        return _after(before, self.turn, collective)
+
+    def close(self) -> None:
+        """Give back what device memory went through. Nothing is under way any more."""
+        if self.pinned is not None:
+            self.workspace.allocated -= self.pinned.nbytes
+            self.pinned.close()
+            self.pinned = None
+
+
+class Turn:
+    """Whether a collective has ended; it does not hold the result."""
+
+    done = False
+
+
+def _after(before: Turn | None, own: Turn, collective: Collective[Result]) -> Collective[Result]:
+    try:
+        if before is not None:
+            yield [before]
+        return (yield from collective)
+    finally:
+        own.done = True
 
 
 class Link:
@@ -170,7 +222,7 @@ class Link:
         if self.nccl is None:
             from .staging import Staging
 
-            yield [Staging(self.comm, self.tag, self.workspace, library, self.stream, sends, receives)]
+            yield [Staging(self, library, self.stream, sends, receives)]
         else:
             self.nccl.exchange(library, self.stream.own, sends, receives)
             yield []

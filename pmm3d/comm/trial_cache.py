@@ -17,15 +17,20 @@ from mpi4py import MPI
 from ..errors import check_regular
 
 STEERING = ("MPICH_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_opal", "OMPI_MCA_mpi_",
-            "OMPI_MCA_accelerator", "OMPI_MCA_rcache", "UCX_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_", "FI_", "PSM2_")
-"""Variables with which the same MPI moves device memory in another way, or not at all."""
+            "OMPI_MCA_accelerator", "OMPI_MCA_rcache", "UCX_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_", "FI_", "PSM2_",
+            "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
+            "ROCR_VISIBLE_DEVICES")
+"""Variables with which the same MPI moves device memory in another way, or not at all, or torch takes it from where
+MPI cannot open it, or the devices are others."""
+TRIAL = 2
+"""Of which trial the findings are: those of others are not used."""
 DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 Key = dict[str, Any]
 
 
 def key_of(library: str) -> Key:
     """What a finding holds for: this host and driver, this MPI, its settings, and an array library with its version."""
-    return {"host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "), "mpi file": _mpi_file(),
+    return {"trial": TRIAL, "host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "), "mpi file": _mpi_file(),
             "library": library, "driver": _first_line(DRIVERS),
             "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}}
 

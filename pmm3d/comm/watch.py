@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,18 +85,21 @@ class Watch:
     timeout    seconds; 0: no watchdog (always so on one rank)
     processes  of the ranks; None while they are not known, when there is no thread and no inquiry before the time
                limit: the communicator is the user's
+    bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
     threaded   answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
     """
 
     TAG = 1
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None):
+    def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None,
+                 bind: Callable[[], None] | None = None):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, Record] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
         self._early = min(self.timeout, soon if processes else self.timeout)
+        self._bind = bind
         self._leaders = _leaders(self._processes, comm.rank)
         self._neighbours = self._processes.neighbours(comm.rank)
         self._waits: dict[int, tuple[Record, float]] = {}
@@ -146,6 +150,8 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
+            if self._bind is not None:
+                self._bind()
             self.poll()
 
     def poll(self) -> None:

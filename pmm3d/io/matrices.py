@@ -48,7 +48,7 @@ def row_slices(shape: tuple[int, int], itemsize: int) -> list[tuple[int, int]]:
 def stored_rows(matrix: DistMatrix) -> Iterator[tuple[int, np.ndarray]]:
     """(first row within the shard, C-contiguous rows in the stored type), slice after slice."""
     for start, stop in row_slices(matrix.box.shape, stored_dtype(matrix.dtype).itemsize):
-        yield start, np.ascontiguousarray(to_stored(matrix.library, matrix.local[start:stop]))
+        yield start, np.ascontiguousarray(to_stored(matrix.library, matrix.part((slice(start, stop), slice(None)))))
 
 
 def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None:
@@ -59,7 +59,7 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
         if MPI.Comm.Compare(matrix.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
-        if filled and not matrix.library.writable(matrix.local):
+        if filled and not matrix.writable:
             raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, or a tensor with a gradient")
 
 

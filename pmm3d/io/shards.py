@@ -35,7 +35,7 @@ from .new_hdf5 import written
 with needs("io", "checkpoints"):
     import h5py
 
-MASTER = "checkpoint.h5"
+CHECKPOINT_FILE = "checkpoint.h5"
 CHECKSUMS = "checkpoint.crc"
 TOGETHER = "blocks.h5"
 OWN = "pmm3d"
@@ -121,12 +121,12 @@ def manifest_of(step: int, matrices: Matrices, shards: Iterable[Shard], files: d
 
 def write_master(folder: Path, manifest: Manifest, meta: str) -> None:
     """Write the master and its checksums."""
-    with written(folder / MASTER) as file:
+    with written(folder / CHECKPOINT_FILE) as file:
         for name, entry in manifest["matrices"].items():
             _show_whole(file, name, entry["shape"], entry["dtype"], entry["shards"])
         file[f"{OWN}/manifest"], file[f"{OWN}/meta"] = json.dumps(manifest), meta
     with file_errors(folder / CHECKSUMS, "written"):
-        (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / MASTER)))
+        (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / CHECKPOINT_FILE)))
         sync(folder / CHECKSUMS)
 
 
@@ -145,12 +145,12 @@ def _show_whole(file: h5py.File, name: str, shape: list[int], dtype: str, shards
 
 def read_master(folder: Path) -> tuple[Manifest, Any]:
     """The manifest and the meta, once the master's checksums are found right. Raises CheckpointError."""
-    path = folder / MASTER
+    path = folder / CHECKPOINT_FILE
     if not os.path.lexists(path):
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MASTER}")
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {CHECKPOINT_FILE}")
     with file_errors(folder / CHECKSUMS, "read"):
         sums = parsed((folder / CHECKSUMS).read_bytes(), folder / CHECKSUMS)
-        verify(folder, checked_sums({MASTER: sums}, folder / CHECKSUMS))
+        verify(folder, checked_sums({CHECKPOINT_FILE: sums}, folder / CHECKSUMS))
     with _opened(path) as file:
         manifest, meta = (parsed(_own(file, f"{OWN}/{name}")[()], path) for name in ("manifest", "meta"))
     return checked_manifest(manifest, path), meta

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..comm.words import names_in_words
 from .disk import file_errors, sync
-from .shards import MASTER
+from .shards import CHECKPOINT_FILE
 
 logger = logging.getLogger("pmm3d.io")
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -76,7 +76,7 @@ class StepFolders:
 
     def _set_aside(self, path: Path) -> None:
         what = (f"a symbolic link to {os.readlink(path)}, which is not followed" if path.is_symlink() else
-                f"no checkpoint: it has no {MASTER}")
+                f"no checkpoint: it has no {CHECKPOINT_FILE}")
         aside = _renamed(path, "incomplete")
         logger.warning(f"{path} is {what}. It is now {aside.name}; remove it if nothing in it is wanted")
 
@@ -125,7 +125,7 @@ class StepFolders:
 
 
 def _complete(path: Path) -> bool:
-    return not path.is_symlink() and (path / MASTER).exists()
+    return not path.is_symlink() and (path / CHECKPOINT_FILE).exists()
 
 
 def _renamed(path: Path, why: str) -> Path:

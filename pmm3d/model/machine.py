@@ -88,7 +88,7 @@ def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> in
 
 @dataclass(frozen=True)
 class Blas:
-    """A BLAS that is loaded, as threadpoolctl sees it."""
+    """A BLAS that is loaded: on the host as threadpoolctl sees it. One of a device has no kernel, and 0 threads."""
 
     name: str
     version: str
@@ -118,13 +118,25 @@ def loaded_blas() -> Blas:
 
 
 def blas_of(library: Any) -> Blas:
-    """The BLAS that multiplies a library's arrays in host memory: torch has its own; for all else `loaded_blas`."""
-    if library.name != "torch" or not library.on_host:
+    """The BLAS that multiplies a library's arrays: on a device cuBLAS, which has no threads; on the host torch has its
+    own; for all else `loaded_blas`."""
+    if not library.on_host:
+        return _cublas(library)
+    if library.name != "torch":
         return loaded_blas()
     torch = library.xp
     name = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return Blas(f"{name[1] if name else 'BLAS'} of torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),
                 torch.get_num_threads())
+
+
+def _cublas(library: Any) -> Blas:
+    """torch tells the CUDA that it was built for, cupy the version of cuBLAS itself."""
+    if library.name == "torch":
+        return Blas("cuBLAS", f"of CUDA {library.xp.version.cuda}, torch {library.xp.__version__}", "", 0)
+    cuda = library.xp.cuda
+    number = cuda.cublas.getVersion(cuda.device.get_cublas_handle())
+    return Blas("cuBLAS", f"{number // 10000}.{number // 100 % 100}.{number % 100}", "", 0)
 
 
 def cores() -> frozenset[int]:

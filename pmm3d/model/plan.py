@@ -46,19 +46,26 @@ ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y"
 
 @dataclass(frozen=True)
 class Operand:
-    """What a plan knows of a matrix. order: "C", or "F" for a transposed view.
+    """What a plan knows of a matrix. order: "C", or "F" for a transposed view. conjugated: whether it is a view that
+    stands for the conjugates of what lies in memory.
 
         >>> Operand((4, 3), Layout.A).T
-        Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F')
+        Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F', conjugated=False)
     """
 
     shape: tuple[int, int]
     layout: Layout
     order: str = "C"
+    conjugated: bool = False
 
     @property
     def T(self) -> Operand:
-        return Operand(self.shape[::-1], self.layout.T, "F" if self.order == "C" else "C")
+        return Operand(self.shape[::-1], self.layout.T, "F" if self.order == "C" else "C", self.conjugated)
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether the BLAS cannot read it from where it lies: it conjugates only what it transposes."""
+        return self.conjugated and self.order == "C"
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class ProductPlan:
     moves          of the operands that are redistributed first, to where the product takes them; C is moved back too
     rounds         of each of these moves
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
+    copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -94,6 +102,7 @@ class ProductPlan:
     moves: tuple[Move, ...] = ()
     rounds: int = 1
     gemm_copies: bool = True
+    copied: tuple[bool, bool] = (False, False)
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -149,6 +158,7 @@ class OperandPart:
     along_k        whether the contracted dim is sharded, or the other one
     size, index    of the axis over which it is sharded
     gathered       whether the block is brought together along that axis; else the shard is the block
+    copied         whether its panels are copied if they are not gathered
     """
 
     depth: int
@@ -157,6 +167,7 @@ class OperandPart:
     size: int
     index: int
     gathered: bool
+    copied: bool
 
     @cached_property
     def owners(self) -> list[int]:
@@ -192,8 +203,9 @@ class RankPlan:
         self.rows = _extent(plan.m, m_size, m_index)
         self.depth = _extent(plan.k, self.k_size, self.k_index)
         self.cols = _extent(plan.n, n_size, n_index)
-        self.a = OperandPart(self.depth, self.rows, plan.a == 1, n_size, n_index, plan.a != -1 and n_size > 1)
-        self.b = OperandPart(self.depth, self.cols, plan.b == 0, m_size, m_index, plan.b != -1 and m_size > 1)
+        gathered, copied = (plan.a != -1 and n_size > 1, plan.b != -1 and m_size > 1), plan.copied
+        self.a = OperandPart(self.depth, self.rows, plan.a == 1, n_size, n_index, gathered[0], copied[0])
+        self.b = OperandPart(self.depth, self.cols, plan.b == 0, m_size, m_index, gathered[1], copied[1])
         self.reduces = self.k_size > 1
 
     @cached_property
@@ -206,6 +218,10 @@ class RankPlan:
     def scattered(self) -> bool:
         """Whether a panel's indices lie apart in a block, so that even one that is not gathered must be packed."""
         return self.plan.panels > 1 and len(self.intervals) > 1
+
+    def buffered(self, part: OperandPart) -> bool:
+        """Whether the panels of A or B are brought together in work memory."""
+        return part.gathered or part.copied or self.scattered
 
     def slices(self, panel: int, low: int = 0, high: int | None = None) -> Slices:
         """The contracted indices of a panel, in order, of those within low:high; neighbouring slices are merged."""
@@ -271,7 +287,7 @@ class RankPlan:
         """Bytes of panels of A and B (two where there are several), partial sums of C, what arrives while two strips
         are summed, float32 copies for low precision."""
         plan, size, depth = self.plan, itemsize(self.plan.dtype), self.panel_depth(0)
-        copied = [part.other for part in (self.a, self.b) if part.gathered or self.scattered]
+        copied = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in copied)
         widths = [high - low for low, high in self.strips]
         if self.reduces:

@@ -33,7 +33,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     if not isinstance(panels, int) or panels < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
-    plan = replace(plan, gemm_copies=gemm_copies)
+    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy))
     first = plan.on_rank(FIRST)
     gathers = first.a.gathered or first.b.gathered
     plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,

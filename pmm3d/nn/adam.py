@@ -1,18 +1,16 @@
-"""The change that Adam makes to a slice of a parameter: in one pass over its arrays where they are on a device."""
+"""The change that Adam makes to a slice of a parameter."""
 
 from __future__ import annotations
 
-from functools import cache
 from math import sqrt
 from typing import Any, NamedTuple
 
 from ..arrays import Array, NumpyLibrary
+from .kernels import TYPES, OnePass
 
-PASS = ("w *= keep; m = first * m + (1 - first) * (g + decay * w); "
-        "v = second * v + (1 - second) * (g + decay * w) * (g + decay * w); w -= rate * m / (sqrt(v) / scale + eps)")
-"""Of each element: weight w, gradient g, mean m and square v of the gradients."""
-NUMBERS = ("keep", "decay", "first", "second", "rate", "scale", "eps")
-EXACT = ("float32", "float64")
+FORMULA = ("h = h + decay * x; m = first * m + fresh_first * h; v = second * v + fresh_second * h * h; "
+           "d = loss * x + rate * m / (sqrt(v) / scale + eps);")
+"""Of each element: weight x, gradient h, mean m and square v of the gradients."""
 
 
 class AdamStep(NamedTuple):
@@ -27,18 +25,22 @@ class AdamStep(NamedTuple):
     decoupled: bool
     number: int
 
+    def one_pass(self) -> OnePass:
+        """As a kernel. What the betas lack of 1 it is given: float32 would lose digits of it."""
+        rate, scale = self._rates()
+        decay, loss = (0.0, self.lr * self.weight_decay) if self.decoupled else (self.weight_decay, 0.0)
+        return OnePass(FORMULA, ("m", "v"), {
+            "decay": decay, "loss": loss, "first": self.first, "fresh_first": 1 - self.first, "second": self.second,
+            "fresh_second": 1 - self.second, "rate": rate, "scale": scale, "eps": self.eps})
+
     def change(self, library: NumpyLibrary, weight: Array, gradient: Array, mean: Array, square: Array) -> None:
         """Change a weight, and mean and square of its gradients, in place."""
         arrays = weight, gradient, mean, square
         types = {library.dtype(array) for array in arrays}
-        if library.slice_elements is not None or len(types) > 1 or types.pop() not in EXACT:
-            self._by_expressions(library, *arrays)
-        elif library.name == "torch":
+        if library.name == "torch" and not library.on_host and len(types) == 1 and types < set(TYPES):
             self._by_torch(library.xp, *arrays)
         else:
-            keep, decay = (1 - self.lr * self.weight_decay, 0.0) if self.decoupled else (1.0, self.weight_decay)
-            _kernel(library)(gradient, keep, decay, self.first, self.second, *self._rates(), self.eps, weight, mean,
-                             square)
+            self._by_expressions(library, *arrays)
 
     def _rates(self) -> tuple[float, float]:
         return self.lr / (1 - self.first**self.number), sqrt(1 - self.second**self.number)
@@ -62,10 +64,3 @@ class AdamStep(NamedTuple):
         count = torch.full((), float(self.number), device=weight.device)
         kernel([weight], [gradient], [mean], [square], [], [count], lr=self.lr, beta1=self.first, beta2=self.second,
                weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False)
-
-
-@cache
-def _kernel(library: NumpyLibrary) -> Any:
-    """PASS as a kernel of cupy."""
-    inputs = ", ".join(f"T {name}" for name in ("g", *NUMBERS))
-    return library.xp.ElementwiseKernel(inputs, "T w, T m, T v", PASS, "pmm3d_adam")

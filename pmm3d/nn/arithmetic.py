@@ -27,6 +27,15 @@ Shape = tuple[int, int]
 __all__ = ["add", "cast", "divide", "multiply", "scale", "subtract"]
 
 
+def factor_of(form: Form, factor: float) -> Callable[[Array], Array]:
+    """A function of a part of an array of this form: the part times a number, rounded once. numpy would round the
+    number to float16 before; torch keeps it wide itself."""
+    library, wide = form.library, form.wide.dtype
+    if form.dtype == wide or library.name == "torch":
+        return lambda part: part * factor
+    return lambda part: library.astype(part, wide) * factor
+
+
 class Slope(NamedTuple):
     """The derivative by one operand: of(gradient, *operands), of those operands that it needs, by their numbers; None:
     the gradient as it is."""
@@ -94,7 +103,7 @@ def divide(a: Operand, b: Operand) -> Tensor:
     if isinstance(b, Real):
         return scale(a, 1 / float(b))
     return _operation("divide", a, b, lambda p, q: p / q, (Slope((1,), lambda g, q: g / q),
-                                                           Slope((0, 1), lambda g, p, q: -g * p / (q * q))))
+                                                           Slope((0, 1), lambda g, p, q: -(g / q) * (p / q))))
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
@@ -107,7 +116,7 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     """
     x, factor = as_tensor(x), float(factor)
     check_type("scale", x.form)
-    scaled = partial(elementwise, x.form, lambda part: part * factor)
+    scaled = partial(elementwise, x.form, factor_of(x.form, factor))
     return x.made(scaled(x.shard), (x,), lambda gradient: (scaled(gradient),))
 
 

@@ -211,9 +211,9 @@ def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> A
     return out
 
 
-def chunks(library: NumpyLibrary, size: int) -> list[slice]:
-    """Slices of a flat array of that size, one of all of it on a device."""
-    step = library.slice_elements or max(1, size)
+def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> list[slice]:
+    """Slices of a flat array of that size; on a device of so many elements, or one of all of it."""
+    step = library.slice_elements or on_device or max(1, size)
     return [slice(start, start + step) for start in range(0, size, step)]
 
 

@@ -9,7 +9,7 @@ from ..arrays import Array
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import SINGLE, layout_of
-from ..product.checks import check_one_device
+from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
@@ -23,7 +23,8 @@ OTHER = {"y": "x", "x": "y"}
 ACTIVATIONS = ("replicated", "sharded")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated") -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
+           tf32: bool | None = None) -> Tensor:
     """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
 
     x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
@@ -33,10 +34,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     bias     (1, n)  columns as the weight's; brought there if it has another layout
     activations      "replicated" over the axis that is summed, or "sharded": the rows of O also over that axis
                      (sequence parallelism, Korthikanti et al. 2022)
+    tf32             let a device round float32 factors to 10 bits of mantissa; None: as a Parameter's precision says,
+                     and not for any other weight
 
     Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
     W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
-    layer that takes it. Raises LayoutError if the k differ, Pmm3dError for other activations.
+    layer that takes it. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where
+    nothing would be rounded.
 
     Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
 
@@ -76,7 +80,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     inner, outer = x.layout.units[1] if sharded is None else weight.layout.units[0], weight.layout.units[1]
     x = _split_over(x, k, n, inner)
     row_unit, rows = x.layout.units[0], tuple([axis for axis in x.layout.rows if axis != n])
-    tf32 = isinstance(weight, Parameter) and weight.precision.tf32
+    if tf32 is None:
+        tf32 = isinstance(weight, Parameter) and weight.precision.tf32
+    else:
+        check_tf32(tf32, x, "linear")
     if sharded is None:
         weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
     if bias is not None:

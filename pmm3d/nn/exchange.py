@@ -16,11 +16,13 @@ from ..errors import CheckpointError
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..io.checkpoint import Checkpoint
 from ..io.disk import file_errors
-from ..io.shards import MASTER
+from ..io.shards import CHECKPOINT_FILE
 from ..product import DistMatrix
 from .in_torch import torch_lines
-from .masters import StoredAs, is_state, master_of
+from .masters import REMAINDER, is_state, state_name
 from .module import Module
+from .optimizer import Optimizer
+from .stored import Stored, convert, fill
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 
@@ -47,8 +49,10 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
     return lines
 
 
-def import_torch(network: Module, path: StrPath) -> None:
+def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> None:
     """Take the weights of a torch state dict saved with safetensors. Collective; each rank reads its shards only.
+
+    optimizer   of the network: it keeps what weights of low precision lack of those in the file
 
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
 
@@ -58,8 +62,13 @@ def import_torch(network: Module, path: StrPath) -> None:
         ...     _ = export_torch(net, file.name)
         ...     import_torch(net, file.name)
     """
-    matrices, vectors = _torch_tensors(network)
-    import_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
+    (matrices, vectors), remainders = _torch_tensors(network), _remainders(network, optimizer)
+    wide = {torch_name(name): DistMatrix.empty(network.grid, weight.shape, dtype=remainders[name].dtype,
+                                               layout=weight.layout, library=weight.library)
+            for name, weight in network.matrices().items() if name in remainders}
+    import_safetensors(network.grid, path, matrices | wide, transpose=matrices.keys() - vectors, vectors=vectors)
+    for name, remainder in remainders.items():
+        convert(matrices[torch_name(name)], remainder, [wide[torch_name(name)]])
     network.loaded()
 
 
@@ -76,11 +85,21 @@ def torch_name(name: str) -> str:
     return f"{stem}.weight".lstrip(".") if last == "gain" else name
 
 
-def load_weights(network: Module, path: StrPath) -> Path:
+def _remainders(network: Module, optimizer: Optimizer | None) -> dict[str, DistMatrix]:
+    """Name of a parameter -> its remainder, of those that have one."""
+    kept = {} if optimizer is None else optimizer.matrices()
+    names = {name: state_name(name, REMAINDER) for name in network.matrices()}
+    return {name: kept[remainder] for name, remainder in names.items() if remainder in kept}
+
+
+def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> Path:
     """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), or from a
     .safetensors file, in torch's names. An optimizer's state that is there too is left out. Returns what was read.
 
-    Weights of low precision are taken from their float32 masters, where the network is of float32, and the other way
+    optimizer   of the network: it keeps what weights of low precision lack of those in the file; without it they begin
+                rounded
+
+    Weights of low precision become float32 with what their optimizer kept of them (the remainders), and the other way
     round. Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes
     or types are not those of the network. A network of one's own settles first (`Module.settle`).
 
@@ -93,28 +112,27 @@ def load_weights(network: Module, path: StrPath) -> Path:
     """
     path = Path(path)
     if path.suffix == ENDING:
-        import_torch(network, path)
+        import_torch(network, path, optimizer)
         return path
     found, keeper = find_checkpoint(network.grid, path)
-    fill_weights(network, found, keeper)
+    fill_weights(network, found, keeper, optimizer)
     return found.path
 
 
-def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints) -> None:
+def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None) -> None:
     """As `load_weights` does."""
     matrices = network.matrices()
     with network.grid.together("load_weights", str(found.path), always=True):
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
-    stored, wider = StoredAs.of(found.contents, matrices), dict[str, DistMatrix]()
-    for name in stored.rounded:
-        source = master_of(name) if master_of(name) in found.contents else name
-        wider[source] = DistMatrix.empty(network.grid, matrices[name].shape, dtype=found.contents[source][1],
-                                         layout=matrices[name].layout, library=matrices[name].library)
-    keeper.fill(found, {**stored.matrices, **wider}, partial=True)
-    for name, matrix in zip(stored.rounded, wider.values()):
-        matrices[name].local[...] = matrix.local
+    remainders = {name: (Stored.of(found, name), each) for name, each in _remainders(network, optimizer).items()}
+    known = {state_name(name, REMAINDER): each for name, (stored, each) in remainders.items()
+             if stored.besides or stored.dtype not in ("", matrices[name].dtype)}
+    fill(keeper, found, matrices | known, partial=True)
+    for name, (_, remainder) in remainders.items():
+        if state_name(name, REMAINDER) not in known:
+            remainder.local[...] = 0
     network.loaded()
 
 
@@ -136,4 +154,4 @@ def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
 def _place_of(path: Path) -> tuple[Path, bool]:
     """(the folder of checkpoints, whether the path is itself a checkpoint), as the file system has it."""
     folder = path / "checkpoints"
-    return folder if folder.is_dir() else path, os.path.lexists(path / MASTER)
+    return folder if folder.is_dir() else path, os.path.lexists(path / CHECKPOINT_FILE)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from math import prod
 
 from ..arrays import Array, random
-from ..errors import LayoutError, Pmm3dError
-from ..layout import Box, Layout
+from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..layout import LOW_PRECISION, Box, Layout
+from .arithmetic import factor_of
 from .compute import (
     PER_ELEMENT,
     Form,
@@ -114,12 +115,12 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     if p == 0:
         return x
     x = whole(x)
-    form = x.form
+    form, times = x.form, factor_of(x.form, 1 / (1 - p))
     mask = _kept(form, x.box, p, seed, stream)
 
     def masked(array: Array, mask: Array) -> Array:
         with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape)):
-            return elementwise(form, lambda part, keep: part * keep * (1 / (1 - p)), array, mask)
+            return elementwise(form, lambda part, keep: times(part * keep), array, mask)
 
     return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
 
@@ -137,9 +138,9 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns, which may be split over ranks.
 
     x           (m, n)   rows over data, z; columns over one axis or several
-    gain, bias  (1, n)   columns as x
+    gain, bias  (1, n)   columns as x; of x's type, or of float32 beside x of low precision
 
-    Returns (m, n), columns as gain. Raises LayoutError if the n differ.
+    Returns (m, n), of x's type, columns as gain. Raises LayoutError if the n differ, DTypeError for other types.
 
     Along each axis of the columns each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and
     squares, put together as in Chan, Golub, LeVeque 1983) and, backward, the sum of as many.
@@ -151,6 +152,10 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     """
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
+    taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
+    if gain.dtype not in taken or (bias.dtype, bias.library, gain.library) != (gain.dtype, x.library, x.library):
+        raise DTypeError(f"layer_norm: the input is {x!r}, gain and bias {[gain, bias]!r}: they must be of one "
+                         "library and type, or gain and bias of float32 beside an input of low precision")
     cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
     x, bias = relayout(x, Layout(x.layout.rows, cols, units=units)), relayout(bias, gain.layout)
     form, local = x.form, x.shard

@@ -60,6 +60,7 @@ class Accumulated:
     pending   the last collective that writes to the array
     to_come   how often the backward pass under way will still add to it
     waiting   queues of `defer_weights` that hold parts of it
+    scales    with which the losses were multiplied that it comes from
     """
 
     of: Form
@@ -72,6 +73,7 @@ class Accumulated:
     to_come: int = 0
     owners: set[bool] = field(default_factory=set)
     waiting: set[object] = field(default_factory=set)
+    scales: set[float] = field(default_factory=set)
 
     @cached_property
     def form(self) -> Form:
@@ -79,7 +81,7 @@ class Accumulated:
 
     @cached_property
     def message(self) -> Form:
-        return self.of.typed(self.precision.sent)
+        return self.of.typed(self.precision.communication)
 
     @property
     def layout(self) -> Layout:
@@ -261,6 +263,7 @@ class Gradients:
         """There is no gradient any more."""
         record.state = State.EMPTY
         record.waiting.clear()
+        record.scales.clear()
         self._open.pop(record, None)
 
     def abandon(self) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Sequence
+from math import isfinite, sqrt
 from typing import Any
 
+import numpy as np
+
 from ..errors import Pmm3dError
-from .optimizer import NonFiniteGradientError, Optimizer
+from .optimizer import NonFiniteGradientError, Optimizer, check_clip, clipping
+from .parallel import Parallel
 
 MOST_IN_A_ROW = 50
 """Steps that are skipped one after the other: what is not finite then is so at any scale."""
 
 
 class LossScale:
-    """Scales the loss before the backward pass, and its gradients back in the optimizer's step. A step whose gradient
-    is not finite is skipped on all ranks: nothing is changed but the scale, and the count of steps.
+    """Scales the loss before the backward pass, and its gradients back in the step of the optimizer, or of several. A
+    step whose gradient is not finite is skipped on all ranks: nothing is changed but the scale, and the count of steps.
 
     start          the first scale;   most, least   its bounds
     every          it is doubled after so many good steps in a row; and halved when one is skipped
@@ -40,7 +44,7 @@ class LossScale:
             raise Pmm3dError("LossScale: 0 < least <= start <= most, and every is at least 1; got least = "
                              f"{least!r}, start = {start!r}, most = {most!r}, every = {every!r}")
         self.value, self.every, self.most, self.least = float(start), every, most, least
-        self.good = self.skipped = self.in_a_row = 0
+        self.good = self.skipped = self.in_a_row = self._passes = 0
 
     def takes(self, norm: float) -> bool:
         """Whether a step whose gradient has this 2-norm, the same on all ranks, is to be taken; what follows from that
@@ -54,28 +58,52 @@ class LossScale:
         self.value = max(self.least, self.value / 2)
         return False
 
-    def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
-        """The optimizer's step, and whether it was taken. Collective: one number from each rank.
+    def step(self, *optimizers: Optimizer, clip: float | None = None) -> bool:
+        """The step of all optimizers that share the backward pass, and whether it was taken: all take it, or none.
+        Collective: one number from each rank.
 
-        clip   the largest 2-norm of the gradient, scaled back
+        clip   the largest 2-norm of the gradient, of all parameters of all optimizers, scaled back
 
-        Raises NonFiniteGradientError, on every rank, when it skips the fiftieth step in a row.
+        Raises, on every rank, Pmm3dError for a second step after one backward pass, or for gradients of another scale;
+        NonFiniteGradientError when it skips the fiftieth step in a row.
         """
-        scale = self.value
-        norm = optimizer.gradient_norm() / scale
-        return self.conclude(optimizer, norm, scale, clip)
+        if clip is not None:
+            check_clip(clip)
+        self._check(optimizers)
+        grid, square = optimizers[0].grid, np.array([sum(optimizer.own_square() for optimizer in optimizers)])
+        with grid.ledger.phase("optimizer"):
+            norm = sqrt(float(grid.everyone.all_reduce(square, agreed=True).wait()[0]))
+        return self.conclude(optimizers, norm / self.value, clip)
 
-    def conclude(self, optimizer: Optimizer, norm: float, scale: float, clip: float | None = None) -> bool:
-        """As `step`, of gradients that have the factor `scale`, and whose 2-norm without it is known."""
+    def _check(self, optimizers: Sequence[Optimizer]) -> None:
+        if not optimizers:
+            raise Pmm3dError("LossScale.step: of which optimizers? scale.step(optimizer)")
+        passes = Parallel.of(optimizers[0].grid).passes
+        if passes == self._passes:
+            raise Pmm3dError("LossScale.step: a second step after one backward pass, whose gradients may be of another "
+                             "scale than the next: scale.step(first, second) steps several optimizers at once")
+        records = [parameter.accumulated for optimizer in optimizers for parameter in optimizer.parameters]
+        for other in {scale for record in records for scale in record.scales} - {self.value}:
+            raise Pmm3dError(f"LossScale.step: gradients are of a loss that was scaled by {other:g}, and this scale is "
+                             f"{self.value:g}: loss.backward(scale=scale.value), in each backward pass of the step")
+        self._passes = passes
+
+    def conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
+        """As `step`, of gradients whose 2-norm, scaled back, is known."""
+        scale = self.value
         if self.takes(norm):
-            optimizer.step(factor=clipping(norm, clip) / scale)
+            for optimizer in optimizers:
+                optimizer.step(factor=clipping(norm, clip) / scale)
             return True
-        if self.in_a_row >= MOST_IN_A_ROW:
+        fatal = self.in_a_row >= MOST_IN_A_ROW
+        where = "; ".join(optimizer.non_finite() for optimizer in optimizers if fatal)
+        for optimizer in optimizers:
+            optimizer.skip()
+        if fatal:
             raise NonFiniteGradientError(
                 f"{self.in_a_row} steps in a row were skipped, as gradients of float16 were not finite, the last at a "
-                f"loss scale of {scale:g}: {optimizer.non_finite()}. No weight was changed by them. Look at the loss "
+                f"loss scale of {scale:g}: {where}. No weight was changed by them. Look at the loss "
                 'and the inputs, try a smaller learning rate or a warm-up, or precision = "bfloat16"')
-        optimizer.skip()
         return False
 
     def state(self) -> dict[str, Any]:
@@ -86,8 +114,3 @@ class LossScale:
         """Take what `state` gave; `every` and the bounds stay as they were given to this one."""
         self.value = min(self.most, max(self.least, float(state["value"])))
         self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))
-
-
-def clipping(norm: float, clip: float | None) -> float:
-    """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
-    return clip / norm if clip and norm > clip else 1.0

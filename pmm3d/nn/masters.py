@@ -1,62 +1,36 @@
-"""Weights of one precision in checkpoints of another: which stored matrix is which."""
+"""What a weight of 16 bits lacks of the one that is trained.
+
+A parameter of low precision holds the rounded weight; beside it an optimizer keeps the remainder, what it lacks of the
+true one, in float32. Together they have some 32 bits of mantissa in the bytes of a float32 copy: changes for which
+float32 has no place beside the weight are not lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from ..arrays import Array, NumpyLibrary
 
-from ..layout import LOW_PRECISION
-from ..product import DistMatrix
-from .optimizer import MASTER
+STATE, REMAINDER, MASTER = "optimizer/", "remainder", "master"
+"""How names of an optimizer's matrices begin; how those of remainders end, and of the float32 copies in their place
+that older checkpoints hold."""
+EXACT = "float64"
+"""Holds weight + remainder."""
+NEARLY = 1 - 2.0**-12
+"""A remainder times this, added to its weight, is never rounded away from it."""
 
-Contents = Mapping[str, tuple[tuple[int, int], str]]
-"""Name -> (shape, type) of what a checkpoint holds."""
-STATE, ENDING = "optimizer/", f"/{MASTER}"
+
+def joined(library: NumpyLibrary, weight: Array, remainder: Array) -> Array:
+    """The true weights, in float64. Where somebody wrote to a weight, so that it is not what they are rounded to, it
+    counts alone."""
+    kept = library.astype(weight, EXACT)
+    own = library.astype(kept + NEARLY * remainder, library.dtype(weight)) == weight
+    return kept + library.xp.where(own, remainder, 0)
 
 
-class StoredAs(NamedTuple):
-    """What fills the matrices of a training, or of a network.
-
-    matrices   name in the checkpoint -> matrix that it fills
-    rounded    weights of low precision that nothing fills: they are rounded from what the checkpoint has of them in
-               another type
-    unused     names in the checkpoint of what others are taken for
-    """
-
-    matrices: dict[str, DistMatrix]
-    rounded: list[str]
-    unused: set[str]
-
-    @classmethod
-    def of(cls, contents: Contents, matrices: Mapping[str, DistMatrix]) -> StoredAs:
-        """Each by its name and type; else weights are filled by stored masters of their type, and masters by stored
-        weights. What does not fit at all is left as it is, for the checkpoint to refuse.
-
-            >>> from pmm3d import Grid
-            >>> with Grid() as grid:
-            ...     stored = {"w": ((2, 2), "bfloat16"), "optimizer/w/master": ((2, 2), "float32")}
-            ...     list(StoredAs.of(stored, {"w": DistMatrix.empty(grid, (2, 2), dtype="float32")}).matrices)
-            ['optimizer/w/master']
-        """
-        found = cls({}, [], set())
-        for name, matrix in matrices.items():
-            there, master = contents.get(name, ((), ""))[1], contents.get(master_of(name), ((), ""))[1]
-            weight = name.removeprefix(STATE).removesuffix(ENDING)
-            if there and there != matrix.dtype and master == matrix.dtype:
-                found.matrices[master_of(name)] = matrix
-                found.unused.add(name)
-            elif there and there != matrix.dtype and matrix.dtype in LOW_PRECISION:
-                found.rounded.append(name)
-                found.unused.add(name)
-            elif not there and name == master_of(weight) and contents.get(weight, ((), ""))[1] == matrix.dtype:
-                found.matrices[weight] = matrix
-            else:
-                found.matrices[name] = matrix
-        return found
-
-    def is_all(self, contents: Contents) -> bool:
-        """Whether all else that is there is unused."""
-        return contents.keys() - self.matrices.keys() <= self.unused
+def part(library: NumpyLibrary, exact: Array, weight: Array, remainder: Array) -> None:
+    """Fill weights, rounded, and their remainders; of what the smaller type cannot hold at all there is none."""
+    weight[...] = exact
+    lacking = exact - weight
+    remainder[...] = library.xp.where(library.xp.isfinite(lacking), lacking, 0)
 
 
 def is_state(name: str) -> bool:
@@ -64,6 +38,6 @@ def is_state(name: str) -> bool:
     return name.startswith(STATE)
 
 
-def master_of(name: str) -> str:
-    """The name of a parameter's master weights."""
-    return f"{STATE}{name}{ENDING}"
+def state_name(parameter: str, state: str) -> str:
+    """The name of a state array of a parameter in a checkpoint."""
+    return f"{STATE}{parameter}/{state}"

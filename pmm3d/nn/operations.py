@@ -8,7 +8,7 @@ from ..arrays import Array
 from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
-from .arithmetic import sums_to
+from .arithmetic import factor_of, sums_to
 from .compute import array_namespace, by_rows, check_type, computing, sums_along
 from .statistics import added, beside, log_sum_exp, total
 from .tensor import Tensor, as_tensor, relayout, whole
@@ -51,16 +51,17 @@ def mean(x: Matrix, dim: int) -> Tensor:
 def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
     _check(name, x, dim)
     form, shape = x.form, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
+    times = factor_of(form, factor)
     with computing(form.grid, "statistics"):
         own = sums_to(shape, form, x.shard)
         out = form.new(tuple(own.array.shape))
-        out[...] = own.array * factor
+        out[...] = times(own.array)
     with form.grid.ledger.phase(name):
         pending = added(form.grid, out, (*x.layout.sums, *own.layout.sums))
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
-        dx[...] = gradient * factor
+        dx[...] = times(gradient)
         return (dx,)
 
     return x.made(out, (x,), rule, shape=shape, layout=own.layout.summed, pending=pending[-1] if pending else None)

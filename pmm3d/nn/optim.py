@@ -9,6 +9,7 @@ from typing import Any
 from ..arrays import Array, library_of
 from ..errors import Pmm3dError
 from .adam import AdamStep
+from .kernels import OnePass
 from .loss_scale import LossScale
 from .optimizer import NonFiniteGradientError, Optimizer, Option, Parameters
 
@@ -47,6 +48,12 @@ class SGD(Optimizer):
             gradient = gradient + self.momentum * velocity if self.nesterov else velocity
         weight -= self.lr * gradient
 
+    def one_pass(self) -> OnePass:
+        push = "d = rate * (h + momentum * m);" if self.nesterov else "d = rate * m;"
+        formula = f"h = h + decay * x; {f'm = momentum * m + h; {push}' if self.momentum else 'd = rate * h;'}"
+        numbers = {"decay": self.weight_decay, "momentum": self.momentum, "rate": self.lr}
+        return OnePass(formula, ("m",) * len(self.state_names), numbers)
+
 
 class Adam(Optimizer):
     """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient. Its correction for the first steps counts,
@@ -75,9 +82,14 @@ class Adam(Optimizer):
             raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {self.eps!r}")
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        self._step().change(library_of(weight), weight, gradient, *state)
+
+    def one_pass(self) -> OnePass:
+        return self._step().one_pass()
+
+    def _step(self) -> AdamStep:
         first, second = self.betas
-        step = AdamStep(self.lr, first, second, self.eps, self.weight_decay, self.decoupled, self.changes)
-        step.change(library_of(weight), weight, gradient, *state)
+        return AdamStep(self.lr, first, second, self.eps, self.weight_decay, self.decoupled, self.changes)
 
 
 class AdamW(Adam):

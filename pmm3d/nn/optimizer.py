@@ -8,22 +8,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isfinite, prod, sqrt
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array
+from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, array_namespace, chunks, computing
 from .gradients import State
+from .kernels import OnePass
+from .masters import REMAINDER, joined, part, state_name
 from .parameter import Parameter
 
 Group = dict[str, Any]
 """"params", and the options that they are changed with: "lr", "weight_decay" and those of the kind of optimizer."""
-MASTER = "master"
-"""The state that an optimizer keeps of parameters that are rounded from it."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 
 
@@ -88,8 +90,15 @@ class Optimizer:
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
         self._noted = 0
+        self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))
+
+    def __init_subclass__(cls) -> None:
+        """An update of one's own is what is done on a device too: it is not passed over for a kernel's formula."""
+        super().__init_subclass__()
+        if "update" in vars(cls) and "one_pass" not in vars(cls):
+            setattr(cls, "one_pass", Optimizer.one_pass)  # noqa: B010, an assignment would be a method's
 
     def _grouped(self, given: list[Any], options: dict[str, Any], decay_vectors: bool) -> list[Group]:
         groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
@@ -143,15 +152,15 @@ class Optimizer:
         self.zero_grad()
 
     def _note_memory(self) -> None:
-        """Bytes of what there is for the parameters, by kind, in the ledger's memory."""
-        memory, kinds = self.grid.ledger.memory, ("weights", "gradients", "state")
+        """Bytes of what there is for the parameters of all the grid's optimizers, by kind, in the ledger's memory."""
         if len(self._state) == self._noted:
             return
-        self._noted, own = len(self._state), [each.accumulated for each in self.parameters]
-        gradients = [record.array for record in own if record.array is not None]
-        states = [array for arrays in self._state.values() for array in arrays]
-        memory.update((kind, sum(array.nbytes for array in arrays)) for kind, arrays in zip(
-            kinds, ([each.shard for each in self.parameters], gradients, states)))
+        self._noted, all_there = len(self._state), list[Optimizer](self.grid.attached[Optimizer])
+        own = {each for optimizer in all_there for each in optimizer.parameters}
+        arrays = {"weights": [each.shard for each in own],
+                  "gradients": [each.accumulated.array for each in own if each.accumulated.array is not None],
+                  "state": [array for each in all_there for kept in each._state.values() for array in kept]}
+        self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
     def skip(self) -> None:
         """A step in which no parameter is changed: it counts as one without gradients, which are let go."""
@@ -159,17 +168,6 @@ class Optimizer:
         self.steps += 1
         self.missed.update(self.parameters)
         self.zero_grad()
-
-    def round_masters(self) -> None:
-        """Round the master weights, which were written to, to the parameters that have them. Collective."""
-        with self.grid.ledger.phase("optimizer"):
-            gathers = []
-            for parameter in self.parameters:
-                if parameter.precision.has_master:
-                    self._own(parameter, parameter.shard)[...] = self._states(parameter)[-1].reshape(-1)
-                    gathers += self._spread(parameter)
-            for gather in gathers:
-                gather.wait()
 
     def _spread(self, parameter: Parameter) -> list[Pending]:
         """A parameter was changed: begin to bring what the ranks along data changed of it to all of them."""
@@ -198,17 +196,22 @@ class Optimizer:
             parameter.grad = None
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        """Change a slice of a parameter, of its master weights if it has them, and of its state, in place. xp: the
-        namespace of the arrays; `self.changes`: how often the parameter has been changed, this time included."""
+        """Change a slice of a parameter and of its state, in place. xp: the namespace of the arrays; `self.changes`:
+        how often the parameter has been changed, this time included. A parameter of low precision comes in float64,
+        with all that was ever added to it, and is rounded after."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
+
+    def one_pass(self) -> OnePass | None:
+        """The same as the formula of a kernel, of the group under way; None if there is none."""
+        return None
 
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
-        precision, "optimizer/0.weight/master": the weights that are changed."""
-        return {f"optimizer/{parameter.name}/{name}":
+        precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed."""
+        return {state_name(parameter.name, name):
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
                 for parameter in self.parameters
-                for name, array in zip([*self.state_names, MASTER], self._states(parameter))}
+                for name, array in zip([*self.state_names, REMAINDER], self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
@@ -255,19 +258,14 @@ class Optimizer:
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises
         NonFiniteGradientError, on every rank, where that is infinite or NaN."""
-        if not norm > 0:
-            raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
+        check_clip(norm)
         before = self.gradient_norm()
         _check_finite(before)
-        self.clip_from(before, norm)
+        factor = clipping(before, norm)
+        for parameter in self._filled() if factor != 1 else ():
+            array, record = self._gradient(parameter), parameter.accumulated
+            (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= factor
         return before
-
-    def clip_from(self, before: float, norm: float) -> None:
-        """As `clip`, of gradients whose 2-norm is known to be `before`. Moves nothing."""
-        if before > norm:
-            for parameter in self._filled():
-                array, record = self._gradient(parameter), parameter.accumulated
-                (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= norm / before
 
     def _filled(self) -> list[Parameter]:
         """The parameters that have a gradient, summed over all ranks."""
@@ -292,21 +290,31 @@ class Optimizer:
         return record.array
 
     def _change(self, parameter: Parameter, factor: float) -> None:
-        xp, self.changes = array_namespace(parameter.shard), self.steps - self.missed[parameter]
-        shard, whole = (self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter)))
-        states, library, types = self._states(parameter), parameter.library, parameter.precision
-        states = [array.reshape(-1) for array in states]
-        for chunk in chunks(library, shard.shape[0]) if library.has_data else ():
-            weight, gradient, own = shard[chunk], whole[chunk], [array[chunk] for array in states]
-            gradient = gradient if types.gradient == types.master else library.astype(gradient, types.master)
-            gradient = gradient if factor == 1 else gradient * factor
-            if types.has_master:
-                master = own.pop()
-                _take_written(xp, library, weight, master)
-                self.update(xp, master, gradient, *own)
-                weight[...] = master
-            else:
-                self.update(xp, weight, gradient, *own)
+        library, self.changes = parameter.library, self.steps - self.missed[parameter]
+        weight, gradient = (self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter)))
+        states = [array.reshape(-1) for array in self._states(parameter)]
+        remainder = states.pop() if parameter.precision.has_master else None
+        formula = self.one_pass()
+        if formula is not None and formula.change(library, factor, weight, gradient, remainder, states):
+            return
+        for chunk in chunks(library, weight.shape[0], DEVICE_ELEMENTS) if library.has_data else ():
+            self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
+                               None if remainder is None else remainder[chunk], [array[chunk] for array in states])
+
+    def _change_slice(self, parameter: Parameter, factor: float, weight: Array, gradient: Array,
+                      remainder: Array | None, states: list[Array]) -> None:
+        """By `update`. The gradient is let go after the step: it may be scaled where it is."""
+        xp, library, types = array_namespace(weight), parameter.library, parameter.precision
+        if types.gradient != types.master:
+            gradient = library.astype(gradient, types.master)
+        if factor != 1:
+            gradient *= factor
+        if remainder is None:
+            self.update(xp, weight, gradient, *states)
+            return
+        exact = joined(library, weight, remainder)
+        self.update(xp, exact, gradient, *states)
+        part(library, exact, weight, remainder)
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
@@ -318,7 +326,7 @@ class Optimizer:
 
     def _states(self, parameter: Parameter) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes; the last
-        one is that part itself, if it has master weights."""
+        one is what that part lacks of the weights that are changed, if these are of another type."""
         if parameter not in self._state:
             types, library = parameter.precision, parameter.library
             shape = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords).shape
@@ -326,8 +334,6 @@ class Optimizer:
                 states = [library.empty(shape, types.master) for _ in range(len(self.state_names) + types.has_master)]
             for array in states:
                 array[...], parameter.has_state = 0, True
-            if types.has_master:
-                states[-1].reshape(-1)[...] = self._own(parameter, parameter.shard)
             self._state[parameter] = states
         return self._state[parameter]
 
@@ -339,11 +345,15 @@ class Optimizer:
         return self.shard_over_data and "data" not in parameter.layout.splitting
 
 
-def _take_written(xp: ModuleType, library: NumpyLibrary, weight: Array, master: Array) -> None:
-    """Where the weight is not the rounded master any more, somebody wrote to it: the master follows."""
-    kept, given = library.dtype(master), library.dtype(weight)
-    rounded = library.astype(master, given)
-    master[...] = xp.where(rounded == weight, master, library.astype(weight, kept))
+def clipping(norm: float, clip: float | None) -> float:
+    """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
+    return clip / norm if clip and norm > clip else 1.0
+
+
+def check_clip(norm: float) -> None:
+    """Raises Pmm3dError for what gradients cannot be clipped to."""
+    if not norm > 0:
+        raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
 
 
 def _check_finite(norm: float) -> None:

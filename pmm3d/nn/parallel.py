@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from zlib import crc32
 
 from ..comm import Grid
-from ..errors import DisagreementError
+from ..errors import DisagreementError, Pmm3dError
 from .contract import Part
 from .gathered import Weights
 from .gradients import Gradients, Leaf
@@ -28,6 +29,8 @@ class Parallel:
     trusting   whether a pass that uses what the one before used is not compared among the ranks before its first
                message: whoever sets it compares `digest` before the gradients are used
     used       of the last backward pass: the name of each parameter, and how often it is used
+    scale      what its loss was multiplied with; None where the gradient was given
+    passes     how many backward passes there were
     """
 
     def __init__(self, grid: Grid):
@@ -35,12 +38,14 @@ class Parallel:
         self.deferred: Callable[[Leaf, Part], None] | None = None
         self.trusting = False
         self.used: Uses = []
+        self.scale: float | None = None
+        self.passes = 0
         self._compared = ""
 
     @property
     def digest(self) -> int:
-        """Of `used`: 16 bits."""
-        return crc32(repr(self.used).encode()) & 0xFFFF
+        """Of `used` and `scale`: 16 bits."""
+        return crc32(f"{self.scale} {self.used}".encode()) & 0xFFFF
 
     @property
     def overlap(self) -> Overlap:
@@ -57,12 +62,15 @@ class Parallel:
         return grid.attached[cls]
 
     @contextmanager
-    def backward(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
-        """A backward pass that brings so many parts to each leaf; at its end all gradients are there. Raises
-        DisagreementError, on every rank, if the ranks' networks differ."""
+    def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None) -> Iterator[None]:
+        """A backward pass that brings so many parts to each leaf; at its end all gradients are there. scale: what the
+        loss is multiplied with. Raises DisagreementError, on every rank, if the ranks' networks or scales differ."""
         grid, memory = self.grid, self.grid.ledger.memory
-        agreed = self._agreement(uses)
+        agreed = self._agreement(uses, scale)
         records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
+        self.passes += 1
+        for record in records:
+            record.scales |= set() if scale is None else {scale}
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
             self.gradients.begin(sync and self.deferred is None, self.overlap, records, agreed)
@@ -76,15 +84,16 @@ class Parallel:
                 self.weights.pause()
         memory["arrays, most at once"] = grid.workspace.most_lent
 
-    def _agreement(self, uses: Counter[Leaf]) -> Callable[[], None]:
-        """Begins to compare the ranks' parameters. The function that is returned waits, and raises, on every rank, if
-        not all use the same as often: their sums would not match."""
+    def _agreement(self, uses: Counter[Leaf], scale: float | None) -> Callable[[], None]:
+        """Begins to compare the ranks' parameters, and the scale. The function that is returned waits, and raises, on
+        every rank, if not all use the same as often: their sums would not match. Raises for a scale that is none."""
+        self.scale = scale
         self.used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
                      for leaf, times in uses.items()]
         text = ", ".join(f"{name} {times}" for name, times in self.used)
         if self.trusting and text == self._compared:
             return lambda: None
-        compared = self.grid.compared("backward", text)
+        compared = self.grid.compared("backward", text, scale)
 
         def conclude() -> None:
             try:
@@ -93,12 +102,18 @@ class Parallel:
                 self.explain()
             self._compared = text
 
+        if scale is not None and not 0 < scale < inf:
+            conclude()
+            raise Pmm3dError(f"backward: the scale is a positive number; got {scale!r}")
         return conclude
 
     def explain(self) -> None:
         """Raises DisagreementError, on every rank, if the last pass did not use the same on all. Collective."""
-        mine, others = self.used, self.grid.comm.bcast(self.used)
+        mine, (others, scale) = self.used, self.grid.comm.bcast((self.used, self.scale))
         with self.grid.together("backward", always=True):
+            if scale != self.scale:
+                raise DisagreementError(f"backward: the loss is scaled by {self.scale!r} on rank {self.grid.rank}, by "
+                                        f"{scale!r} on rank 0: ranks scale and step alike, or their weights part")
             if mine != others:
                 difference = _difference(Counter(dict(mine)), Counter(dict(others)))
                 raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "

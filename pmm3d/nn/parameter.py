@@ -89,6 +89,13 @@ class Parameter(Tensor):
         value.redistribute(self.layout, self.grid, out=self._value)
         self.version += 1
 
+    def widen(self) -> None:
+        """Be of the type of the master weights from now on; not once there is a gradient or a state for it."""
+        if self.precision.has_master:
+            with self.grid.ledger.holding("weights"):
+                self._become(DistMatrix.empty(self.grid, self.shape, dtype=self.precision.master, layout=self.layout,
+                                              library=self.library), self.precision.whole)
+
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.together("move", self.name, layout):
@@ -98,7 +105,10 @@ class Parameter(Tensor):
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
         with self.grid.ledger.holding("weights"):
-            self._take(self._value.redistribute(layout))
-        self.node = Node(self.form, leaf=self)
-        self.accumulated = Accumulated(self.form, self.precision, owners=self.accumulated.owners)
+            self._become(self._value.redistribute(layout), self.precision)
+
+    def _become(self, value: DistMatrix, precision: Precision) -> None:
+        self._take(value)
+        self.node, self.precision = Node(self.form, leaf=self), precision
+        self.accumulated = Accumulated(self.form, precision, owners=self.accumulated.owners)
         self.version += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..arrays import NumpyLibrary
 from ..errors import DTypeError
@@ -16,28 +16,38 @@ class Precision:
     """Of a parameter, and of the layer that it belongs to.
 
     compute        of the parameter's shard and of activations: what GEMMs multiply
-    communication  in which parts of its gradient are formed, and sent over z and over data; None: as compute. They are
-                   added in float32
-    gradient       of the gradient, in which the parts of all ranks and batches are added up
+    communication  in which parts of its gradient are formed, and sent over z and over data; left out: as compute. They
+                   are added in float32
+    gradient       of the gradient, in which the parts of all ranks and batches are added up, and of messages over z
+                   and y of vectors' gradients; left out: float32 for low precision, else compute
     master         of the weights that an optimizer keeps and changes, and of what else it keeps. They are rounded to
-                   the shard after each step; where master is compute, the shard is all that there is
+                   the shard after each step; where master is compute, the shard is all that there is. Left out: as
+                   gradient is by itself
     tf32           whether a device may round the operands of float32 GEMMs to 10 bits of mantissa
+
+    Communication and gradient are compute or, beside a low precision, float32: what a GEMM writes. A GEMM of bfloat16
+    rounds what it writes on the host, to float32 too: see docs/training.md.
 
     Bytes a parameter, with Adam: compute + gradient + 3 master, as 2 + 4 + 12 of bfloat16; the last part is shared
     among the ranks along data by `shard_over_data`. Raises DTypeError for types that do not go together.
 
-        >>> Precision.named("bfloat16").sent, Precision.named("bfloat16").has_master, Precision().has_master
-        ('bfloat16', True, False)
+        >>> Precision("bfloat16")
+        Precision(compute='bfloat16', communication='bfloat16', gradient='float32', master='float32', tf32=False)
+        >>> Precision.named("bfloat16").has_master, Precision("float64").gradient
+        (True, 'float64')
     """
 
     compute: str = "float32"
-    communication: str | None = None
-    gradient: str = "float32"
-    master: str = "float32"
+    communication: str = ""
+    gradient: str = ""
+    master: str = ""
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        types = self.compute, self.sent, self.gradient, self.master
+        sums = "float32" if self.compute in LOW_PRECISION else self.compute
+        for name, left_out in (("communication", self.compute), ("gradient", sums), ("master", sums)):
+            object.__setattr__(self, name, getattr(self, name) or left_out)
+        types = self.compute, self.communication, self.gradient, self.master
         if wrong := [each for each in types if each not in MATRIX_DTYPES]:
             raise DTypeError(f"a precision is of the types {', '.join(MATRIX_DTYPES)}; got {wrong[0]!r}")
         if any(each.startswith("complex") for each in types) and len(set(types)) > 1:
@@ -45,6 +55,10 @@ class Precision:
         if self.master in LOW_PRECISION or itemsize(self.master) < itemsize(self.compute):
             raise DTypeError(f"master weights of {self.master}, for {self.compute}, would not take small changes: "
                              'master = "float32", or "float64" for float64')
+        if not {self.communication, self.gradient} <= {self.compute, sums}:
+            raise DTypeError(f"GEMMs of {self.compute} write {' or '.join(sorted({self.compute, sums}))}, in which a "
+                             "gradient is formed, sent and added up; got "
+                             f"communication = {self.communication}, gradient = {self.gradient}")
         if self.tf32 and self.compute != "float32":
             raise DTypeError(f"tf32 rounds operands of float32; this precision computes in {self.compute}")
 
@@ -53,9 +67,7 @@ class Precision:
         """ "float32", "tf32", "bfloat16", "float16", "float64"; a complex type is of itself alone."""
         if name not in NAMES and name not in MATRIX_DTYPES:
             raise DTypeError(f"precision is {', '.join(NAMES)}, or an nn.Precision; got {name!r}")
-        if name == "tf32":
-            return cls(tf32=True)
-        return cls(name) if name in (*LOW_PRECISION, "float32") else cls(name, gradient=name, master=name)
+        return cls(tf32=True) if name == "tf32" else cls(name)
 
     @classmethod
     def of(cls, precision: Precision | str | None, dtype: str = "float32") -> Precision:
@@ -68,11 +80,6 @@ class Precision:
         return found
 
     @property
-    def sent(self) -> str:
-        """In which parts of a gradient are formed and sent."""
-        return self.communication or self.compute
-
-    @property
     def has_master(self) -> bool:
         """Whether an optimizer keeps weights of its own."""
         return self.master != self.compute
@@ -80,11 +87,11 @@ class Precision:
     @property
     def whole(self) -> Precision:
         """That of the master weights alone: to predict, and to export."""
-        return replace(self, compute=self.master, communication=None, gradient=self.master, tf32=False)
+        return Precision(self.master)
 
     def check(self, library: NumpyLibrary) -> None:
         """Raises DTypeError where arrays of that library cannot have it."""
-        if "bfloat16" in (self.compute, self.sent, self.gradient) and library.name != "torch":
+        if "bfloat16" in (self.compute, self.communication, self.gradient) and library.name != "torch":
             raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda"); this network '
                              f"is of {library.kind} arrays")
         if self.tf32 and library.kind in ("numpy", "torch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -14,13 +15,13 @@ import numpy as np
 from ..arrays import Array
 from ..comm import Pending
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Box, Layout
+from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, elementwise
 from .contract import Gradient, Part
 from .forming import brought
-from .gradients import Accumulated
+from .gradients import Accumulated, Leaf
 from .tape import Node, Rule, Tape, propagate, reachable, uses
 
 Operator = Callable[["Tensor", Any], "Tensor"]
@@ -130,20 +131,22 @@ class Tensor:
 
         gradient   by this tensor, a matrix of its shape and type, in any layout; `scale` if left out, for a loss, which
                    is 1 x 1
-        scale      what all gradients are multiplied with: see `optim.LossScale`
+        scale      what all gradients are multiplied with, the same on all ranks: see `optim.LossScale`. A loss that is
+                   scaled is of float32 or wider
 
         The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
         on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
-        LayoutError and DTypeError for a gradient of another shape or type, Pmm3dError for what is no matrix, if nothing
-        needs a gradient or if a part of the tape was used already; and before anything is summed, DisagreementError if
-        the ranks used different parameters.
+        LayoutError and DTypeError for a gradient of another shape or type, Pmm3dError for what is no matrix, for a
+        scale that is none, if nothing needs a gradient or if a part of the tape was used already; and before anything
+        is summed, DisagreementError if the ranks used different parameters or scales.
         """
         node = self.node
         if node is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
         counted = uses(node)
         start = self._start(gradient, scale)
-        with self.tape.parallel.backward(self.tape.syncing, counted), _overflowing(scale):
+        scaled = None if gradient is not None else float(scale)
+        with _overflowing(counted, scale), self.tape.parallel.backward(self.tape.syncing, counted, scaled):
             if node.leaf is None:
                 propagate(node, start)
             else:
@@ -160,6 +163,9 @@ class Tensor:
         if self.shape != (1, 1):
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
                               f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")
+        if scale != 1 and self.dtype in LOW_PRECISION:
+            raise DTypeError(f"backward: a loss of {self.dtype} would be scaled, by {scale:g}, and has no room for it: "
+                             'compute it from nn.cast(x, "float32")')
         one = self.form.new()
         one[...] = scale
         return one
@@ -222,9 +228,13 @@ class Tensor:
         return f"<{type(self).__name__} {self._value!r}>"
 
 
-def _overflowing(scale: float) -> AbstractContextManager[Any]:
-    """Scaled gradients may be infinite, and are looked at before they are used: numpy need not warn of them."""
-    return nullcontext() if scale == 1 else np.errstate(over="ignore", invalid="ignore")
+def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
+    """Gradients of float16, and scaled ones, may be infinite, and are looked at before they are used: numpy need not
+    warn of them."""
+    records = [leaf.accumulated for leaf in leaves if leaf.accumulated is not None]
+    if scale == 1 and not any(record.precision.compute == "float16" for record in records):
+        return nullcontext()
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:

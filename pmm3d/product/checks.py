@@ -110,7 +110,7 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
         if matrix is not None and matrix.grid is not a.grid:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
                             f"bring it over with {name}.redistribute(layout, grid)")
-    check_one_device("matmul", *(matrix.local for matrix in (a, b, out) if matrix is not None))
+    check_one_device("matmul", *(matrix.memory for matrix in (a, b, out) if matrix is not None))
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
     if a.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"matmul: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
@@ -124,9 +124,11 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
     if out.layout.on(out.grid.shape).sums:
         raise LayoutError(f"matmul: out is of partial sums, {out.layout}; a product has none: pass an out in "
                           "out.layout.summed, or none at all and redistribute what comes back")
-    if not out.library.writable(out.local):
+    if out.conjugated:
+        raise LayoutError("matmul: out is a conjugated view, which is not written to; pass a matrix")
+    if not out.writable:
         raise LayoutError("matmul: out is read-only")
-    if any(a.library.share_memory(out.local, matrix.local) for matrix in (a, b)):
+    if any(a.library.share_memory(out.memory, matrix.memory) for matrix in (a, b)):
         raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
 
 
@@ -154,12 +156,12 @@ def scalar(name: str, value: Any, dtype: str) -> complex:
     raise DTypeError(f"matmul: {name} is {value!r}, which cannot scale a {dtype} matrix")
 
 
-def check_tf32(tf32: Any, a: StoredMatrix) -> None:
-    """Raises DTypeError where `matmul` cannot round factors, or would not."""
+def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
+    """Raises DTypeError where that operation cannot round factors, or would not. a: a matrix, or what has its type."""
     if not isinstance(tf32, bool):
-        raise DTypeError(f"matmul: tf32 is True or False; got {tf32!r}")
+        raise DTypeError(f"{what}: tf32 is True or False; got {tf32!r}")
     if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
-        raise DTypeError(f"matmul: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
+        raise DTypeError(f"{what}: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
                          f"{a.library.kind}. Leave it out, or use library=\"cupy\" or \"torch:cuda\"")
 
 

@@ -46,7 +46,8 @@ class DistMatrix(StoredMatrix):
 
     grid, layout, shape (rows, columns), dtype (a name such as "float32")
     local     this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
-              `order` is "F" (after .T)
+              `order` is "F" (after .T). Of a view that is `conjugated` (complex, after .H) a copy, made at each access
+    memory    what it lies in: `local`, but of a conjugated view its elements as they are in the matrix that it is of
     box       which rows and columns those are
     labels_below   of integers that all ranks know to be at least 0 and below: how many classes; else None
 
@@ -177,18 +178,6 @@ class DistMatrix(StoredMatrix):
             local = random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         return cls(grid, local, shape, layout).keep_one()
 
-    @property
-    def H(self) -> DistMatrix:
-        """The conjugate transpose. A complex shard is copied (locally), a real one viewed."""
-        if not self.dtype.startswith("complex"):
-            return self.T
-        stored = self.local if self.order == "C" else self.local.T
-        conjugate = self.library.conjugate(stored)
-        turned = DistMatrix(self.grid, conjugate.T, self.shape[::-1], self.layout.T, "F")
-        if self.order == "C":
-            return turned
-        return DistMatrix(self.grid, conjugate, self.shape[::-1], self.layout.T, "C")
-
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         """C = A B; see `pmm3d.matmul`."""
         return matmul(self, other)
@@ -212,7 +201,8 @@ class DistMatrix(StoredMatrix):
         where it splits then, one that splits the other dim exchanges. What axes cannot do without bringing together
         more than is wanted, and what goes to another grid, moves between all ranks: each receives, from one rank per
         piece, what it did not hold before. An axis that did replicate and is to hold partial sums leaves the matrix to
-        its first rank. The ledger has it in phase "redistribute".
+        its first rank. A conjugated view is conjugated where it arrives: what comes back is a matrix like others. The
+        ledger has it in phase "redistribute".
 
         Raises GridError for a grid over other processes and for an `out` on another grid, LayoutError for an `out` that
         does not fit.
@@ -224,7 +214,7 @@ class DistMatrix(StoredMatrix):
                 self._check_target(layout, grid, out)
                 if out is None:
                     memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
-                    out = self.over(memory, layout, grid)
+                    out = type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
                 fill = redistribution(self, out, borrowed)
             fill()
         return out
@@ -241,12 +231,14 @@ class DistMatrix(StoredMatrix):
         if out.grid is not grid:
             raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
                             f"({grid.shape}); pass grid=out.grid")
-        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, self.library.kind
+        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, False, self.library.kind
+        if out.conjugated:
+            raise LayoutError("redistribute: out is a conjugated view, which is not written to; pass a matrix")
         if out.signature != needed or out.library != self.library:
             raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-        if not out.library.writable(out.local):
+        if not out.writable:
             raise LayoutError("redistribute: out is read-only")
-        if self.library.share_memory(self.local, out.local):
+        if self.library.share_memory(self.memory, out.memory):
             raise LayoutError("redistribute: out shares memory with the matrix, which would change while it is read")
 
     @one_thread
@@ -263,9 +255,11 @@ class DistMatrix(StoredMatrix):
                 plan = Move(self.placement(), whole, self.dtype)
                 work, rounds = borrowed.enter_context(memory_to_move(plan, self.grid, self.library))
                 out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
-            gathering = lambda link: move(link, self.library, self.local, plan, out, work, rounds)
+            gathering = lambda link: move(link, self.library, self.memory, plan, out, work, rounds)
             with self.grid.ledger.phase("gather"):
                 self.grid.everyone.begin("gather", gathering, library=self.library).wait()
+        if self.conjugated:
+            self.library.conjugate_in_place(out)
         return out if self.grid.rank in whole.ranks else None
 
 

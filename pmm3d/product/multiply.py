@@ -42,7 +42,12 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
     play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
     redistributed first, phase "redistribute" of the ledger; one of partial sums is brought to its sum before that, in
-    memory of its own.
+    memory of its own. The BLAS conjugates what it transposes, so that `a.H @ b` takes what `a.T @ b` does; what it
+    cannot conjugate as it lies (`a.H.T`, or `a.H` into a transposed out) is conjugated in work memory: where it was
+    gathered, else in a copy that `max_workspace` counts.
+
+    On a device C is ready for what is asked of the current stream from then on, as after any operation of the array
+    library: the host does not wait for the GEMM, unless what C is summed from is sent.
 
     Raises, on every rank: LayoutError if the sizes do not match or out is read-only or an operand, or one of partial
     sums, GridError for operands on different grids, DTypeError for mixed types and for tf32 on the host or of other
@@ -109,7 +114,7 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
-    return Operand(matrix.shape, matrix.layout.summed, matrix.order)
+    return Operand(matrix.shape, matrix.layout.summed, matrix.order, matrix.conjugated)
 
 
 def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:
@@ -129,13 +134,15 @@ def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix,
               tf32: bool, work: Slab) -> None:
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
-    strips = ResultStrips(plan, c, alpha, beta, tf32, work)
+    strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work)
     coming = panels_a.start(0), panels_b.start(0)
     for index in range(plan.plan.panels):
         panel_a, panel_b = coming[0].wait(), coming[1].wait()
         last = index == plan.plan.panels - 1
         if not last:
             coming = panels_a.start(index + 1), panels_b.start(index + 1)
+        panels_a.conjugate(panel_a)
+        panels_b.conjugate(panel_b)
         for strip, (low, high) in enumerate(plan.strips):
             strips.add(strip, panel_a, panel_b[:, low:high], first=index == 0)
             if last:

@@ -14,24 +14,27 @@ from .stored import StoredMatrix
 
 
 class OperandPanels:
-    """The panels of A or B, one after the other.
+    """The panels of A or B, one after the other. Those of a conjugated matrix are of what lies in memory.
 
     turned     whether the shard was turned so that its sharded dim comes first, and panels must be turned back
     along      0 or 1: the dim of the turned shard that is contracted
     cuts       for each panel: the extents of dim 0 that each rank along the axis brings, and the slices of the
                contracted dim of the shard that belong to the panel
     axis       along which they are gathered; None: the shard is the block
+    conjugated whether conjugation is left to the BLAS, which can where panels lie by columns
     """
 
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
                  axis: str, contracted: int, turned: bool, phase: str, work: Slab):
         self._grid, self._phase = matrix.grid, phase
-        self._shard = matrix.local.T if turned else matrix.local
+        self._shard, self._library = matrix.memory.T if turned else matrix.memory, matrix.library
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
         self._turned, self._along, self._cuts = turned, contracted ^ turned, cuts
         self._axis: Axis | None = matrix.grid.axis(axis) if part.gathered else None
         self._buffers = []
-        if part.gathered or plan.scattered:
+        self._packs = matrix.conjugated and plan.buffered(part)
+        self.conjugated = matrix.conjugated and (turned or not self._packs)
+        if plan.buffered(part):
             size = plan.panel_depth(0) * part.other
             self._buffers = [work.array((size,), matrix.dtype) for _ in range(min(2, plan.plan.panels))]
 
@@ -60,12 +63,19 @@ class OperandPanels:
             pending = self._axis.gather_into(part, whole, counts)
         return ComingPanel(self._turned, pending=pending)
 
+    def conjugate(self, panel: Array) -> None:
+        """Conjugate it where it lies, in work memory, if that is not left to the BLAS."""
+        if self._packs and not self.conjugated:
+            with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
+                self._library.conjugate_in_place(panel)
+
     def _buffer(self, panel: int, shape: tuple[int, int]) -> Array:
         return self._buffers[panel % 2][: shape[0] * shape[1]].reshape(*shape)
 
     def _joined(self, pieces: list[Array], depth: int, panel: int) -> Array:
-        """The panel of a block that is not gathered: a view, or a copy where its slices lie apart."""
-        if len(pieces) == 1:
+        """The panel of a block that is not gathered: a view, or a copy where its slices lie apart or no BLAS reads
+        it."""
+        if len(pieces) == 1 and not self._packs:
             return pieces[0]
         shape = (depth, self._shard.shape[1]) if self._along == 0 else (self._shard.shape[0], depth)
         if depth == 0:
@@ -99,10 +109,10 @@ class ResultStrips:
     """The strips of C: where the GEMM adds, and what becomes of the sums."""
 
     def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, tf32: bool,
-                 work: Slab):
+                 conjugated: tuple[bool, bool], work: Slab):
         self._plan, self._grid, self._library = plan, c.grid, c.library
-        self._alpha, self._beta, self._tf32 = alpha, beta, tf32
-        self._out = [c.local[:, low:high] for low, high in plan.strips]
+        self._alpha, self._beta, self._tf32, self._conjugated = alpha, beta, tf32, conjugated
+        self._out = [c.memory[:, low:high] for low, high in plan.strips]
         self._partial: Sequence[Array] = self._out
         if plan.reduces:
             self._partial = [work.array((plan.rows, high - low), c.dtype) for low, high in plan.strips]
@@ -122,7 +132,7 @@ class ResultStrips:
         grid, library, c = self._grid, self._library, self._sums[strip]
         with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
             if a.shape[1]:
-                library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32)
+                library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32, conjugated=self._conjugated)
             elif beta == 0:
                 c[...] = 0
             elif beta != 1:
@@ -139,10 +149,10 @@ class ResultStrips:
                 self._reductions[strip - 1].wait()
 
     def wait(self) -> None:
+        """For what was sent. A GEMM on a device is not waited for: C, and the work memory, are used in the order of its
+        stream."""
         for reduction in self._reductions:
             reduction.wait()
-        if not self._library.on_host:
-            self._library.synchronize()
 
     def _reduce(self, strip: int, partial: Array, out: Array) -> Pending:
         axis, work = self._grid.axis(self._plan.plan.roles[1]), self._landing[strip % 2].again()

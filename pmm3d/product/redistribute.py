@@ -74,9 +74,10 @@ def memory_to_move(plan: Move, grid: Grid, library: NumpyLibrary) -> Iterator[tu
 
 
 def move_into(matrix: StoredMatrix, out: StoredMatrix, work: Slab, rounds: int) -> None:
-    """Fill a matrix of the same shape, type and order, in whatever layout, on this grid or another. Collective."""
-    library, local, order = matrix.library, matrix.local, matrix.order
+    """Fill a matrix of the same shape, type and order, in whatever layout, on this grid or another, with what lies in
+    the memory of this one. Collective."""
+    library, local, order = matrix.library, matrix.memory, matrix.order
     plan = Move(matrix.placement(), out.placement(), matrix.dtype)
-    moving = lambda link: move(link, library, local, plan, out.local, work, rounds, order)
+    moving = lambda link: move(link, library, local, plan, out.memory, work, rounds, order)
     with matrix.grid.ledger.phase("redistribute"):
         matrix.grid.everyone.begin("redistribute", moving, library=library).wait()

@@ -209,6 +209,8 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
             there = out.over(out.stored, out.layout.summed, out.grid)
             move_into(matrix.over(here, target, grid), there, memory, rounds)
             out.keep_one()
+        if matrix.conjugated != out.conjugated:
+            library.conjugate_in_place(out.stored)
 
     return fill
 

@@ -8,26 +8,52 @@ from typing import Any, NoReturn, TypeVar
 from ..arrays import Array, library_of
 from ..comm import Grid
 from ..comm.canonical import Compared
-from ..errors import GridError
+from ..errors import GridError, LayoutError
 from ..layout import Box, Layout, Placement
 
 Stored = TypeVar("Stored", bound="StoredMatrix")
+EVERYTHING = slice(None), slice(None)
 
 
 class StoredMatrix:
     """A matrix of which each rank of a grid stores a shard.
 
     grid, layout, shape (rows, columns), dtype (a name such as "float32")
-    local     this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
-              `order` is "F" (after .T)
+    memory    this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
+              `order` is "F" (after .T). Where the matrix is `conjugated` (after .H), the conjugates of its elements
     """
 
-    def __init__(self, grid: Grid, local: Array, shape: tuple[int, int], layout: Layout, order: str = "C"):
-        self.grid, self.local, self.layout, self.order = grid, local, layout, order
+    def __init__(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout, order: str = "C",
+                 conjugated: bool = False):
+        self.grid, self.memory, self.layout, self.order, self.conjugated = grid, memory, layout, order, conjugated
         self.shape = int(shape[0]), int(shape[1])
-        self.library = library_of(local)
+        self.library = library_of(memory)
         grid.everyone.settle(self.library)
-        self.dtype = self.library.dtype(local)
+        self.dtype = self.library.dtype(memory)
+
+    @property
+    def local(self) -> Array:
+        """This rank's shard: `memory`; of a conjugated view a new array at each access, to be read and not written."""
+        return self.part(EVERYTHING) if self.conjugated else self.memory
+
+    @local.setter
+    def local(self, array: Array) -> None:
+        if self.conjugated:
+            raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
+                              "a view of, or to redistribute(layout), which is a copy")
+        self.memory = array
+
+    def part(self, within: tuple[slice, slice]) -> Array:
+        """A part of the shard, by its rows and columns there: of a conjugated view a copy, else a view."""
+        part = self.memory[within]
+        if not self.conjugated:
+            return part
+        return self.library.conjugate(part) if self.order == "C" else self.library.conjugate(part.T).T
+
+    @property
+    def writable(self) -> bool:
+        """Whether what is written to `local` is in the matrix."""
+        return not self.conjugated and self.library.writable(self.memory)
 
     @property
     def box(self) -> Box:
@@ -37,8 +63,17 @@ class StoredMatrix:
     @property
     def T(self: Stored) -> Stored:
         """The transpose: a view, nothing moves."""
+        return self._turned(self.conjugated)
+
+    @property
+    def H(self: Stored) -> Stored:
+        """The conjugate transpose: a view, nothing moves. Its elements are conjugated where they are read: by the BLAS
+        in a product, on their way to a file, by each access to `local`, which then is an array of its own."""
+        return self._turned(self.conjugated != self.dtype.startswith("complex"))
+
+    def _turned(self: Stored, conjugated: bool) -> Stored:
         order = "F" if self.order == "C" else "C"
-        return type(self)(self.grid, self.local.T, self.shape[::-1], self.layout.T, order)
+        return type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
 
     def placement(self) -> Placement:
         """Who holds what. Raises LayoutError for partial sums, of which nobody has the elements."""
@@ -46,14 +81,14 @@ class StoredMatrix:
 
     @property
     def stored(self) -> Array:
-        """The shard as it lies in memory, C-contiguous."""
-        return self.local if self.order == "C" else self.local.T
+        """The shard as it lies in memory, C-contiguous, not conjugated."""
+        return self.memory if self.order == "C" else self.memory.T
 
     def keep_one(self: Stored) -> Stored:
         """Of the ranks that are to hold partial sums of a matrix, and hold it whole, the first keeps it, the others'
         become zero."""
         if self.grid.coords is not None and any(getattr(self.grid.coords, axis) for axis in self.layout.sums):
-            self.local[...] = 0
+            self.memory[...] = 0
         return self
 
     def stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
@@ -62,13 +97,16 @@ class StoredMatrix:
         return (rows, cols) if self.order == "C" else (cols, rows)
 
     def over(self: Stored, memory: Array, layout: Layout, grid: Grid) -> Stored:
-        """A matrix of the same shape, type and order in another layout, whose shard is in that memory."""
-        return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
+        """A matrix of the same shape, type and order in another layout, conjugated if this one is, whose shard is in
+        that memory."""
+        return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order,
+                          self.conjugated)
 
     @cached_property
     def signature(self) -> Compared:
         """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
-        return Compared((self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.library.kind))
+        return Compared((self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.conjugated,
+                         self.library.kind))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise GridError("a distributed matrix lives on the ranks of its Grid: it can be neither copied nor pickled. "

@@ -6,14 +6,19 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
+import standin  # noqa: F401
+
+from pmm3d.arrays.device_library import DeviceLibrary
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = [sys.executable, "-m", "pmm3d.launcher", "-n"]
 TOPICS = {"surroundings", "rate", "step", "launches", "random matrices", "dropout", "checkpoint", "out of memory",
-          "product", "training", "transport", "message"}
+          "product", "training", "function", "transport", "message"}
 DEADLY = """
 import os, signal, time
 from gpu_check.outcome import Absent, Wrong
@@ -45,9 +50,59 @@ def absent(comm, case):
 def package(monkeypatch):
     """The modules of gpu_check by name."""
     monkeypatch.syspath_prepend(str(ROOT / "apps"))
-    from gpu_check import __main__, cases, found, jobs, outcome, report
+    from gpu_check import __main__, bits, cases, found, functions, jobs, outcome, rates, report, training
 
-    return {"main": __main__, "cases": cases, "found": found, "jobs": jobs, "outcome": outcome, "report": report}
+    return {"main": __main__, "bits": bits, "cases": cases, "found": found, "functions": functions, "jobs": jobs,
+            "outcome": outcome, "rates": rates, "report": report, "training": training}
+
+
+def nothing_changed(optimizer, xp, weight, gradient, *state):
+    """A kernel that is called and does nothing."""
+
+
+def rule_that_is_wrong_on_a_device(function):
+    return function._replace(slope=lambda g, kept, library: (
+        function.slope(g, kept, library) * (1 if library.kind == "numpy" else 1.001)))
+
+
+@pytest.mark.parallel([1])
+def test_normal_numbers_may_differ_from_the_hosts_by_rounding(comm, package, monkeypatch):
+    """A device's inverse of the normal distribution function is its own."""
+    case, special = package["outcome"].Case("", 1, "standin", ""), DeviceLibrary.special
+    for factor in (1 + 2**-50, 1 + 1e-9):
+        monkeypatch.setattr(DeviceLibrary, "special", lambda self, name, factor=factor: lambda x: (
+            special(self, name)(x) * factor))
+        with nullcontext() if factor < 1 + 1e-12 else pytest.raises(package["outcome"].Wrong, match="normal float64$"):
+            package["bits"].random_matrices(comm, case)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("optimizer,precision", [("SGD", "float32"), ("AdamW", "bfloat16"), ("AdamW", "float16")])
+def test_an_optimizer_that_is_wrong_on_a_device_is_found(comm, package, monkeypatch, optimizer, precision):
+    kind = getattr(package["training"].optim, optimizer)
+    options = {"grid": (1, 1, 1), "data": 1, "precision": precision, "transport": "auto", "optimizer": optimizer,
+               "overflow": precision == "float16"}
+    case, right = package["outcome"].Case("", 1, "torch", "", options), kind.update
+    said, figures = package["training"].training(comm, case)
+    assert ("steps skipped" in said) == (figures["skipped"] > 0) == options["overflow"]
+    monkeypatch.setattr(kind, "update", lambda self, xp, *arrays: (
+        right if isinstance(arrays[0], np.ndarray) else nothing_changed)(self, xp, *arrays))
+    with pytest.raises(package["outcome"].Wrong, match=r"losses and weights: relative error \d.\de-01;"):
+        package["training"].training(comm, case)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("name,precision", [(name, precision) for name in ("relu", "gelu") for precision in
+                                            ("float32", "float16")] + [("layer_norm", "float16"), ("mse", "float16")])
+def test_a_function_that_is_wrong_on_a_device_is_found(comm, package, monkeypatch, name, precision):
+    functions, case = package["functions"], package["outcome"].Case
+    case = case("", 1, "standin", "", {"function": name, "precision": precision})
+    assert functions.function(comm, case)[1]["error"] < {"float32": 1e-6, "float16": 1e-3}[precision]
+    if precision == "float32":
+        place = f"pmm3d.nn.functional.{name.upper()}"
+        monkeypatch.setattr(place, rule_that_is_wrong_on_a_device(getattr(functions.functional, name.upper())))
+        with pytest.raises(package["outcome"].Wrong, match="slope by argument 1: relative error"):
+            functions.function(comm, case)
 
 
 def environ(*folders):
@@ -56,7 +111,7 @@ def environ(*folders):
 
 def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     chosen = ("surroundings|rate.*float32|step|launches|random|dropout|checkpoint|memory|transport|message|"
-              "product.*(bfloat16|float64|complex64)|training.*(float32|bfloat16)")
+              "product.*(bfloat16|float64|complex64)|training.*(float32|bfloat16|float16)|function")
     options = ["--library", "torch", "--small", "--ranks", "1", "2", "--only", chosen, "--mpiexec", " ".join(LAUNCHER),
                "--report", str(tmp_path / "report")]
     done = subprocess.run([sys.executable, "-m", "gpu_check", *options], capture_output=True, text=True, timeout=300,
@@ -73,12 +128,14 @@ def test_on_a_host_everything_runs_and_is_reported(tmp_path):
     assert found["facts"]["versions"]["torch"] and "MPI" in found["facts"]
     text = (tmp_path / "report" / "report.txt").read_text()
     assert f"gpu-check: {len(names)} ok of {len(names)}" in text and "For docs/gpu.md:" in text
-    assert "| product | torch | bfloat16 | 1, 2 | 4 of 4 | " in text and "| training | torch | float32 | 1, 2 |" in text
+    assert "| product | torch | bfloat16 | 1, 2 | 5 of 5 | " in text and "| training | torch | float32 | 1, 2 |" in text
+    skipped = {name: entry["figures"]["skipped"] for name, entry in zip(names, found["cases"]) if "training" in name}
+    assert all((skipped[name] > 0) == ("overflowing" in name) for name in skipped) and sum(skipped.values()) > 8
 
 
 def test_on_a_stand_in_device_each_transport_is_checked(tmp_path):
     """One that is refused is absent, and so is what needs it: the exit code is 0."""
-    chosen = "surroundings|message|(product|training).*float32, 2x1x1|dropout"
+    chosen = "surroundings|message|(product|training).*float32|dropout: "
     options = ["--library", "standin", "--small", "--ranks", "2", "--only", chosen, "--mpiexec", " ".join(LAUNCHER),
                "--report", str(tmp_path / "report")]
     done = subprocess.run([sys.executable, "-m", "gpu_check", *options], capture_output=True, text=True, timeout=300,
@@ -90,7 +147,8 @@ def test_on_a_stand_in_device_each_transport_is_checked(tmp_path):
     assert {name.split(", ")[3] for name, state in states.items() if state == "absent"} == {"nccl"}
     ways = {entry["case"]["options"]["transport"]: entry["figures"]["transport"] for entry in found
             if entry["case"]["name"].startswith("product") and entry["state"] == "ok"}
-    assert {way: why.partition(":")[0] for way, why in ways.items()} == {"direct": "direct", "staged": "staged"}
+    assert {way: why.partition(":")[0] for way, why in ways.items()} == {
+        "direct": "direct", "staged": "staged", "auto": "direct"}
     [ranks] = [entry["figures"]["devices"] for entry in found if "devices" in entry["figures"]]
     assert [(row["rank"], row["device"]) for row in ranks] == [(0, 0), (1, 1)]
 
@@ -123,23 +181,38 @@ def test_a_check_that_dies_or_hangs_is_told_of_and_the_rest_goes_on(package, tmp
 
 
 def test_what_cannot_be_run_is_not_passed_over(package, tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY)
     jobs, case = package["jobs"], package["outcome"].Case
     pair = [case("one", 1, "numpy", "deadly.good"), case("two", 2, "numpy", "deadly.good")]
     late = [outcome.said for outcome in jobs.Runner(LAUNCHER, tmp_path, time.monotonic() - 1).run(pair)]
     assert late == ["the time was used up"] * 2
+    slow = [case("first", 1, "numpy", "deadly.good"), case("under way", 1, "numpy", "deadly.hangs"),
+            case("same job", 1, "numpy", "deadly.good"), case("next job", 2, "numpy", "deadly.good")]
+    ends = jobs.Runner(LAUNCHER, tmp_path, time.monotonic() + 100, environ(tmp_path, ROOT / "apps"))
+    ended = []
+    for outcome in ends.run(slow):
+        ended.append((outcome.case.name, outcome.state, outcome.said))
+        ends.deadline = min(ends.deadline, time.monotonic() + 1)  # which passes in the middle of the job
+    assert ended == [("first", "ok", "fine"), *((name, "not run", "the time was used up") for name in
+                                               ("under way", "same job", "next job"))]
     alone = list(jobs.Runner([], tmp_path, time.monotonic() + 60).run(pair[1:]))
     assert alone[0].state == "not run" and "GPU_MPIEXEC" in alone[0].said
     assert package["report"].Report({}, alone).failed == alone
 
 
-def test_without_a_gpu_it_says_so_and_ends_well(package, capsys):
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+@pytest.mark.parametrize("driver,code,said", [
+    ("exit 9", 0, "gpu-check: no GPU here, nothing was checked (torch:cuda: sees no device; cupy: "),
+    ("echo 0, NVIDIA H200, 580.1, 143771 MiB, 0, 1980 MHz, 700 W", 2,
+     "gpu-check: the driver has NVIDIA H200, but neither torch nor cupy of ")])
+def test_without_a_gpu_that_can_be_used_it_says_so(tmp_path, driver, code, said):
+    """The driver's tool is made up, and devices are hidden: so on a machine that has some. make's code is 2."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{driver}\n")
+    tool.chmod(0o755)
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = subprocess.run(["make", "-s", "gpu-check", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
                           text=True, timeout=120, env=os.environ | variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("gpu-check: no GPU here, nothing was checked (torch:cuda: sees no device; cupy: ")
-    hidden = package["main"]._nothing_to_check([{"name": "NVIDIA H200"}], {"cupy": "is not installed"})
-    assert hidden == 1 and "the driver has NVIDIA H200, but neither torch nor cupy" in capsys.readouterr().err
+    assert (done.returncode, (done.stderr if code else done.stdout).startswith(said)) == (code, True), done
 
 
 def test_only_wheels_that_are_missing_are_unpacked(package, tmp_path):
@@ -156,12 +229,25 @@ def test_a_full_run_has_every_precision_and_transport_for_both_libraries(package
     of = {(case.library, case.ranks, case.options.get("precision"), case.options.get("transport"))
           for case in cases if case.name.startswith(("product", "training"))}
     for library, count in (("torch:cuda", 7), ("cupy", 6)):
-        for ranks, transports in ((1, {"auto"}), *((ranks, {"direct", "staged", "nccl"}) for ranks in (2, 4, 8))):
+        for ranks in (1, 2, 4, 8):
+            transports = {"auto"} | ({"direct", "staged", "nccl"} if ranks > 1 else set())
             found = {each[2:] for each in of if each[:2] == (library, ranks)}
-            assert {transport for _, transport in found} == transports and len(found) == count * len(transports)
+            assert {transport for _, transport in found} == transports
+            assert len({precision for precision, transport in found if transport == "auto"}) == count
+            assert all(("float32", transport) in found for transport in transports)
+        optimizers = {(case.options["precision"], case.options["optimizer"]) for case in cases
+                      if case.library == library and case.name.startswith("training")}
+        assert len(optimizers) == 2 * (count - 2)
     wanted = {case.name.partition(":")[0]: [case.options[name] for name in ("wanted", "of_limit", "of_torch")
                                            if name in case.options] for case in cases}
     assert (wanted["rate"], wanted["step"], wanted["message"]) == ([0.97], [0.85, 0.97], [0.8])
     assert all(case.needs in {other.name for other in cases} for case in cases if case.needs)
-    chosen = package["main"]._chosen(cases, "product: cupy, float64, 2x1x1, nccl")
+    chosen = package["main"]._chosen(cases, "product: cupy, float32, 1x2x1, nccl")
     assert [case.name.partition(":")[0] for case in chosen] == ["transport", "product"]
+    alone = {case.name.partition(",")[0]: case for case in package["cases"].all_cases(
+        ["cupy"], [1, 2], package["cases"].FULL)}
+    assert alone["rate: cupy"].options["wanted"] is None and alone["rate: cupy"].name.endswith(", beside cupy")
+    for name in ("step: cupy", "launches: cupy"):
+        with pytest.raises(package["outcome"].Absent, match="torch is not among the libraries"):
+            package["rates"].without_torch(None, alone[name])
+        assert alone[name].probe.endswith(".without_torch")

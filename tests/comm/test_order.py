@@ -12,7 +12,7 @@ from standin_order import looked_at
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.arrays.streams import CupyStream
-from pmm3d.comm import engine, staging
+from pmm3d.comm import engine, pinned, staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
@@ -73,7 +73,8 @@ def gathered_and_summed(grid):
 def order_of(comm, monkeypatch, program, transport, *taken_away):
     """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
-    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 128)  # so that messages have several
+    monkeypatch.setattr(pinned, "SMALL_BYTES", 32)
     for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
         with Grid(comm, shape, data, device_transport=transport) as grid:
             with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from datetime import date
+from importlib import import_module
 
 import pytest
 import standin  # noqa: F401
@@ -57,9 +58,9 @@ def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
 
 @pytest.fixture
 def child(monkeypatch, tmp_path):
-    """Let the child process of a trial import what this one can; nothing was tried before. The number of children."""
+    """Nothing was tried before. The children that were started."""
     started, run = [], subprocess.run
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # a child imports what this process can
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(device_trial.subprocess, "run", lambda *a, **k: started.append(a) or run(*a, **k))
     return started
@@ -74,7 +75,7 @@ def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(c
     assert trial(library_named("standin"), cached=False).direct and len(child) == 3
 
 
-@pytest.mark.parametrize("part", ["host", "mpi", "mpi file", "library", "driver", "settings"])
+@pytest.mark.parametrize("part", ["trial", "host", "mpi", "mpi file", "library", "driver", "settings"])
 def test_a_finding_of_other_circumstances_is_not_used(child, monkeypatch, part):
     """Neither under its own name nor, as after a collision of digests, under this one's."""
     key = trial_cache.key_of("standin ")
@@ -83,8 +84,13 @@ def test_a_finding_of_other_circumstances_is_not_used(child, monkeypatch, part):
     assert trial_cache.recalled(other) == (False, date.today().isoformat()) and trial_cache.recalled(key) is None
     trial_cache._file_of(other).rename(trial_cache._file_of(key))
     assert trial_cache.recalled(key) is None
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    assert trial_cache.key_of("standin ") != key
+    for name in ("UCX_TLS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            assert trial_cache.key_of("standin ") != key
+    found = trial(library_named("standin"))
+    monkeypatch.setattr(standin.cuda.runtime, "runtimeGetVersion", lambda: 14000)
+    assert trial(library_named("standin")) == found and len(child) == 2
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
@@ -102,11 +108,33 @@ def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
     assert trial(library).direct is True and trial(library).direct is True and len(child) == 2
 
 
-def test_a_trial_that_proves_nothing_is_not_kept(child):
+@pytest.mark.parametrize("library, said, direct", [
+    ("sys.exit('no device here')", "failed before: no device here", None),
+    ("main.region = lambda *_: os.kill(os.getpid(), signal.SIGKILL)", "died of signal 9", None),
+    ("main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False),
+    ("made = main.messages; main.messages = lambda library: [(values + 1, *arrays) for values, *arrays in made(library)]",
+     "other values than it sent", False),
+    ("atexit.register(os.abort)", "sent itself some", True),
+])
+def test_only_what_device_pointers_did_is_held_against_mpi(child, monkeypatch, tmp_path, library, said, direct):
+    """Not that the child could not begin, nor that it was ended, nor how it ended once it had its own values back."""
+    words = ("import __main__ as main, atexit, os, signal, sys\n"
+             f"from standin import *\nif 'pytest' not in sys.modules:\n    {library}\n")
+    (tmp_path / "standin_child.py").write_text(words)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "standin_child", raising=False)
+    import_module("standin_child")
+    found = trial(library_named("standin_child"))
+    assert found.direct is direct and said in found.why
+    trial(library_named("standin_child"))
+    assert len(child) == (2 if direct is None else 1)
+
+
+def test_a_trial_that_proves_nothing_is_not_kept(child, monkeypatch):
     hung = trial(library_named("standin"), timeout=1e-3)
     assert hung.direct is None and "did not end within 0.001 s" in hung.why
-    os.environ["PYTHONPATH"] = ""
-    broken = trial(library_named("standin"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [])
+        broken = trial(library_named("standin"))
     assert broken.direct is None and "failed before: ModuleNotFoundError" in broken.why
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     assert trial(library_named("standin")).direct is True and len(child) == 3

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pmm3d.arrays import library_named
+from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.model import machine
 
 AVX512 = "avx512f avx512dq avx512cd avx512bw avx512vl"
@@ -99,6 +100,14 @@ def test_torch_arrays_are_multiplied_by_a_blas_of_torchs_own():
     assert found.name.endswith(" of torch") and (found.version, found.threads) == (torch.__version__,
                                                                                    torch.get_num_threads())
     assert machine.blas_of(library_named("numpy")) == machine.loaded_blas()
+
+
+def test_arrays_of_a_device_are_multiplied_by_cublas_which_has_no_threads(monkeypatch):
+    assert machine.blas_of(library_named("standin")) == machine.Blas("cuBLAS", "13.1.0", "", 0)
+    torch = importlib.import_module("torch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = machine.blas_of(TorchLibrary("cuda"))
+    assert found == machine.Blas("cuBLAS", f"of CUDA 13.0, torch {torch.__version__}", "", 0)
 
 
 def test_figures_of_this_process():

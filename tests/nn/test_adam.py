@@ -1,12 +1,17 @@
-"""Adam's change of a weight, in one pass of each library's kernel as by numpy's expressions."""
+"""An optimizer's change of a weight, in one pass of each library's kernel as by numpy's expressions."""
 
 import numpy as np
 import pytest
 from samples import to_library, to_numpy
 
+from pmm3d import DistMatrix, Grid, nn
 from pmm3d.arrays import library_named
 from pmm3d.arrays.torch_library import TorchLibrary
+from pmm3d.nn import Precision, optim
 from pmm3d.nn.adam import AdamStep
+
+OPTIMIZERS = [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+              (optim.Adam, {"betas": (0.9, 0.99)}), (optim.AdamW, {"betas": (0.9, 0.99)})]
 
 
 class AsOnDevice(TorchLibrary):
@@ -15,9 +20,8 @@ class AsOnDevice(TorchLibrary):
     on_host = False
 
 
-@pytest.mark.parametrize("library", ["standin", AsOnDevice("cpu")], ids=str)
 @pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("float64", 1e-14)])
-def test_kernels_take_adams_steps(library, dtype, error):
+def test_kernels_of_torch_take_adams_steps(dtype, error, library=AsOnDevice("cpu")):
     face, drawn = library_named(library), np.random.default_rng(0)
     for decoupled, decay in ((True, 0.1), (True, 0.0), (False, 0.1)):
         host = [drawn.standard_normal(1001).astype(dtype) for _ in range(2)] + [np.zeros(1001, dtype) for _ in range(2)]
@@ -30,10 +34,70 @@ def test_kernels_take_adams_steps(library, dtype, error):
             assert np.abs(to_numpy(found, library) - expected).max() <= error * max(1, np.abs(expected).max())
 
 
-def test_the_kernel_of_a_device_is_one_call(monkeypatch):
+def stepped(grid, library, dtype, kind, options, steps=3):
+    """Weights, and what is kept of them, after some steps."""
+    made = library_named(library)
+    drawn = np.random.default_rng(0)
+    matrix = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
+    weight = nn.Parameter(matrix, Precision.named(dtype))
+    optimizer = kind([weight], lr=0.01, weight_decay=0.1, **options)
+    for _ in range(steps):
+        gradient = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
+        (nn.Tensor(gradient) * weight).backward(
+            DistMatrix.from_global(grid, made.from_numpy(np.ones((9, 7)), dtype)))
+        optimizer.step(factor=0.5)
+    return [to_numpy(weight.local, library), *(to_numpy(each.local, library) for each in optimizer.matrices().values())]
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("dtype, error", [("float16", 2e-7), ("float32", 1e-6), ("float64", 1e-14)])
+def test_kernels_take_the_steps_of_each_optimizer(comm, dtype, error, kind, options):
+    """Of low precision the weight with its remainder, to more digits than float32 has."""
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        host, there = (stepped(grid, library, dtype, kind, options) for library in ("numpy", "standin"))
+    if dtype == "float16":
+        host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
+    assert len(host) == len(there)
+    for expected, found in zip(host, there):
+        assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_step_on_a_device_is_one_call(comm, monkeypatch, dtype):
     import standin_streams
 
-    arrays, calls, add = [to_library(np.ones(10), "standin") for _ in range(4)], [], standin_streams.Queue.add
-    monkeypatch.setattr(standin_streams.Queue, "add", lambda *args, **more: (calls.append(1), add(*args, **more))[1])
-    AdamStep(0.01, 0.9, 0.99, 1e-6, 0.1, True, 1).change(library_named("standin"), *arrays)
-    assert len(calls) == 1
+    calls, add = [], standin_streams.Queue.add
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        layer = nn.Linear(grid, 4, 4, bias=False, library="standin", precision=dtype)
+        optimizer, ones = optim.AdamW(layer.parameters()), DistMatrix.random(grid, (4, 4), dtype=dtype,
+                                                                             library="standin")
+        for _ in range(2):  # the first one makes the state
+            layer(ones).backward(ones)
+            monkeypatch.setattr(standin_streams.Queue, "add", lambda queue, work, *rest, **more: (
+                calls.append(work), add(queue, work, *rest, **more))[1])
+            del calls[:]
+            optimizer.step(factor=0.5)
+            made = [work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]
+            monkeypatch.undo()
+    assert len(made) == 1
+
+
+@pytest.mark.parallel([1])
+def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
+    class Still(optim.SGD):
+        def update(self, xp, weight, gradient, *state):
+            weight -= 0 * gradient
+
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        for dtype in ("float16", "float32"):
+            start, end = (stepped(grid, "standin", dtype, Still, {}, steps=steps)[0] for steps in (0, 2))
+            assert np.array_equal(start, end)
+
+
+def test_numbers_of_a_kernel_are_rounded_once():
+    """1 - 0.999 in float32 is off in its fifth digit."""
+    numbers = AdamStep(0.01, 0.9, 0.999, 1e-6, 0.1, True, 1).one_pass().numbers
+    assert numbers["fresh_second"] == 1 - 0.999 and "1 -" not in AdamStep(0.01, 0.9, 0.999, 0, 0, True, 1).one_pass(
+        ).formula

@@ -1,6 +1,5 @@
 """Low precision: what is kept in float32, what it takes, and what float16 does when it overflows."""
 
-from math import inf
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ from networks import INPUT, on_each_grid, spread, weights_of
 from samples import integers
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import DTypeError
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
@@ -32,7 +30,7 @@ def whole(matrix):
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_small_changes_are_not_lost(comm, dtype, library):
-    """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the master weights."""
+    """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the remainders."""
 
     def check(grid):
         net = nn.MLP(grid, SIZES, nn.gelu, dtype=dtype, library=library)
@@ -42,8 +40,8 @@ def test_small_changes_are_not_lost(comm, dtype, library):
             nn.mse(net(x), y).backward()
             optimizer.step()
         after, kept = weights_of(net)["0.weight"], optimizer.matrices()
-        assert {kept[f"optimizer/0.weight/{name}"].dtype for name in ("mean", "square", "master")} == {"float32"}
-        master = whole(kept["optimizer/0.weight/master"])
+        assert {kept[f"optimizer/0.weight/{name}"].dtype for name in ("mean", "square", "remainder")} == {"float32"}
+        master = after + whole(kept["optimizer/0.weight/remainder"])
         assert np.mean(master == before) < 0.05 and np.mean(after == before) < 0.5
         assert np.abs(master - after).max() <= 2.0**-9 * np.abs(master).max()
 
@@ -52,29 +50,35 @@ def test_small_changes_are_not_lost(comm, dtype, library):
 
 @pytest.mark.parallel([1])
 @pytest.mark.parametrize("dtype, library", LOW)
-@pytest.mark.parametrize("master, change", [("float32", 2.0**-24), ("float64", 2.0**-25)])
-def test_a_weight_of_1_moves(comm, dtype, library, master, change):
-    """By changes that no low precision has beside 1, and float32 down to a unit of its last place. Once they are enough
-    the weight that is multiplied follows."""
+@pytest.mark.parametrize("decay", [0, 2.0**-20])
+def test_a_weight_of_1_moves(comm, dtype, library, decay):
+    """By changes of 2^-25, half a unit in the last place of float32, and to the bit: 64 of them are 2^-19. Once they
+    are enough the weight that is multiplied follows."""
     with Grid(comm) as grid:
-        layer = nn.Linear(grid, 1, 1, bias=False, library=library, precision=Precision(dtype, master=master))
-        layer.weight.stored.local[...] = 1
-        optimizer, steps = optim.SGD(layer.parameters(), lr=change), 64
+        layer = nn.Linear(grid, 1, 1, bias=False, library=library, precision=dtype)
+        weight, change, spacing = layer.weight, 2.0**-25, 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+        weight.stored.local[...] = 1
+        optimizer = optim.SGD(layer.parameters(), lr=change, weight_decay=decay)
         one = spread(grid, np.ones((1, 1)), INPUT, library, "float32")
-        for _ in range(steps):
-            layer(one).backward(spread(grid, np.ones((1, 1)), batch_layout("x"), library, dtype))
-            optimizer.step()
-        kept = optimizer.matrices()["optimizer/weight/master"]
-        assert (kept.dtype, kept.local.item()) == (master, 1 - steps * change)
-        assert float(layer.weight.local[0, 0]) == 1
-        kept.local[...] = 1 - 2.0**-8 + 2.0**-13
-        optimizer.round_masters()
-        assert float(layer.weight.local[0, 0]) == (1 - 2.0**-8 if dtype == "bfloat16" else 1 - 2.0**-8 + 2.0**-11 * 0)
+
+        def total(steps):
+            for _ in range(steps):
+                layer(one).backward(spread(grid, np.ones((1, 1)), batch_layout("x"), library, dtype))
+                optimizer.step()
+            remainder = optimizer.matrices()["optimizer/weight/remainder"]
+            assert remainder.dtype == "float32" and abs(remainder.local.item()) <= spacing
+            return float(weight.local[0, 0]) + remainder.local.item()
+
+        assert 0 <= 1 - 64 * change * (1 + decay) - total(64) + decay <= 2 * decay
+        assert float(weight.local[0, 0]) == 1
+        optimizer.matrices()["optimizer/weight/remainder"].local[...] = -spacing / 2
+        assert abs(total(64) - (1 - spacing / 2 - 64 * change * (1 + decay))) <= decay
+        assert float(weight.local[0, 0]) == 1 - spacing
 
 
 @pytest.mark.parallel([1, 2, 4])
 def test_what_is_written_to_a_weight_counts(comm):
-    """The master weights follow, whoever wrote, and however."""
+    """What the old weight lacked is forgotten, whoever wrote, and however."""
 
     def check(grid):
         layer = nn.Linear(grid, 8, 4, bias=False, precision="float16")
@@ -84,7 +88,8 @@ def test_what_is_written_to_a_weight_counts(comm):
             layer.weight.stored.local[...] = value
             nn.mse(layer(x), spread(grid, np.zeros((4, 4)), batch_layout(None), dtype="float32")).backward()
             optimizer.step()
-            assert np.abs(whole(optimizer.matrices()["optimizer/weight/master"]) - value).max() < 0.5
+            lacking = whole(optimizer.matrices()["optimizer/weight/remainder"])
+            assert 0 < np.abs(lacking).max() < 2.0**-10 and np.abs(whole(layer.weight.value) - value).max() < 0.5
 
     on_each_grid(comm, check, GRIDS[comm.size])
 
@@ -92,21 +97,21 @@ def test_what_is_written_to_a_weight_counts(comm):
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_gradients_are_added_in_float32(comm, dtype, library):
-    """Over rows, over batches, and of a bias: 1 + 4096 has no place in low precision. What is sent over data is rounded
-    to the type in which it travels."""
+    """Over rows, over batches, over ranks, and of a bias, with parts that travel in float32: no low precision has 2049,
+    nor 2048 + 3. Of bfloat16 the host's product of a rank's rows is rounded, to 2048, and nothing else."""
+    once = {"float16": 2049, "bfloat16": 2048}[dtype]
 
     def check(grid):
-        sent = None if grid.data.size == 1 else "float32"
-        layer = nn.Linear(grid, 2, 2, precision=Precision(dtype, communication=sent), library=library)
-        rows = 4 * grid.size
-        for value in (4096.0, 1.0):
+        layer = nn.Linear(grid, 2, 2, precision=Precision(dtype, communication="float32"), library=library)
+        ranks = grid.shape.z * grid.shape.data
+        for value in (683.0, 1.0):
             for sync in (False, True):
-                out = layer(spread(grid, np.ones((rows, 2)), INPUT, library, "float32"))
+                out = layer(spread(grid, np.ones((3 * ranks, 2)), INPUT, library, "float32"))
                 with nn.Tape.of(grid).set(syncing=sync):
-                    out.backward(spread(grid, np.full((rows, 2), value), batch_layout("x"), library, dtype))
+                    out.backward(spread(grid, np.full((3 * ranks, 2), value), batch_layout("x"), library, dtype))
         for parameter in layer.parameters():
             assert parameter.grad.dtype == "float32"
-            assert (whole(parameter.grad) == 2 * rows * 4097).all()
+            assert (whole(parameter.grad) == 2 * ranks * (once + 3)).all()
 
     on_each_grid(comm, check, GRIDS[comm.size])
 
@@ -115,6 +120,7 @@ def test_gradients_are_added_in_float32(comm, dtype, library):
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_losses_and_statistics_are_of_float32(comm, dtype, library):
     """Of numbers whose sums and squares low precision cannot hold."""
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
 
     def check(grid):
         values = integers((64, 32), seed=2, low=-4, high=4) + 32.0
@@ -130,10 +136,10 @@ def test_losses_and_statistics_are_of_float32(comm, dtype, library):
         assert abs(nn.cross_entropy(x, labels).item() - wanted) < 1e-5 * wanted
         normal = nn.LayerNorm(grid, 32, precision=dtype, library=library)(x)
         wanted = (values - values.mean(1, keepdims=True)) / np.sqrt(values.var(1, keepdims=True) + 1e-5)
-        assert np.abs(whole(normal.value) - wanted).max() < 2.0**-7 * 2
-        assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 2.0**-6
+        assert np.abs(whole(normal.value) - wanted).max() < 4 * unit
+        assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 4 * unit
         total = whole(nn.mean(x, 0).value)
-        assert np.abs(total - values.mean(0)).max() <= 2.0**-2  # each part, and their sum, rounded once
+        assert np.abs(total - values.mean(0)).max() <= 64 * unit  # each part, and their sum, rounded once
 
     on_each_grid(comm, check, GRIDS[comm.size])
 
@@ -156,7 +162,6 @@ def test_bytes_a_parameter(comm, name):
                 count = 16 * 16 * 4 // (grid.size // grid.data.size)
                 assert held == {"weights": weights * count, "gradients": gradients * count,
                                 "state": state * count // shared}
-                assert weights + gradients + state == {4: 16, 2: 18}[weights] - 2 * (gradients == 2)
             assert held_by(grid, name, shard) == held
 
     on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2), ("2x1x1", 2)])
@@ -193,84 +198,6 @@ def test_gradients_travel_in_the_communication_type(comm):
         assert 2 * moved(grid) == moved(grid, communication="float32") > 0
 
     on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2)])
-
-
-@pytest.mark.parallel([1])
-def test_types_that_do_not_go_together_are_refused(comm):
-    wrong = [({"compute": "float8"}, "a precision is of the types"), ({"compute": "float32", "tf32": True,
-              "gradient": "complex64"}, "complex numbers"), ({"compute": "bfloat16", "master": "bfloat16"},
-              "would not take small changes"), ({"compute": "float16", "tf32": True}, "tf32 rounds operands")]
-    for options, text in wrong:
-        with pytest.raises(DTypeError, match=text):
-            Precision(**options)
-    with Grid(comm) as grid:
-        for options, text in [({"precision": "half"}, "precision is float32, tf32"),
-                              ({"precision": "bfloat16"}, 'library = "torch"'),
-                              ({"precision": "tf32", "library": "torch"}, "tf32 is of GPUs"),
-                              ({"precision": "float16", "dtype": "float64"}, "give one of them")]:
-            with pytest.raises(DTypeError, match=text):
-                nn.Linear(grid, 2, 2, **options)
-        nn.Linear(grid, 2, 2, precision="float64", dtype="float64")
-        half = nn.Linear(grid, 2, 2, precision="float16")
-        with pytest.raises(DTypeError, match="a Parameter of float16"):
-            nn.Parameter(half.weight.value, Precision("float64", gradient="float64", master="float64"))
-
-
-@pytest.mark.parallel([1, 2])
-def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
-    """One rank's gradient is infinite: no rank changes anything; the next step is as if there had been none."""
-
-    def check(grid):
-        net = nn.MLP(grid, SIZES, nn.relu, precision="float16")
-        optimizer, scale = optim.AdamW(net.parameters()), optim.LossScale(start=2.0**8, every=2)
-        x, y = batch(grid, "numpy")
-        for wrong, value, skipped in ((False, 2**8, 0), (True, 2**7, 1), (False, 2**7, 1), (False, 2**8, 1)):
-            before = {**weights_of(net), **{name: whole(each) for name, each in optimizer.matrices().items()}}
-            nn.mse(net(x), y).backward(scale=scale.value)
-            if wrong and grid.rank == 0:
-                net.parameters()[0].accumulated.array[...] = inf
-            assert scale.step(optimizer, clip=1.0) is not wrong
-            after = {**weights_of(net), **{name: whole(each) for name, each in optimizer.matrices().items()}}
-            assert all((before[name].tobytes() == after[name].tobytes()) is wrong for name in before)
-            assert (scale.value, scale.skipped) == (value, skipped)
-        assert optimizer.steps == 4 and set(optimizer.missed.values()) == {1}
-
-    on_each_grid(comm, check, GRIDS[comm.size][:2])
-
-
-@pytest.mark.parallel([1, 2])
-def test_fifty_skipped_steps_name_the_parameter(comm, fails):
-    def check(grid):
-        net = nn.MLP(grid, SIZES, nn.relu, precision="float16")
-        optimizer, scale = optim.SGD(net.parameters(), lr=0.1), optim.LossScale(least=0.5)
-        before, (x, y) = weights_of(net), batch(grid, "numpy")
-        for step in range(50):
-            nn.mse(net(x), y).backward(scale=scale.value)
-            if grid.rank == 0:
-                net.parameters()[2].accumulated.array[...] = np.nan
-            if step < 49:
-                assert not scale.step(optimizer)
-        fails(optim.NonFiniteGradientError, "50 steps in a row .* the gradient of 2.weight is not finite",
-              lambda: scale.step(optimizer))
-        assert scale.value == 0.5
-        assert all(before[name].tobytes() == after.tobytes() for name, after in weights_of(net).items())
-
-    on_each_grid(comm, check, GRIDS[comm.size][:1])
-
-
-@pytest.mark.parallel([1])
-def test_a_scaled_step_is_the_same(comm):
-    """By powers of two, with clipping: to the bit, where nothing is too small or too large."""
-    with Grid(comm) as grid:
-        found = []
-        for start in (1.0, 2.0**6):
-            net, scale = nn.MLP(grid, SIZES, nn.relu), optim.LossScale(start=start)
-            optimizer, (x, y) = optim.SGD(net.parameters(), lr=0.1, momentum=0.9), batch(grid, "numpy")
-            for _ in range(3):
-                nn.mse(net(x), y).backward(scale=scale.value)
-                assert scale.step(optimizer)
-            found.append({name: value.tobytes() for name, value in weights_of(net).items()})
-        assert found[0] == found[1]
 
 
 @pytest.mark.parallel([1, 2])

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pmm3d import Grid, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints
+from pmm3d.nn import optim
 from pmm3d.nn.exchange import fill_weights
-from pmm3d.nn.training import build
+from pmm3d.nn.training import TrainState, build
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.export import export_checkpoint
 from pmm3d.nn.training.recalled import Samples
 
 pytestmark = pytest.mark.deadline(180)
-WEIGHT, MASTER = "2.weight", "optimizer/2.weight/master"
+WEIGHT, REMAINDER = "2.weight", "optimizer/2.weight/remainder"
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def data(shared_path, comm):
 def config(data, precision, library="torch", epochs=1, **training):
     sections = {"data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
                 "network": {"hidden": [24], "library": library}, "grid": training.pop("grid", {}),
-                "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0},
+                "schedule": training.pop("schedule", {}), "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0},
                 "training": {"folder": str(data.with_name("run")), "epochs": epochs, "log_every": 1,
                              "precision": precision, **training}}
     return checked(sections)
@@ -55,24 +56,25 @@ def trained(comm, made, resume=True):
 
 @pytest.mark.parallel([2])
 def test_a_run_goes_on_in_another_precision(comm, data):
-    """From the master weights, to the bit; and back."""
+    """With all that its optimizer kept of the weights; and back."""
     _, low, _ = trained(comm, config(data, "bfloat16"))
-    assert low[MASTER].dtype == np.float32 and np.abs(low[MASTER] - low[WEIGHT]).max() > 0
+    assert low[REMAINDER].dtype == np.float32 and np.abs(low[REMAINDER]).max() > 0
     _, full, _ = trained(comm, config(data, "float32"))  # an epoch that is done: nothing is left to train
-    assert MASTER not in full and (full[WEIGHT] == low[MASTER]).all()
+    assert REMAINDER not in full and (full[WEIGHT] == low[WEIGHT] + low[REMAINDER]).all()
     assert (full["optimizer/2.weight/mean"] == low["optimizer/2.weight/mean"]).all()
     _, more, _ = trained(comm, config(data, "float32", epochs=2))
     _, again, _ = trained(comm, config(data, "bfloat16", epochs=2))
-    assert (again[MASTER] == more[WEIGHT]).all() and (again[WEIGHT] != more[WEIGHT]).any()
+    assert (again[WEIGHT] + again[REMAINDER] == more[WEIGHT]).all() and (again[WEIGHT] != more[WEIGHT]).any()
     assert np.abs(again[WEIGHT] - more[WEIGHT]).max() <= 2.0**-8 * np.abs(more[WEIGHT]).max()
     _, half, _ = trained(comm, config(data, "float16", epochs=2))
-    assert (half[MASTER] == more[WEIGHT]).all()
+    assert (half[WEIGHT] + half[REMAINDER] == more[WEIGHT]).all()
 
 
 @pytest.mark.parallel([2])
-def test_what_is_predicted_and_exported_is_of_the_master_weights(comm, data, shared_path):
+def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shared_path):
     made = config(data, "bfloat16")
     _, low, _ = trained(comm, made, resume=False)
+    weight = low[WEIGHT] + low[REMAINDER]
     run, target = shared_path / "run", shared_path / "net.safetensors"
     with Grid(comm, "ddp") as grid:
         checkpoints = Checkpoints(grid, run / "checkpoints")
@@ -80,12 +82,40 @@ def test_what_is_predicted_and_exported_is_of_the_master_weights(comm, data, sha
         net = build.network_of(made, grid, Samples(features=12, outputs=3, loss="cross_entropy"))
         fill_weights(net, found, checkpoints)
         filled = net.state_dict()[WEIGHT]
-        assert filled.dtype == "float32" and (filled.gather().numpy() == low[MASTER]).all()
+        assert filled.dtype == "float32" and (filled.gather().numpy() == weight).all()
         half = nn.MLP(grid, [12, 24, 3], precision="float16")
         fill_weights(half, found, checkpoints)
-        assert (half.state_dict()[WEIGHT].gather() == low[MASTER].astype("float16")).all()
+        assert (half.state_dict()[WEIGHT].gather() == weight.astype("float16")).all()
     export_checkpoint(comm, run, target)
-    assert (load_file(target)[WEIGHT].T == low[MASTER]).all()
+    assert (load_file(target)[WEIGHT].T == weight).all()
+
+
+@pytest.mark.parallel([2])
+def test_a_run_that_is_interrupted_has_the_same_bits(comm, data):
+    """Those of the remainders too."""
+    constant = {"schedule": {"kind": "constant"}}
+    whole = trained(comm, config(data, "bfloat16", epochs=2, folder=str(data.with_name("whole")), **constant))[1]
+    trained(comm, config(data, "bfloat16", **constant))
+    parted = trained(comm, config(data, "bfloat16", epochs=2, **constant))[1]
+    assert whole.keys() == parted.keys() and all(np.array_equal(whole[name], parted[name]) for name in whole)
+
+
+@pytest.mark.parallel([1, 2])
+def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
+    """As they were written before there were remainders."""
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        values = np.random.default_rng(0).standard_normal((4, 6)).astype("float32")
+        copy = DistMatrix.from_global(grid, values)
+        for name, dtype in (("1", "float16"), ("2", "float32")):
+            layer = nn.Linear(grid, 4, 6, bias=False, precision=dtype)
+            state = TrainState(layer, optim.SGD(layer.parameters(), lr=0.1, shard_over_data=True))
+            stored = {"weight": DistMatrix.from_global(grid, values.astype("float16")),
+                      "optimizer/weight/master": copy}
+            facts = {**state.facts(), "step": 3}
+            Checkpoints(grid, shared_path / name).save(3, stored, facts)
+            state.resume(Checkpoints(grid, shared_path / name))
+            found = sum(matrix.gather().astype("float64") for matrix in state.matrices().values())
+            assert np.array_equal(found, values)
 
 
 @pytest.mark.parallel([1, 2])

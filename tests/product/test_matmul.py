@@ -90,27 +90,52 @@ def test_every_type_of_torch(some_grid):
     assert_types(some_grid, "torch", MATRIX_DTYPES)
 
 
-def assert_conjugates(grid, library):
-    for dtype in ("complex64", "complex128", "float32"):
+FORMS = {"as it is": lambda x: x, "T": lambda x: x.T, "H": lambda x: x.H, "conjugated": lambda x: x.H.T}
+
+
+def in_form(grid, whole, form, layout, library):
+    """A matrix of these values: the view, in that form, of one that is stored in a layout."""
+    inverse = {"as it is": whole, "T": whole.T, "H": whole.conj().T, "conjugated": whole.conj()}[form]
+    stored = DistMatrix.from_global(grid, to_library(np.ascontiguousarray(inverse), library), layout=layout)
+    return stored, FORMS[form](stored)
+
+
+def assert_forms(grid, library):
+    """Every form of A and B, in the layouts of the product and in others, into new matrices and transposed ones."""
+    layouts = [(Layout.A, Layout.B), (TRANSPOSED_A, TRANSPOSED_B), (Layout(), Layout(rows="x"))]
+    for index, (forms, stored) in enumerate(product(product(FORMS, repeat=2), layouts)):
+        dtype, panels, turned = ("complex64", "complex128")[index % 2], (1, 2, 3)[index % 3], index % 4 == 3
+        wholes = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
+        (kept_a, a), (kept_b, b) = (in_form(grid, *each, library) for each in zip(wholes, forms, stored))
+        before = [to_numpy(kept.memory, library).copy() for kept in (kept_a, kept_b)]
+        out = DistMatrix.empty(grid, (5, 7), dtype=dtype, library=library).T if turned else None
+        c = matmul(a, b, panels=panels, out=out)
+        assert np.array_equal(values(c), wholes[0] @ wholes[1]), (forms, stored, dtype, panels, turned)
+        for kept, memory in zip((kept_a, kept_b), before):
+            assert np.array_equal(to_numpy(kept.memory, library), memory)
+
+
+def test_conjugate_transposes(grid):
+    for dtype in ("complex64", "float32"):
         whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
-        a, b = place(grid, whole_a, Layout.A, library), place(grid, whole_b, Layout.B, library)
+        a, b = place(grid, whole_a, Layout.A), place(grid, whole_b, Layout.B)
         assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
         assert np.array_equal(values(a.H.H @ b), whole_a @ whole_b)
         assert np.array_equal(values(a.H @ a), whole_a.conj().T @ whole_a)
         assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
 
 
-def test_conjugate_transposes(grid):
-    assert_conjugates(grid, TESTED)
+def test_every_form_of_conjugation(some_grid):
+    assert_forms(some_grid, TESTED)
 
 
-def test_conjugate_transposes_on_a_device(some_grid):
-    assert_conjugates(some_grid, "standin")
+def test_every_form_of_conjugation_on_a_device(some_grid):
+    assert_forms(some_grid, "standin")
 
 
 @up_to_4
-def test_conjugate_transposes_of_torch(some_grid):
-    assert_conjugates(some_grid, "torch")
+def test_every_form_of_conjugation_of_torch(some_grid):
+    assert_forms(some_grid, "torch")
 
 
 def assert_scales(grid, library, dtype, outs=OUTS):

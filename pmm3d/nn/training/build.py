@@ -49,7 +49,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         with grid.together("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
-        own = OwnNetwork(grid, config.network, config.precision.compute) if config.network.build else None
+        own = OwnNetwork(grid, config.network, config.precision) if config.network.build else None
         with _data(config, grid) as ((data, rows), held_out):
             loss = _loss(config, data)
             classes = data.classes if loss == "cross_entropy" else None
@@ -119,9 +119,11 @@ def _network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | Non
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
-    own = OwnNetwork(grid, config.network, config.precision.compute) if config.network.build else None
     sizes = [samples.features, *config.network.hidden, samples.outputs]
-    return _network(config, grid, sizes, own, config.precision.whole)[0]
+    if config.network.build:
+        own = OwnNetwork(grid, config.network, config.precision)
+        return own.widened(own.made(grid, samples.features, samples.outputs)[0], samples.features)
+    return _network(config, grid, sizes, None, config.precision.whole)[0]
 
 
 def _optimizer(config: Config, network: Module) -> optim.Optimizer:
@@ -187,8 +189,7 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
                     evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every,
                     log_every=section.log_every)
     return Trainer(
-        TrainState(network, optimizer, _schedule(config, optimizer, steps), loader,
-                   optim.LossScale() if section.precision == "float16" else None), recipe, validation,
+        TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals)

@@ -15,7 +15,8 @@ from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
 from ..exchange import ENDING, export_torch, fill_weights, find_checkpoint, torch_name
-from ..masters import is_state, master_of
+from ..masters import is_state
+from ..stored import Stored, fill
 from .build import network_of
 from .recalled import SAMPLES, Recalled, recalled
 
@@ -57,16 +58,16 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> list[str]:
-    """The checkpoint says which are vectors; one that is older says it by their names. Master weights go before."""
-    stored = found.manifest["matrices"]
-    entries = {name: entry for name, entry in stored.items() if not is_state(name)}
-    sources = {name: master_of(name) if master_of(name) in stored else name for name in entries}
-    library = "torch" if any(stored[source]["dtype"] == "bfloat16" for source in sources.values()) else "numpy"
-    matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=stored[sources[name]]["dtype"],
-                                       layout=Layout("z"), library=library) for name, entry in entries.items()}
+    """The checkpoint says which are vectors; one that is older says it by their names. Of low precision they become
+    float32 where it has their remainders."""
+    entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
+    types = {name: Stored.of(found, name).wide or entry["dtype"] for name, entry in entries.items()}
+    library = "torch" if "bfloat16" in types.values() else "numpy"
+    matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=types[name], layout=Layout("z"),
+                                       library=library) for name, entry in entries.items()}
     vectors = {torch_name(name) for name, entry in entries.items()
                if entry.get("vector", name.rpartition(".")[2] in ("gain", "bias"))}
-    keeper.fill(found, {sources[name]: matrix for name, matrix in matrices.items()}, partial=True)
+    fill(keeper, found, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
     export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)
     return []

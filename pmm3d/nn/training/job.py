@@ -76,7 +76,7 @@ def _warm_start(run: Trainer) -> None:
     if weights and not run.step:
         from ..exchange import load_weights
 
-        load_weights(run.state.network, weights)
+        load_weights(run.state.network, weights, run.state.optimizer)
     if weights and run.log is not None:
         said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
         run.log.say(printable(f"training.weights = {weights}: {said}"))

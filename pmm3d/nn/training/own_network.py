@@ -12,9 +12,10 @@ from typing import Any
 
 from ...arrays import library_named
 from ...comm import Grid
-from ...errors import Pmm3dError
+from ...errors import DTypeError, Pmm3dError
 from ...layout import Layout
 from ..layers import Module
+from ..precision import Precision
 from .config import NetworkSection
 
 MODULE = "network_build"
@@ -24,14 +25,14 @@ MODULE = "network_build"
 class OwnNetwork:
     """The function that `network.build` names. Made and called by all ranks.
 
-    compute   the type that its layers are to compute in
+    precision   that its layers are to have
 
     The first rank reads the file and all ranks run what it read; modules beside it can be imported. Raises Pmm3dError,
     on every rank: the file or the function is missing, or the file does not run.
     """
 
-    def __init__(self, grid: Grid, section: NetworkSection, compute: str):
-        self._section, self._compute, self.name = section, compute, str(section.build)
+    def __init__(self, grid: Grid, section: NetworkSection, precision: Precision):
+        self._section, self._precision, self.name = section, precision, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
         with grid.together("network.build", self.name, always=True):
@@ -71,6 +72,21 @@ class OwnNetwork:
                 raise problem
         return network, layout  # type: ignore[return-value]
 
+    def widened(self, network: Module, features: int) -> Module:
+        """Such a network with weights of their masters' type, to predict with. Collective.
+
+        Raises Pmm3dError, on every rank, where it does not take that type.
+        """
+        for parameter in network.parameters():
+            parameter.widen()
+        try:
+            network.settle(features, self._section.dtype, self._section.library)
+        except DTypeError as error:
+            raise Pmm3dError(f"network.build = {self.name} does not take weights of their masters' type, as they are "
+                             "predicted with: cast to the type of a weight (nn.cast(x, layer.weight.dtype)), not to "
+                             f"one by name: {error}") from error
+        return network
+
     def _check(self, network: Any, grid: Grid) -> None:
         if not isinstance(network, Module):
             raise Pmm3dError(f"network.build = {self.name} returned {type(network).__name__}; needed is a "
@@ -78,13 +94,15 @@ class OwnNetwork:
         if network.grid is not grid:
             raise Pmm3dError(f"network.build = {self.name}: the network is on another Grid; make its layers on the one "
                              "that the function is given")
-        section, kind = self._section, library_named(self._section.library).kind
+        section, kind, compute = self._section, library_named(self._section.library).kind, self._precision.compute
         for name, parameter in network.named_parameters().items():
             found = parameter.dtype, parameter.library.kind
-            if found[1] == kind and found[0] != self._compute != section.dtype:
-                raise Pmm3dError(f"network.build = {self.name}: {name} is of {found[0]}, and training.precision is "
-                                 f"{self._compute}: make the layers with precision=\"{self._compute}\"")
-            if found != (self._compute, kind):
+            has, wanted = ("tf32" if each.tf32 and not parameter.is_vector else each.compute
+                           for each in (parameter.precision, self._precision))
+            if found[1] == kind and has != wanted and (compute != section.dtype or "tf32" in (has, wanted)):
+                raise Pmm3dError(f"network.build = {self.name}: {name} is of {has}, and training.precision is "
+                                 f"{wanted}: make the layers with precision=\"{wanted}\"")
+            if found != (compute, kind):
                 raise Pmm3dError(f"network.build = {self.name}: {name} is of {found[0]} in {found[1]}, the batches of "
                                  f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
                                  "layers with those")

@@ -18,11 +18,13 @@ from .. import loss as losses
 from ..compute import changed
 from ..dry import Facts
 from ..layers import Module
-from ..loss_scale import LossScale, clipping
-from ..optim import Optimizer
+from ..loss_scale import LossScale
+from ..optim import NonFiniteGradientError, Optimizer
+from ..optimizer import clipping
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
 from .agreed import Agreed, step_agreement
+from .finite import first_non_finite
 
 Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[[Tensor, DistMatrix], Tensor]
@@ -52,6 +54,8 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
                 comes with the last one: nobody waits before
     check       check(input, what, value) may raise then
     scale       of the loss; with it a step whose loss or gradient is not finite is skipped, and not checked
+
+    Raises NonFiniteGradientError, on every rank, for too many skipped steps; it names what is not finite first.
     """
     grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
     check, factor = (None, scale.value) if scale is not None else (check, 1.0)
@@ -75,10 +79,18 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence
     if check is not None:
         check(x, "the gradient's norm is", norm)
     if scale is not None:
-        scale.conclude(optimizer, norm if isfinite(value) else value, factor, clip)
+        _conclude(scale, optimizer, norm if isfinite(value) else value, clip, partial(first_non_finite, network, x))
     else:
         optimizer.step(factor=clipping(norm, clip))
     return value, norm
+
+
+def _conclude(scale: LossScale, optimizer: Optimizer, norm: float, clip: float | None,
+              explained: Callable[[], str]) -> None:
+    try:
+        scale.conclude([optimizer], norm, clip)
+    except NonFiniteGradientError as error:
+        raise NonFiniteGradientError(f"{error}. In the forward pass: {explained()}") from None
 
 
 def own_part(result: Tensor) -> float:
@@ -200,7 +212,8 @@ class Passes:
 
     @property
     def steps(self) -> int:
-        return self.number("step")
+        """Taken or skipped."""
+        return self.number("step") + self.number("skipped")
 
     def summary(self) -> dict[str, Any]:
         """For JSON."""

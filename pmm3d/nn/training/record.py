@@ -260,7 +260,7 @@ def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
 def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights = run.state.network.parameters()
-    states = run.state.optimizer.matrices().values() if run.passes.steps else ()
+    states = run.state.optimizer.matrices().values() if run.passes.number("step") else ()
     gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
                     if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),

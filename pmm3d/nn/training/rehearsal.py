@@ -114,7 +114,7 @@ class Model:
 
     def volume(self, passes: Passes) -> Volume:
         """By axis, phase and operation; empty if it cannot be told."""
-        if not passes.steps + passes.number("skipped") or self.problem:
+        if not passes.steps or self.problem:
             return {}
         network, optimizer, loss, clip, metrics, scaled = self._options
         try:

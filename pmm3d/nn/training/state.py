@@ -16,8 +16,8 @@ from ...errors import Pmm3dError
 from ...product import DistMatrix
 from ..layers import Module
 from ..loss_scale import LossScale
-from ..masters import StoredAs
 from ..optim import Optimizer, Schedule
+from ..stored import fill
 from .compare import Difference, batch_differences, differences, refuse
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class TrainState:
 
     schedule, loader   None where there is none;   scale   of the loss, of float16, or None
 
-    A checkpoint fits on any grid, and another precision: the master weights of one of low precision are the weights of
-    one of float32, and the other way round. What a run has learned comes from it: weights, the optimizer's state, steps
-    done, the position in the data, random numbers. What is configured, learning rate, schedule, weight decay, stays as
-    it was made here.
+    A checkpoint fits on any grid, and another precision: weights of low precision become float32 with what the
+    optimizer kept of them, and the other way round. What a run has learned comes from it: weights, the optimizer's
+    state, steps done, the position in the data, random numbers. What is configured, learning rate, schedule, weight
+    decay, stays as it was made here.
 
         >>> import tempfile
         >>> from pmm3d import Grid, nn
@@ -127,10 +127,7 @@ class TrainState:
         found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
         if found is None:
             return None
-        folder, stored = found.path, StoredAs.of(found.contents, self.matrices())
-        facts = checkpoints.fill(found, stored.matrices, check=check, partial=stored.is_all(found.contents))
-        if stored.rounded:
-            self.optimizer.round_masters()
+        folder, facts = found.path, fill(checkpoints, found, self.matrices(), check=check)
         self.load(facts)
         retired = checkpoints.retire(self.step, spared=folder)
         changes = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]

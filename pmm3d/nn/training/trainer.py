@@ -14,6 +14,7 @@ import numpy as np
 
 from ...errors import Pmm3dError
 from ...product import DistMatrix
+from ..optim import NonFiniteGradientError
 from ..tape import unchanged
 from .feed import Feed
 from .finite import NonFiniteLossError, first_non_finite
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 class Trainer(Run):
     """Trains a network on the batches of a loader.
 
-    state         the TrainState: network, optimizer, schedule and loader, as in a loop of one's own
+    state         the TrainState: network, optimizer, schedule and loader, as in a loop of one's own; with weights of
+                  float16 and no scale it gets a `LossScale`
     recipe        how to train: `Recipe`
     validation    a second loader, or None
     checkpoints   a `pmm3d.io.Checkpoints`, or None
@@ -87,7 +89,8 @@ class Trainer(Run):
 
     def run(self) -> bool:
         """Train to the end of the last epoch, or of the budget in steps; False if a signal ended it before. A
-        checkpoint is written in both cases. Raises NonFiniteLossError and what the loader raises, on every rank."""
+        checkpoint is written in both cases. Raises NonFiniteLossError, or NonFiniteGradientError where a scale of the
+        loss is of no help, and what the loader raises, on every rank."""
         self.passes = Passes()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._observer.of_run():
             return self._train()
@@ -135,8 +138,12 @@ class Trainer(Run):
                 taken.append(facts_of(x, y))
                 yield x, y
 
-        value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
-                                 partial(self._feed.agreed, self.loader), self._check_step, state.scale)
+        try:
+            value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
+                                     partial(self._feed.agreed, self.loader), self._check_step, state.scale)
+        except NonFiniteGradientError:
+            self.passes.note("skipped", *taken)
+            raise
         self.passes.note("step" if state.scale is None or not state.scale.in_a_row else "skipped", *taken)
         if state.schedule is not None:
             state.schedule.step()

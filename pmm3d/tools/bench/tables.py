@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
+from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words
 from .result import Result
 
 
@@ -57,7 +57,7 @@ def _environment(result: Result) -> Table:
         "hosts": names_in_words(hosts, MOST_HOSTS),
         **({"devices": ", ".join(f"{number} x {name}" for name, number in devices)} if devices else {}),
         "CPU": found.cpu,
-        "BLAS": f"{found.blas}, kernel {found.kernel}, {found.threads} thread(s) a rank", "MPI": found.mpi})
+        "BLAS": blas_in_words(found.blas, found.kernel, found.threads), "MPI": found.mpi})
 
 
 def _product(result: Result) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from ...comm.words import MOST_HOSTS, in_bytes, names_in_words
+from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section
@@ -39,7 +39,7 @@ def _facts(best: Json) -> list[tuple[str, str]]:
                             zip(found["hosts"], found["ranks_per_host"], found["cores_per_host"])), MOST_HOSTS)
     return [("numbers", f"{best['dtype']}, {best['array']}, stored {best['transpose']} (n as they are, t transposed)"),
             ("hosts", hosts),
-            ("BLAS", f"{found['blas']}, kernel {found['kernel']}, {found['threads']} thread(s) a rank"),
+            ("BLAS", blas_in_words(found["blas"], found["kernel"], found["threads"])),
             ("MPI", found["mpi"]), ("CPU", found["cpu"]),
             ("time", f"median of {len(times)} products {in_seconds(median(times))}, from {in_seconds(min(times))} to "
                      f"{in_seconds(max(times))}"),

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import isfinite
 from statistics import median
 
-from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
+from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words, ranks_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section, ranks_of
@@ -53,7 +53,7 @@ def _facts(run: RunFiles) -> list[tuple[str, str]]:
     facts += [*_place(record), *network_facts(record)]
     if program := record.get("program"):
         command = " ".join(record.get("command", ()))
-        facts += [("BLAS", f"{program['blas']}, kernel {program['kernel']}, {program['threads']} thread(s) a rank"),
+        facts += [("BLAS", blas_in_words(program["blas"], program["kernel"], program["threads"])),
                   ("MPI", program["mpi"]), ("CPU", program["cpu"]),
                   ("program", f"pmm3d {program['pmm3d']}, Python {program['python']}: {command}")]
     return facts

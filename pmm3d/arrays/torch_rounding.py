@@ -1,0 +1,53 @@
+"""How torch rounds float32 factors: a setting of the whole process, which is held at a value while a GEMM is asked for.
+
+torch.set_float32_matmul_precision sets it too; then float32 would silently be tf32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+EXACT, TF32 = "ieee", "tf32"
+UNSET = "none"
+"""What torch says where nobody has set it; it is exact then."""
+
+
+class Rounding:
+    """One of torch's settings `fp32_precision`. Threads that need the same value hold it together, those that need
+    another one wait until they have let go; what it was before is put back by the last.
+
+        >>> from types import SimpleNamespace
+        >>> setting, rounding = SimpleNamespace(fp32_precision="bf16"), Rounding()
+        >>> rounding.hold(setting, EXACT), setting.fp32_precision
+        (None, 'ieee')
+        >>> rounding.release(setting), setting.fp32_precision
+        (None, 'bf16')
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holders, self._value, self._before = 0, EXACT, EXACT
+
+    def hold(self, setting: Any, value: str) -> None:
+        """The setting has that value until `release`, which the caller owes."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._holders or self._value == value)
+            if not self._holders:
+                found = setting.fp32_precision
+                fits = found == value or (found, value) == (UNSET, EXACT)
+                if not fits:
+                    setting.fp32_precision = value
+                self._value, self._before = value, value if fits else found
+            self._holders += 1
+
+    def release(self, setting: Any) -> None:
+        with self._changed:
+            self._holders -= 1
+            if not self._holders:
+                if self._before != self._value:
+                    setting.fp32_precision = self._before
+                self._changed.notify_all()
+
+
+ON_HOST, ON_DEVICE = Rounding(), Rounding()

@@ -1,0 +1,148 @@
+"""Types that go together, and what is refused; rounding once; tf32."""
+
+import warnings
+
+import numpy as np
+import pytest
+from networks import INPUT, on_each_grid, spread
+from samples import integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.errors import DTypeError
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import Precision
+
+REFUSED = [({"compute": "float8"}, "a precision is of the types"),
+           ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
+           ({"compute": "bfloat16", "master": "bfloat16"}, "would not take small changes"),
+           ({"compute": "float16", "tf32": True}, "tf32 rounds operands"),
+           ({"compute": "float64", "gradient": "float32"}, "GEMMs of float64 write float64, in which"),
+           ({"compute": "float32", "gradient": "float16"}, "communication = float32, gradient = float16"),
+           ({"compute": "float32", "communication": "float64"}, "GEMMs of float32 write float32"),
+           ({"compute": "float16", "communication": "bfloat16"}, "GEMMs of float16 write float16 or float32"),
+           ({"compute": "bfloat16", "gradient": "float64", "master": "float64"}, "GEMMs of bfloat16 write")]
+
+
+@pytest.mark.parametrize("options, text", REFUSED)
+def test_types_that_do_not_go_together_are_refused(options, text):
+    with pytest.raises(DTypeError, match=text):
+        Precision(**options)
+
+
+def test_what_is_left_out_follows_compute():
+    for name in ("float64", "complex128"):
+        assert Precision(name) == Precision(name, name, name, name) == Precision.named(name)
+    assert Precision("float16") == Precision("float16", "float16", "float32", "float32")
+    assert Precision("float16", master="float64").gradient == "float32"
+    assert Precision(tf32=True).whole == Precision() and Precision("float16", master="float64").whole.compute == "float64"
+
+
+@pytest.mark.parallel([1])
+def test_a_layer_that_cannot_be_had_is_refused(comm):
+    with Grid(comm) as grid:
+        for options, text in [({"precision": "half"}, "precision is float32, tf32"),
+                              ({"precision": "bfloat16"}, 'library = "torch"'),
+                              ({"precision": "tf32", "library": "torch"}, "tf32 is of GPUs"),
+                              ({"precision": "float16", "dtype": "float64"}, "give one of them")]:
+            with pytest.raises(DTypeError, match=text):
+                nn.Linear(grid, 2, 2, **options)
+        nn.Linear(grid, 2, 2, precision="float64", dtype="float64")
+        half = nn.Linear(grid, 2, 2, precision="float16")
+        with pytest.raises(DTypeError, match="a Parameter of float16"):
+            nn.Parameter(half.weight.value, Precision("float64"))
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_layer_norm_takes_its_own_type(comm, fails):
+    """Gradients of another type's gains were of whatever was in memory. Beside low precision they may be of float32."""
+
+    def check(grid):
+        values, wanted = integers((6, 4), seed=1, low=-4, high=4), {}
+        for dtype in ("float64", "float16"):
+            layer = nn.LayerNorm(grid, 4, dtype="float64" if dtype == "float64" else "float32")
+            x = spread(grid, values, INPUT, dtype=dtype)
+            layer(x).backward(spread(grid, values, layer(x).layout, dtype=dtype))
+            wanted[dtype] = [each.grad.gather() for each in layer.parameters()]
+        assert [each.dtype for each in wanted["float16"]] == ["float32", "float32"]
+        assert (wanted["float16"][1] == wanted["float64"][1]).all()
+        assert np.abs(wanted["float16"][0] - wanted["float64"][0]).max() < 2.0**-9 * np.abs(values).sum(0).max()
+        x = spread(grid, values, INPUT, dtype="float64")
+        fails(DTypeError, "layer_norm: the input is .*float64.*they must be of one library and type",
+              lambda: nn.LayerNorm(grid, 4)(x))
+        layer, other = nn.LayerNorm(grid, 4, dtype="float64"), nn.LayerNorm(grid, 4)
+        fails(DTypeError, "layer_norm: the input", lambda: nn.layer_norm(nn.Tensor(x), layer.gain, other.bias))
+        half = nn.LayerNorm(grid, 4, precision="float16")
+        single = nn.Tensor(spread(grid, values, INPUT, dtype="float32"))
+        fails(DTypeError, "layer_norm: the input", lambda: nn.layer_norm(single, half.gain, half.bias))
+
+    on_each_grid(comm, check, [("1x1x1", 1)] if comm.size == 1 else [("1x2x1", 1)])
+
+
+@pytest.mark.parallel([1])
+def test_a_factor_is_not_rounded_before_it_multiplies(comm):
+    """In float16 a third is 0.33325, 1e-7 is 1.2e-7, and 1e6 is infinite."""
+    values = np.array([[3.0, 5.0, 7.0, 0.03]])
+
+    def rounded(factor, part=values):
+        return (part.astype("float16").astype("float32") * np.float32(factor)).astype("float16")
+
+    with Grid(comm) as grid:
+        x = nn.Tensor(spread(grid, values, Layout(), dtype="float16"), requires_grad=True)
+        for out, factor in ((x * (1 / 3), 1 / 3), (x / 3, 1 / 3), (nn.scale(x, 1e-7), 1e-7), (0.02 * x * 1e6, None)):
+            assert out.gather().tobytes() == rounded(factor or 1e6, values if factor else rounded(0.02)).tobytes()
+        (x / 3).backward(spread(grid, values, Layout(), dtype="float16"))
+        assert x.grad.gather().tobytes() == rounded(1 / 3).tobytes()
+        kept = nn.dropout(nn.Tensor(x.value), 0.3, seed=1).gather()
+        assert kept.any() and (kept[kept != 0] == rounded(1 / 0.7)[kept != 0]).all()
+        column = nn.Tensor(spread(grid, np.full((7, 1), 5.0), Layout(), dtype="float16"), requires_grad=True)
+        nn.mean(column, 0).backward(spread(grid, np.full((1, 1), 5.0), Layout(), dtype="float16"))
+        assert (column.grad.gather() == rounded(1 / 7, np.full((7, 1), 5.0))).all()
+        assert rounded(1 / 7, np.full((1, 1), 5.0)) != np.float16(5) * np.float16(1 / 7)
+
+
+@pytest.mark.parallel([1])
+def test_a_quotient_by_a_large_number_has_a_gradient(comm):
+    """The square of 300 has no place in float16."""
+    with Grid(comm) as grid:
+        x, y = (nn.Tensor(spread(grid, np.full((1, 1), each), Layout(), dtype="float16"), requires_grad=True)
+                for each in (600.0, 300.0))
+        (x / y).backward(spread(grid, np.ones((1, 1)), Layout(), dtype="float16"))
+        assert abs(y.grad.gather().item() * -150 - 1) < 2.0**-9
+
+
+@pytest.mark.parallel([2])
+def test_what_overflows_warns_nobody(comm):
+    """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: an error
+    there would have ended it, and all ranks would have waited."""
+    with Grid(comm, "ddp") as grid, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = nn.Linear(grid, 2, 2, precision="float16")
+        out = layer(spread(grid, np.full((4, 2), 300.0), INPUT, dtype="float32"))
+        out.backward(spread(grid, np.full((4, 2), 300.0), batch_layout("x"), dtype="float16"))
+        assert not np.isfinite(layer.weight.grad.gather()).any()
+        pending = grid.everyone.all_reduce(np.full((1, 2), 6e4, "float16"))
+        with grid.engine.background():
+            while not pending.done and grid.engine._helper.is_alive():
+                pass
+        assert grid.engine._helper is None or grid.engine._helper.is_alive()
+        assert (pending.wait() == np.inf).all()
+
+
+@pytest.mark.parallel([1])
+def test_tf32_is_of_the_weights_precision_or_asked_for(comm):
+    """1 + 2^-12 has no tf32. What is computed from a parameter is none."""
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+
+        def matrix(value):
+            return DistMatrix.from_global(grid, to_library(np.full((1, 1), value, "float32"), "standin"),
+                                          layout=Layout())
+
+        x, one = nn.Tensor(matrix(1 + 2.0**-12)), nn.Tensor(matrix(1.0))
+        fine, coarse = (nn.Parameter(one.value, Precision(tf32=tf32)) for tf32 in (False, True))
+        for weight, options, rounded in ((fine, {}, False), (coarse, {}, True), (one, {}, False), (one * 1.0, {}, False),
+                                         (one * 1.0, {"tf32": True}, True), (coarse, {"tf32": False}, False)):
+            found = to_numpy(nn.linear(x, weight, **options).gather(), "standin").item()
+            assert found == (1 if rounded else 1 + 2.0**-12)
+        host = nn.Linear(grid, 2, 2)
+        with pytest.raises(DTypeError, match="linear: tf32 rounds float32 and complex64 on a GPU"):
+            nn.linear(nn.Tensor(DistMatrix.random(grid, (2, 2), dtype="float32")), host.weight, tf32=True)
