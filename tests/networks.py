@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-from samples import TESTED, grids_of, integers, to_library
+from samples import TESTED, bits_of, grids_of, integers, to_library
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout, batch_layout
@@ -128,7 +128,7 @@ def gradients_of(net) -> dict[str, np.ndarray]:
 
 
 def bits(arrays: dict) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in arrays.items()}
+    return {name: bits_of(array) for name, array in arrays.items()}
 
 
 def largest_difference(one: dict, other: dict) -> float:

@@ -49,6 +49,10 @@ def to_numpy(array, library: str | None = None) -> np.ndarray:
     return np.asarray((library_named(library) if library else library_of(array)).to_numpy(array))
 
 
+def bits_of(array) -> bytes:
+    return to_numpy(array).tobytes()
+
+
 def make_default(library: str) -> None:
     """From now on what makes arrays or networks makes those of this library unless told another."""
     for module, names in DEFAULTS.items():

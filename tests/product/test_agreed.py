@@ -47,11 +47,11 @@ def grid(comm):
 
 def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
     whole = integers((6, 6))
-    square = DistMatrix.from_global(grid, to_library(whole))
+    square = DistMatrix.from_global(grid, whole)
     assert square.library.number == grid.rank
     assert np.array_equal((square @ square).gather(), whole @ whole)
     assert np.array_equal(matmul(square, square, out=square.redistribute(Layout.C)).gather(), whole @ whole)
-    moved = square.redistribute(Layout.B, out=DistMatrix.from_global(grid, to_library(whole), layout=Layout.B))
+    moved = square.redistribute(Layout.B, out=DistMatrix.from_global(grid, whole, layout=Layout.B))
     assert np.array_equal(moved.gather(), whole)
     DistMatrix.from_local(grid, square.local, (6, 6))
 
@@ -59,7 +59,7 @@ def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
 def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
     whole = integers((6, 5))
     root = grid.size - 1
-    spread = DistMatrix.from_global(grid, to_library(whole if grid.rank == root else None), root=root)
+    spread = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
     assert devices == {grid.rank}
     assert spread.library.number == grid.rank
     assert np.array_equal(spread.gather(), whole)

@@ -28,8 +28,8 @@ def test_labels_are_moved_and_gathered_in_torch(grid):
 def assert_moved(grid, library):
     whole = to_library(LABELS, library)
     for layout in LAYOUTS:
-        made = DistMatrix.from_global(grid, to_library(whole), layout=layout)
-        scattered = DistMatrix.from_global(grid, to_library(whole if grid.rank == 0 else None), layout=layout, root=0)
+        made = DistMatrix.from_global(grid, whole, layout=layout)
+        scattered = DistMatrix.from_global(grid, whole if grid.rank == 0 else None, layout=layout, root=0)
         again = DistMatrix.from_local(grid, made.local, LABELS.shape, layout=layout)
         for matrix in (made, scattered, again, *(made.redistribute(target) for target in LAYOUTS)):
             assert matrix.dtype == "int64"

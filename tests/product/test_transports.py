@@ -12,7 +12,7 @@ import standin_nccl
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dError
-from pmm3d.arrays import Workspace, library_named
+from pmm3d.arrays import Workspace
 from pmm3d.arrays.devices import library_of_error
 from pmm3d.comm import device_trial, pinned, staging
 from pmm3d.comm.ledger import Ledger
