@@ -13,7 +13,7 @@ from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from . import collectives, forms
-from .collectives import Counts
+from .algorithms import Counts
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited

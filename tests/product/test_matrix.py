@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
+from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
@@ -12,7 +12,7 @@ from pmm3d.layout import EMPTY, MATRIX_DTYPES
 pytestmark = pytest.mark.parallel(RANKS)
 up_to_4 = pytest.mark.parallel(UP_TO_4)
 
-HERE = ("numpy", "standin")
+HERE = (TESTED, "standin")
 """Libraries that cost nothing to import; torch has tests of its own, on fewer ranks."""
 
 SHAPES = [(7, 11), (1, 1), (2, 13), (0, 4), (5, 0), (16, 24)]
@@ -37,7 +37,7 @@ def assert_holds(matrix, whole):
     assert np.array_equal(to_numpy(matrix.gather(), matrix.library), whole)
 
 
-def distributed(grid, shape, layout=Layout.A, dtype="float64", library="numpy", seed=0):
+def distributed(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, seed=0):
     whole = integers(shape, dtype, seed)
     return DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=layout), whole
 
@@ -137,7 +137,7 @@ def test_tensors_of_every_kind(some_grid):
 def test_arrays_of_the_other_byte_order(some_grid):
     grid = some_grid
     whole = integers((5, 6)).astype(">f8")
-    matrix = DistMatrix.from_global(grid, whole)
+    matrix = DistMatrix.from_global(grid, to_library(whole))
     assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
 
 
@@ -254,7 +254,7 @@ def test_redistribution_between_all_pairs_of_layouts(grid):
     for shape in ((7, 11), (2, 3)):
         whole = integers(shape)
         for source, target in product(LAYOUTS, LAYOUTS):
-            moved = DistMatrix.from_global(grid, whole, layout=source).redistribute(target)
+            moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target)
             assert moved.layout == target
             assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
 
@@ -272,7 +272,7 @@ def assert_views_move(grid, library):
 
 
 def test_redistribution_of_views_and_into_out(grid):
-    assert_views_move(grid, "numpy")
+    assert_views_move(grid, TESTED)
 
 
 def test_redistribution_on_a_device(some_grid):
@@ -291,7 +291,7 @@ def test_redistribution_to_every_other_grid(comm, grid):
     for shape in process_grids(grid.size):
         with Grid(comm, shape) as other:
             for source, target in ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A)):
-                moved = DistMatrix.from_global(grid, whole, layout=source).redistribute(target, other)
+                moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target, other)
                 assert moved.grid is other
                 assert_holds(moved, whole)
                 assert_holds(moved.redistribute(Layout.A, grid), whole)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import integers
+from samples import integers, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, MemoryLimitError, OutOfMemoryError, matmul
 from pmm3d.arrays import NumpyLibrary
@@ -17,7 +17,8 @@ ELSEWHERE = (Layout((), ("z", "x", "y")), Layout(("y", "z", "x"), ()), Layout("x
 
 def operands(grid, layouts, m=70, n=90, k=50):
     a, b, c = (integers(shape, seed=seed) for seed, shape in enumerate([(m, k), (k, n), (m, n)]))
-    spread = [DistMatrix.from_global(grid, whole, layout=layout) for whole, layout in zip((a, b, c), layouts)]
+    spread = [DistMatrix.from_global(grid, to_library(whole), layout=layout)
+              for whole, layout in zip((a, b, c), layouts)]
     return spread, 2 * a @ b - c
 
 
@@ -60,7 +61,7 @@ def test_moves_in_rounds_stay_within_their_bound(comm, grid_shape, monkeypatch, 
     with Grid(comm, grid_shape) as grid:
         whole = integers(shape)
         for source in layouts:
-            matrix = DistMatrix.from_global(grid, whole, layout=source)
+            matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
             for target in layouts:
                 for moved, expected in ((matrix, whole), (matrix.T, whole.T)):
                     there = moved.redistribute(target)
@@ -87,7 +88,7 @@ def test_memory_that_one_rank_lacks_is_told_by_all(comm, grid_shape, monkeypatch
                 raise MemoryError(f"Unable to allocate an array with shape {shape}")
             monkeypatch.setattr(NumpyLibrary, "empty", refuse)
         calls = [lambda: matmul(a, b, out=c), lambda: a @ b, lambda: a.redistribute(Layout.A), a.gather,
-                 lambda: DistMatrix.from_global(grid, integers((9, 9)) if grid.rank == 0 else None, root=0)]
+                 lambda: DistMatrix.from_global(grid, to_library(integers((9, 9)) if grid.rank == 0 else None), root=0)]
         for call in calls:
             if call is calls[0] and not plan_for(a, b, c, None, None).workspace:
                 continue
