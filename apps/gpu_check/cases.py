@@ -72,6 +72,7 @@ def _of(library: str, ranks: int, sizes: Sizes, libraries: Sequence[str]) -> Ite
     if ranks == 2:
         yield from _staged(library, sizes)
     yield from _products(library, ranks, sizes)
+    yield from _bridges(library, ranks)
     yield from _trainings(library, ranks)
     if ranks == 1:
         yield from _functions(library)
@@ -120,6 +121,17 @@ def _bits(library: str, name: str) -> Iterator[Case]:
     yield Case(f"out of memory: {name}", 1, library, "gpu_check.bits.out_of_memory", {"nbytes": nbytes})
 
 
+def _bridges(library: str, ranks: int) -> Iterator[Case]:
+    precisions = ("float32", "bfloat16", "tf32") if ranks == 1 else ("float32", "bfloat16")
+    for number, precision in enumerate(precisions if library.startswith("torch") else ()):
+        grid, data = NETWORKS[ranks][number % len(NETWORKS[ranks])]
+        if _has(library, precision):
+            yield Case(f"bridge: {library}, {precision}, {_written(grid)} data {data}", ranks, library,
+                       "gpu_check.bridge.bridge_step",
+                       {"grid": grid, "data": data, "precision": precision, "transport": "auto"},
+                       needs=_trial(library, "auto", ranks))
+
+
 def _on_device(library: str) -> bool:
     return library not in ("numpy", "torch")
 
@@ -144,11 +156,11 @@ def _staged(library: str, sizes: Sizes) -> Iterator[Case]:
 
 
 def _of_each(library: str, ranks: int, precisions: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(precision, transport): each precision by the transport that is found; float32, and the library's type of 2
-    bytes, by each of them."""
+    """(precision, transport): each precision by the transport that is found, but for the ranks that come last; float32,
+    and the library's type of 2 bytes, by each of them."""
     transports = TRANSPORTS if _on_device(library) and ranks > 1 else ()
     for transport in ("auto", *transports):
-        for precision in precisions if transport == "auto" else ("float32", _low(library)):
+        for precision in precisions if transport == "auto" and ranks != LAST else ("float32", _low(library)):
             if _has(library, precision):
                 yield precision, transport
 

@@ -229,7 +229,8 @@ def test_a_full_run_has_every_precision_and_transport_for_both_libraries(package
             transports = {"auto"} | ({"direct", "staged", "nccl"} if ranks > 1 else set())
             found = {each[2:] for each in of if each[:2] == (library, ranks)}
             assert {transport for _, transport in found} == transports
-            assert len({precision for precision, transport in found if transport == "auto"}) == count
+            of_auto = {precision for precision, transport in found if transport == "auto"}
+            assert len(of_auto) == (2 if ranks == 4 else count)
             assert all(("float32", transport) in found for transport in transports)
         optimizers = {(case.options["precision"], case.options["optimizer"]) for case in cases
                       if case.library == library and case.name.startswith("training")}
