@@ -13,7 +13,7 @@ from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from . import collectives, forms
-from .collectives import Counts
+from .algorithms import Counts
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
@@ -214,8 +214,12 @@ class Axis:
             record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
             return self._engine.start(self._counted(), record)
 
-    def keep(self, kept: bool) -> None:
+    @property
+    def kept(self) -> bool:
         """Whether the communicator is left to MPI when the grid is closed."""
+        return self._comm.kept
+
+    def keep(self, kept: bool) -> None:
         self._comm.kept = kept
 
     def close(self) -> None:

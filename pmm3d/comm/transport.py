@@ -176,7 +176,6 @@ class Link:
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them
     mode     of the transport on this axis, for arrays of that device: the same to the collective's end
-    shared   rank of the grid -> pinned memory of it that this one sees, and that one knows it: to the end likewise
     nccl     the communicator that moves arrays of a device, in the mode of that name
     wrong    with the arrays of this rank, if anything is: the first agreement is to be told
     dry      whether it is a dry run's, which sends nothing
@@ -188,9 +187,8 @@ class Link:
                  stream: CommunicationStream | None = None, check: bool = True, mode: str = "",
                  nccl: Nccl | None = None, wrong: Exception | None = None):
         self.rank, self.size = comm.rank, comm.size
-        self.comm, self.record, self.transport = comm, record, transport
+        self.comm, self.tag, self.record, self.transport = comm, tag, record, transport
         self.stream, self.check, self.mode, self.nccl, self.wrong = stream, check, mode, nccl, wrong
-        self.tag, self.shared = tag, {} if transport.pinned is None else transport.pinned.of_peers
 
     @property
     def workspace(self) -> Workspace:

@@ -44,13 +44,13 @@ def steps(monkeypatch):
 
 
 def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
-    """A piece is sent before the next but two is copied, and copied up before the last one is received."""
+    """A piece is sent before the last one is copied, and copied up before the last one is received."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
-        whole = [integers((10, 8), seed=rank) for rank in range(comm.size)]  # ten pieces
+        whole = [integers((20, 8), seed=rank) for rank in range(comm.size)]  # twenty pieces
         found = to_numpy(grid.x.shift(to_library(whole[comm.rank], "standin")).wait(), "standin")
         assert np.array_equal(found, whole[comm.rank - 1])
-    assert [steps.count(name) for name in ("_copy_down", "_copy_up")] == [10] * 2
-    assert [steps.count(name) for name in ("_send", "_receive")] == [20] * 2  # each piece is told before
+    assert [steps.count(name) for name in ("_copy_down", "_copy_up")] == [20] * 2
+    assert [steps.count(name) for name in ("_send", "_receive")] == [40] * 2  # each piece is told before
     assert steps.index("_send") < [i for i, step in enumerate(steps) if step == "_copy_down"][staging.DEPTH]
     last = {name: len(steps) - 1 - steps[::-1].index(name) for name in steps}
     assert steps.index("_copy_up") < last["_receive"] and steps.index("_send") < last["_copy_down"]
