@@ -99,14 +99,15 @@ class Transport:
         if library.on_host:
             return None
         here, own = library.current_stream().device, self.device
-        remedy = "Make and use the arrays there, with cupy.cuda.Device or torch.cuda.set_device around both"
         if own is not None and here != own.number:
             return GridError(f"arrays of device {here}, where this rank's are on device {own.number}, {own.name}: a "
-                             f"rank has one device on a grid. {remedy}")
+                             "rank has one device on a grid. Make the arrays there, with cupy.cuda.Device or "
+                             "torch.cuda.set_device around them")
         elsewhere = [number for array in arrays if (number := library.device_of(array)) not in (here, None)]
         if elsewhere:
-            return GridError(f"an array of device {elsewhere[0]} is used where device {here} is current: what is asked "
-                             f"for there has no order with it. {remedy}")
+            return GridError(f"an array of device {elsewhere[0]} is used where device {here} is current: work there "
+                             "has no order with what made it. Use it where it was made, with cupy.cuda.Device or "
+                             "torch.cuda.set_device around both")
         return None
 
     def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:
