@@ -16,7 +16,7 @@ from ..errors import GridError, Pmm3dError
 from . import device_trial
 from .agreement import Terms, agree
 from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
-from .pinned import prepare
+from .pinning import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 

@@ -60,13 +60,11 @@ class Transport:
     outcome     of the trial whether MPI takes device pointers
     library     of the last device arrays;   device: on which this rank has them
     pinned      host memory through which staged messages go;   moved: pieces of them that got on, so far
-    failed      exchanges that ended with an error, whose memory MPI or the device may still use
     turn        the last collective that was begun with NCCL
     """
 
     outcome: Outcome | None = None
     pinned: Pinned | None = None
-    moved = 0
     turn: Turn | None = None
     library: NumpyLibrary | None = None
     device: Device | None = None
@@ -76,7 +74,11 @@ class Transport:
             raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
         self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
         self.workspace, self.processes, self.settled = workspace, processes, False
-        self._streams, self._bound, self.failed = DeviceStreams(), threading.local(), list[Any]()
+        self._streams, self._bound = DeviceStreams(), threading.local()
+
+    @property
+    def moved(self) -> int:
+        return 0 if self.pinned is None else self.pinned.moved
 
     def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
         """For a collective along an axis that is begun now in this thread's current stream.
@@ -220,9 +222,11 @@ class Link:
         self.record.received += sum(_bytes(library, array) for _, array in receives)
         self.record.sent += sum(_bytes(library, array) for _, array in sends)
         if self.nccl is None:
-            from .staging import Staging
+            from .staging import Staging, Way
 
-            yield [Staging(self, library, self.stream, sends, receives)]
+            assert self.transport.pinned is not None  # since the ranks settled on it
+            way = Way(self.comm, self.tag, self.record.members, self.transport.pinned)
+            yield [Staging(way, library, self.stream, sends, receives)]
         else:
             self.nccl.exchange(library, self.stream.own, sends, receives)
             yield []

@@ -165,7 +165,7 @@ def test_what_failed_lives_on(comm, monkeypatch):
             pending, _ = shifted(grid.x, comm.rank, rows=100)
             with pytest.raises(MemoryError, match="none is left"):
                 pending.wait()
-        (kept,) = grid.transport.failed
+        (kept,) = grid.transport.pinned.failed
         lane = next(lane for lane in kept._lanes if isinstance(lane, staging.Receiving))
         assert lane._asked is not None and grid.transport.pinned is lane.pinned and grid.x.kept
     assert grid.transport.pinned is not None
