@@ -43,7 +43,7 @@ SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-slurm system-packages bench gpu-check docs clean \
+.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-slurm system-packages bench gpu-check docs clean \
   distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
@@ -75,6 +75,9 @@ test-unit: setup ## the tests in one process
 
 test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
 	$(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(ARGS)
+
+test-torch: setup site-launcher ## those of products, networks, collectives and files on several ranks again, on tensors of torch; N=4
+	PMM3D_TESTED_LIBRARY=torch $(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(TORCH_TESTS) $(ARGS)
 
 test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## the scripts of jobs/ under a real Slurm, on virtual nodes; as root
 	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_MPIS:%=.venv-slurm-%)) $(VENV)/bin/python -m pytest tests/slurm $(ARGS)

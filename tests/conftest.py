@@ -16,3 +16,13 @@ if "pmm3d-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # the ranks have
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 pytest_plugins = ("mpi_runner.plugin", "grids")
+
+
+def pytest_collection_modifyitems(config, items):
+    import samples
+
+    if samples.TESTED != "numpy":
+        samples.make_default(samples.TESTED)
+        left = [item for item in items if item.get_closest_marker("numpy_only")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]

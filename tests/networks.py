@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-from samples import grids_of, integers, to_library
+from samples import TESTED, bits_of, grids_of, integers, to_library
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout, batch_layout
@@ -79,7 +79,7 @@ def batch_of(case: Case, step: int, rows: int | None = None):
     return x, random.standard_normal((rows, case.sizes[-1]))
 
 
-def spread(grid, whole, layout=INPUT, library="numpy", dtype=None) -> DistMatrix:
+def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
     """A DistMatrix of a whole numpy array, of integers too."""
     if whole.dtype.kind != "f":
         return DistMatrix.from_global(grid, to_library(whole, library), layout=layout)
@@ -87,7 +87,7 @@ def spread(grid, whole, layout=INPUT, library="numpy", dtype=None) -> DistMatrix
                                     layout=layout, library=library)
 
 
-def loss_of(net, case: Case, x, y, library="numpy", dtype="float64"):
+def loss_of(net, case: Case, x, y, library=TESTED, dtype="float64"):
     """The loss of whole numpy arrays; targets come split by rows only."""
     grid = net.grid
     out = net(spread(grid, x, INPUT, library, dtype))
@@ -99,7 +99,7 @@ def adamw(parameters, **options):
 
 
 def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, rows=None, dtype="float64",
-          library="numpy", net=None, **options):
+          library=TESTED, net=None, **options):
     """(losses, the network) after some steps, each on another batch. net: one of one's own."""
     net = net or network_of(grid, case, dtype, library=library, **options)
     optimizer, losses = make(net.parameters()), []
@@ -128,7 +128,7 @@ def gradients_of(net) -> dict[str, np.ndarray]:
 
 
 def bits(arrays: dict) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in arrays.items()}
+    return {name: bits_of(array) for name, array in arrays.items()}
 
 
 def largest_difference(one: dict, other: dict) -> float:

@@ -1,18 +1,27 @@
 """Integer matrices, so that sums and products are exact in every type, in every array library."""
 
+import inspect
+import os
+from importlib import import_module
+
 import numpy as np
 import standin  # noqa: F401, so that library_named knows it
 from mpi_runner.plugin import process_grids
 
-from pmm3d.arrays import library_named
+from pmm3d.arrays import library_named, library_of
 from pmm3d.layout import Layout
 
 RANKS = [1, 2, 4, 6, 8]
 LIBRARIES = ("numpy", "torch", "standin")
 """The names of `library_named`; "standin" is tests/standin.py, with cupy's names over host memory."""
+TESTED = os.environ.get("PMM3D_TESTED_LIBRARY", "numpy")
+"""Whose arrays tests use that name no library: `make test-torch` runs them on tensors."""
 UP_TO_4 = [1, 2, 3, 4]
 """The rank counts of tests that use torch: every rank imports it, which takes two seconds of a core."""
 
+DEFAULTS = {"pmm3d": "DistMatrix.empty DistMatrix.from_function DistMatrix.from_file DistMatrix.random",
+            "pmm3d.nn.layers": "parameter", "pmm3d.nn": "Module.settle Linear.__init__ LayerNorm.__init__ MLP.__init__",
+            "pmm3d.io": "DataSet.__init__"}
 TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))
 TRANSPOSED_B = Layout(rows=("x", "z"), cols=("y",))
 """A matrix in these layouts is, transposed, in Layout.A and in Layout.B without moving."""
@@ -31,13 +40,31 @@ def host_dtype(dtype: str) -> str:
     return "float32" if dtype == "bfloat16" else dtype
 
 
-def to_library(array: np.ndarray, library: str = "numpy", dtype: str | None = None):
-    """A copy of a numpy array in that library."""
-    return library_named(library).from_numpy(array.copy(), dtype or array.dtype.name)
+def to_library(array: np.ndarray | None, library: str = TESTED, dtype: str | None = None):
+    """A copy of a numpy array in that library; of none, on ranks that have none, None."""
+    return None if array is None else library_named(library).from_numpy(array.copy(), dtype or array.dtype.name)
 
 
-def to_numpy(array, library: str = "numpy") -> np.ndarray:
-    return np.asarray(library_named(library).to_numpy(array))
+def to_numpy(array, library: str | None = None) -> np.ndarray:
+    return np.asarray((library_named(library) if library else library_of(array)).to_numpy(array))
+
+
+def bits_of(array) -> bytes:
+    return to_numpy(array).tobytes()
+
+
+def make_default(library: str) -> None:
+    """From now on what makes arrays or networks makes those of this library unless told another."""
+    for module, names in DEFAULTS.items():
+        for name in names.split():
+            owner, _, function = name.rpartition(".")
+            found = import_module(module)
+            found = inspect.getattr_static(getattr(found, owner) if owner else found, function)
+            for each in {found := getattr(found, "__func__", found), inspect.unwrap(found)}:
+                keywords = each.__kwdefaults__ or {}
+                each.__kwdefaults__ = {name: library if value == "numpy" else value
+                                       for name, value in keywords.items()}
+                each.__defaults__ = tuple(library if value == "numpy" else value for value in each.__defaults__ or ())
 
 
 def grids_of(nranks: int, data=(1,)) -> list[tuple[tuple[int, int, int], int]]:

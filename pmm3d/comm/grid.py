@@ -134,7 +134,7 @@ class Grid:
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
         self._check = settings.check
-        transport = Transport(settings.device_transport, self.workspace, self._processes)
+        transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
         made.callback(self._watch.stop)
         self._comm.waiting = self._waiting

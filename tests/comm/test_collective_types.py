@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
+from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d.layout import MATRIX_DTYPES, offsets, part_sizes
 
@@ -55,7 +55,7 @@ def check(grid, library, dtype):
 @pytest.mark.parallel(RANKS)
 def test_numpy(some_grid):
     for dtype in NUMPY + UNSIGNED:
-        check(some_grid, "numpy", dtype)
+        check(some_grid, TESTED, dtype)
 
 
 @pytest.mark.parallel(RANKS)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import RANKS, integers, to_library, to_numpy
+from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.layout import itemsize, offsets, part_sizes
@@ -10,7 +10,7 @@ from pmm3d.layout import itemsize, offsets, part_sizes
 pytestmark = pytest.mark.parallel(RANKS)
 
 AXES = ("x", "y", "z", "data", "everyone")
-KINDS = [("numpy", "float64", trail) for trail in ((), (3,), (2, 3))] + [("standin", "complex64", (2,))]
+KINDS = [(TESTED, "float64", trail) for trail in ((), (3,), (2, 3))] + [("standin", "complex64", (2,))]
 """Array library, type, and trailing dims: the arrays have one dim more."""
 
 
@@ -95,7 +95,7 @@ def test_shift(grid):
 
 
 def test_out_is_filled_and_returned(grid):
-    for library in ("numpy", "standin"):
+    for library in (TESTED, "standin"):
         for axis in axes(grid):
             parts, wholes = brought(axis, "float32", (3,)), brought(axis, "float32", (3,), rows=7)
             counts, part = [len(part) for part in parts], to_library(parts[axis.index], library)
@@ -130,7 +130,7 @@ def test_part_may_lie_in_out_already(grid):
 
 
 def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
-    for library in ("numpy", "standin"):
+    for library in (TESTED, "standin"):
         for axis in axes(grid):
             counts = [rows_of(rank) for rank in range(axis.size)]
             wholes = [one(sum(counts), rank, "float64", (2,)) for rank in axis.ranks]
@@ -143,7 +143,7 @@ def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
 
 
 def test_arrays_that_are_not_contiguous_are_copied(grid):
-    for library in ("numpy", "standin"):
+    for library in (TESTED, "standin"):
         for axis in axes(grid):
             arrays = [integers((6, 5), seed=rank) for rank in axis.ranks]
             turned, sliced = (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fake_link import LIBRARY, run
-from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
+from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.comm import forms
@@ -91,7 +91,7 @@ def check_exchange(grid, library, dtype):
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("library,dtype", [("numpy", "float64"), ("numpy", "float16"), ("standin", "complex64")])
+@pytest.mark.parametrize("library,dtype", [(TESTED, "float64"), (TESTED, "float16"), ("standin", "complex64")])
 def test_forms_are_what_numpy_says(grid, library, dtype):
     check_forms(grid, library, dtype)
     check_exchange(grid, library, dtype)

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from mpi4py import MPI
+from samples import to_library
 
 import pmm3d.comm.grid as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, GridShape, Layout, LayoutError, matmul
@@ -44,12 +45,12 @@ def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
 def test_matrices_lie_over_named_axes(seq_grid, layout):
     grid, rng = seq_grid, np.random.default_rng(0)
     a, b = (rng.integers(-9, 9, shape).astype(float) for shape in ((13, 7), (7, 5)))
-    matrix = DistMatrix.from_global(grid, a, layout=layout)
+    matrix = DistMatrix.from_global(grid, to_library(a), layout=layout)
     assert matrix.box == layout.box(a.shape, grid.shape, grid.coords)
     assert np.array_equal(matrix.gather(), a)
     assert np.array_equal(matrix.redistribute(Layout("seq", "x")).gather(), a)
     out = DistMatrix.empty(grid, (13, 5), layout=layout)
-    product = matmul(matrix, DistMatrix.from_global(grid, b, layout=layout), out=out)
+    product = matmul(matrix, DistMatrix.from_global(grid, to_library(b), layout=layout), out=out)
     assert product.layout == layout and np.array_equal(product.gather(), a @ b)
 
 

@@ -193,6 +193,15 @@ def sleeps_in(monkeypatch, moves):
 
 
 @pytest.mark.parallel([1])
+@pytest.mark.parametrize("transport", ["staged", "nccl", "direct"])
+def test_one_rank_needs_no_memory_for_messages(comm, transport):
+    with Grid(comm, (1, 1, 1), device_transport=transport) as grid:
+        for collective in (grid.x.all_to_all, grid.everyone.all_reduce, grid.x.shift):
+            assert np.array_equal(to_numpy(collective(to_library(sent(0), "standin")).wait(), "standin"), sent(0))
+        assert grid.transport.pinned is None
+
+
+@pytest.mark.parallel([1])
 def test_a_wait_for_pieces_that_move_does_not_sleep(comm, monkeypatch):
     assert sleeps_in(monkeypatch, moves=True) == 0 < sleeps_in(monkeypatch, moves=False)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi_runner.plugin import process_grids
 from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
-from samples import integers, to_library, to_numpy
+from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
 from pmm3d.io import Checkpoints
@@ -35,7 +35,7 @@ def values_of(seed=0):
     return {name: integers(shape, dtype, seed + n) for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())}
 
 
-def network(grid, seed=0, library="numpy"):
+def network(grid, seed=0, library=TESTED):
     """The matrices with their values."""
     return {name: DistMatrix.from_global(grid, to_library(whole, library), layout=NETWORK[name][2])
             for name, whole in values_of(seed).items()}
@@ -43,7 +43,8 @@ def network(grid, seed=0, library="numpy"):
 
 def blank(grid, shift=0):
     """Matrices of the same names, in other layouts, of zeros."""
-    return {name: DistMatrix.from_global(grid, np.zeros(shape, dtype), layout=OTHER[(n + shift) % len(OTHER)])
+    return {name: DistMatrix.from_global(grid, to_library(np.zeros(shape, dtype)),
+                                         layout=OTHER[(n + shift) % len(OTHER)])
             for n, (name, (shape, dtype, _)) in enumerate(NETWORK.items())}
 
 
@@ -161,7 +162,7 @@ def test_tensors_of_every_type(grid, keeper):
 
     wholes = {dtype: torch.arange(35).reshape(5, 7).to(getattr(torch, dtype))
               for dtype in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
-    path = keeper.save(1, {name: DistMatrix.from_global(grid, whole) for name, whole in wholes.items()})
+    path = keeper.save(1, {name: DistMatrix.from_global(grid, to_library(whole)) for name, whole in wholes.items()})
     with h5py.File(path / "checkpoint.h5") as file:
         assert file["bfloat16"].attrs["dtype"] == "bfloat16" and file["bfloat16"].dtype == "uint16"
     turned = {name: DistMatrix.from_global(grid, torch.zeros_like(whole).T, layout=Layout.C).T
@@ -178,7 +179,7 @@ def test_slices_of_rows(grid, keeper, monkeypatch):
     monkeypatch.setattr("pmm3d.io.disk.CHUNK", 100)
     path = keeper.save(1, network(grid))
     matrices = blank(grid)
-    matrices["0.weight"] = DistMatrix.from_global(grid, np.zeros((11, 7))).T
+    matrices["0.weight"] = DistMatrix.from_global(grid, to_library(np.zeros((11, 7)))).T
     keeper.load(path, matrices)
     assert_hold(matrices)
 
@@ -269,7 +270,7 @@ def test_another_network_is_told_apart(grid, keeper, fails):
     matrices = blank(grid)
     matrices["2.weight"] = matrices.pop("1.weight")
     matrices["phases"] = DistMatrix.empty(grid, (6, 5), dtype="complex64")
-    matrices["0.weight"] = DistMatrix.from_global(grid, np.zeros((7, 11), "float32"))
+    matrices["0.weight"] = DistMatrix.from_global(grid, to_library(np.zeros((7, 11), "float32")))
     told = fails("of another network", lambda: keeper.load(path, matrices))
     assert "It lacks '2.weight'. It also has '1.weight'. It differs in '0.weight' (7 x 11 float64 there, " in told
     assert "7 x 11 float32 here), 'phases' (5 x 6 complex64 there, 6 x 5 complex64 here)" in told
@@ -363,10 +364,11 @@ def test_partial_sums_are_saved_as_their_sum_and_loaded_into_the_first(grid, kee
     layout = Layout("z", sums=("data", "y"))
     box, coords = layout.box((6, 5), grid.shape, grid.coords), grid.coords
     part = np.full(box.shape, 0.0 if coords is None else 1.0 + coords.y + 10 * coords.data)
-    made = DistMatrix.from_local(grid, part, (6, 5), layout=layout)
+    made = DistMatrix.from_local(grid, to_library(part), (6, 5), layout=layout)
     total = sum(1.0 + y + 10 * data for y in range(grid.shape.y) for data in range(grid.shape.data))
     path = keeper.save(1, {"sums": made})
-    whole, again = (DistMatrix.from_global(grid, np.ones((6, 5)), layout=kind) for kind in (Layout.A, layout))
+    ones = to_library(np.ones((6, 5)))
+    whole, again = (DistMatrix.from_global(grid, ones, layout=kind) for kind in (Layout.A, layout))
     for matrix in (whole, again):
         keeper.load(path, {"sums": matrix})
         assert np.all(matrix.gather() == total)

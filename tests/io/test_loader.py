@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from batches import FEATURES, LABELS, SAMPLES, VECTORS, X, epoch_of, flat, rows_of
-from samples import grids_of, to_numpy
+from samples import TESTED, grids_of, to_numpy
 
 from pmm3d import DataError, Grid, Pmm3dError
 from pmm3d.io import DataSet
@@ -49,7 +49,7 @@ def test_targets_are_labels_or_vectors(grid, path, targets):
             assert sorted(flat(epoch_of(loader, whole))) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("library", ["numpy", "standin"])
+@pytest.mark.parametrize("library", [TESTED, "standin"])
 def test_batches_in_every_library(some_grid, path, library):
     assert_batches_in(some_grid, path, library)
 
@@ -139,7 +139,7 @@ def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
     assert all(shape[0] <= mine[0] for _, shape in asked)
 
 
-@pytest.mark.parametrize("library", ["numpy", "standin"])
+@pytest.mark.parametrize("library", [TESTED, "standin"])
 def test_all_batches_of_an_epoch_at_once(some_grid, path, library):
     assert_batches_stay(some_grid, path, library)
 

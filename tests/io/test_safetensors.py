@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi_runner.plugin import process_grids
 from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
-from samples import integers, to_library, to_numpy
+from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d import CheckpointError, DistMatrix, Grid, Layout
 from pmm3d.io import export_safetensors, import_safetensors
@@ -29,7 +29,7 @@ def fails(fails):
     return lambda text, call, kind=CheckpointError: fails(kind, text, call)
 
 
-def tensors(grid, dtype="float32", layout=Layout.A, library="numpy"):
+def tensors(grid, dtype="float32", layout=Layout.A, library=TESTED):
     return {name: DistMatrix.from_global(grid, to_library(integers(shape, dtype), library, dtype), layout=layout)
             for name, shape in TENSORS.items()}
 
@@ -41,7 +41,7 @@ def test_tensor_files_come_back_on_every_grid(comm, grid, shared_path):
     assert os.listdir(path.parent) == [path.name]
     for number, shape in enumerate(process_grids(grid.size)):
         with Grid(comm, shape) as other:
-            back = {name: DistMatrix.from_global(other, np.zeros(shape), layout=OTHER[number % 4])
+            back = {name: DistMatrix.from_global(other, to_library(np.zeros(shape)), layout=OTHER[number % 4])
                     for name, shape in TENSORS.items()}
             import_safetensors(other, path, back, **FORMS)
             for name, shape in TENSORS.items():
@@ -53,10 +53,10 @@ def test_partial_sums_are_written_as_their_sum_and_read_into_the_first(grid, sha
     layout, path = Layout("z", sums=("data", "y")), shared_path / "sums.safetensors"
     box, coords = layout.box((6, 5), grid.shape, grid.coords), grid.coords
     part = np.full(box.shape, 0.0 if coords is None else 1.0 + coords.y + 10 * coords.data)
-    export_safetensors(grid, path, {"sums": DistMatrix.from_local(grid, part, (6, 5), layout=layout)})
+    export_safetensors(grid, path, {"sums": DistMatrix.from_local(grid, to_library(part), (6, 5), layout=layout)})
     total = sum(1.0 + y + 10 * data for y in range(grid.shape.y) for data in range(grid.shape.data))
     for kind in (Layout.A, layout):
-        matrix = DistMatrix.from_global(grid, np.ones((6, 5)), layout=kind)
+        matrix = DistMatrix.from_global(grid, to_library(np.ones((6, 5))), layout=kind)
         import_safetensors(grid, path, {"sums": matrix})
         assert np.all(matrix.gather() == total)
 

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from on_disk import every_size, on_rank_0, two_ranks
-from samples import integers
+from samples import integers, to_library
 
 from pmm3d import CheckpointError, DistMatrix, Pmm3dError
 from pmm3d.io import Checkpoints
@@ -33,7 +33,7 @@ def fails(fails):
 
 
 def weights(grid, seed=0):
-    return {"w": DistMatrix.from_global(grid, integers((5, 6), "float32", seed))}
+    return {"w": DistMatrix.from_global(grid, to_library(integers((5, 6), "float32", seed)))}
 
 
 def holds(matrices, seed):

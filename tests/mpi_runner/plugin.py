@@ -16,7 +16,11 @@ def pytest_addoption(parser):
     group.addoption(
         "--mpi-deadline", type=float, default=90.0, metavar="S", help="seconds a parallel test may take (default 90)"
     )
-    group.addoption("--ranks", type=int, metavar="N", help="run only the parallel tests, and only on N ranks")
+    group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
+
+
+def _counts(text: str) -> set[int]:
+    return {int(count) for count in text.split(",")}
 
 
 def pytest_configure(config):
@@ -105,8 +109,8 @@ def pytest_collection_modifyitems(config, items):
     """Tests in one process first, then rank count by rank count, otherwise in the order written."""
     only = config.getoption("ranks")
     if only is not None:
-        config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) != only])
-        items[:] = [item for item in items if outer.rank_count(item) == only]
+        config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) not in only])
+        items[:] = [item for item in items if outer.rank_count(item) in only]
     items.sort(key=outer.rank_count)
 
 

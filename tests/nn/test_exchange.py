@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from samples import to_library
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import CheckpointError
@@ -36,7 +37,7 @@ def test_torch_computes_the_same_and_the_weights_come_back(comm, nranks, shared_
     with Grid(comm, (1, 1, 1) if nranks == 1 else (2, 1, 2)) as grid:
         network = made(grid, seed=3)
         export_torch(network, path)
-        here = network(DistMatrix.from_global(grid, x, layout=batch_layout("y"))).gather()
+        here = network(DistMatrix.from_global(grid, to_library(x), layout=batch_layout("y"))).gather()
         before = {name: matrix.gather() for name, matrix in network.matrices().items()}
     there = comm.bcast(in_torch(path, x) if comm.rank == 0 else None)
     assert np.allclose(here, there, rtol=1e-12, atol=1e-12)
@@ -79,7 +80,7 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_pa
         export_torch(network, shared_path / "net.safetensors")
         before = {name: matrix.gather() for name, matrix in network.matrices().items()}
     with Grid(comm, (1, nranks, 1)) as grid:
-        x = DistMatrix.from_global(grid, np.ones((2, 7)), layout=batch_layout("y"))
+        x = DistMatrix.from_global(grid, to_library(np.ones((2, 7))), layout=batch_layout("y"))
         for start in (path, shared_path / "run", path.parent, str(shared_path / "net.safetensors")):
             other = made(grid, seed=4)
             other(x)

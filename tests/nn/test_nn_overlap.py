@@ -23,6 +23,7 @@ from networks import (
     train,
     weights_of,
 )
+from samples import bits_of
 
 from pmm3d import nn
 from pmm3d.comm import engine as progress
@@ -132,7 +133,7 @@ def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
         drop = nn.Dropout(grid, 0.3, 4)
         assert bits(weights_of(network_of(grid, case))) == expected
         for mask, cols in zip(masks, ("y", None)):
-            assert drop(spread(grid, ones, batch_layout(cols))).gather().tobytes() == mask.tobytes()
+            assert bits_of(drop(spread(grid, ones, batch_layout(cols))).gather()) == mask.tobytes()
         layer = lambda *size: nn.Linear(grid, *size, cols="x", seed=3, dtype="float64")
         settled = nn.Sequential(grid, layer(4, 5), layer(5, 3))
         before = bits(weights_of(settled))
@@ -155,7 +156,7 @@ def test_recomputing_changes_no_bit(comm):
                 loss = nn.cross_entropy(net(given), spread(grid, batch_of(CASE, step)[1], batch_layout(None)))
                 loss.backward()
             values = [*gradients_of(net).values(), given.grad.gather(), np.array(loss.item())]
-            found.append(([value.tobytes() for value in values], list(net.random_state().values())))
+            found.append(([bits_of(value) for value in values], list(net.random_state().values())))
         assert found[0] == found[1]
 
     on_each_grid(comm, check, GRIDS[comm.size][-3:])

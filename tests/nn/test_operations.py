@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from differences import assert_gradients_are_differences, drawn
 from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
-from samples import to_numpy
+from samples import TESTED, to_numpy
 from torch_reference import by_rank_0
 
 from pmm3d import DTypeError, Grid, GridError, LayoutError, nn
@@ -74,7 +74,7 @@ def values_of(shapes):
     return {name: drawn(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
 
 
-def assert_as_torch(grid, case, expected, shapes, layouts, library="numpy"):
+def assert_as_torch(grid, case, expected, shapes, layouts, library=TESTED):
     out, grads = expected
     given = {name: nn.Tensor(spread(grid, value, layouts[name], library), requires_grad=True)
              for name, value in values_of(shapes).items()}
@@ -96,7 +96,7 @@ def fitting(shapes, layout):
             else Layout(layout.rows, layout.cols, layout.sums) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("library", ["numpy", "standin"])
+@pytest.mark.parametrize("library", [TESTED, "standin"])
 @pytest.mark.parametrize("kind", ["elementwise", "along"])
 def test_values_and_gradients_are_those_of_torch(comm, kind, library):
     """Each operation on each grid, with another layout each time, the same for all operands every other time."""
@@ -109,7 +109,7 @@ def test_values_and_gradients_are_those_of_torch(comm, kind, library):
                        for index, name in enumerate(SHAPES)}
             assert_as_torch(grid, case, expected[title], SHAPES, layouts, library)
 
-    on_each_grid(comm, check, None if library == "numpy" else [WIDEST[comm.size]])
+    on_each_grid(comm, check, None if library == TESTED else [WIDEST[comm.size]])
 
 
 def test_parts_may_be_empty(comm):

@@ -4,6 +4,7 @@ import h5py
 import numpy as np
 import pytest
 from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, on_each_grid, spread, weights_of
+from samples import to_library
 
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import DataSet
@@ -143,7 +144,7 @@ def test_a_loss_of_ones_own_takes_labels_in_memory(comm):
     def check(grid):
         net = network_of(grid, CLASSES)
         x, y = batch_of(CLASSES, 0, 11)
-        labels = DistMatrix.from_global(grid, y, layout=batch_layout(None))
+        labels = DistMatrix.from_global(grid, to_library(y), layout=batch_layout(None))
         batch = spread(grid, x), labels
 
         def smooth(out, y):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import RANKS, integers, to_library, to_numpy
+from samples import RANKS, TESTED, bits_of, integers, to_library, to_numpy
 
 from pmm3d.layout import part_sizes
 
@@ -67,10 +67,6 @@ def test_shift_is_undone_by_the_shift_back(grid):
             assert_adjoint(axis, lambda x: axis.shift(x, by), lambda y: axis.shift(y, -by), 3, 3)
 
 
-def bits(array, library="numpy"):
-    return to_numpy(array, library).tobytes()
-
-
 @pytest.mark.parallel(RANKS[1:])
 def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
     """float32 that does not add up exactly, small and large arrays."""
@@ -83,8 +79,8 @@ def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
             in_rank_order = arrays[0].copy()
             for array in arrays[1:]:
                 in_rank_order += array
-            assert bits(found[0]) == bits(found[1]) == bits(whole) == bits(in_rank_order)
-            assert len(set(grid.comm.allgather((axis.name, axis.ranks, bits(found[0]))))) <= grid.size // axis.size
+            assert bits_of(found[0]) == bits_of(found[1]) == bits_of(whole) == bits_of(in_rank_order)
+            assert len(set(grid.comm.allgather((axis.name, axis.ranks, bits_of(found[0]))))) <= grid.size // axis.size
 
 
 @pytest.mark.parallel([2, 3, 4])
@@ -92,7 +88,7 @@ def test_sums_do_not_depend_on_the_array_library(some_grid):
     for axis in axes(some_grid):
         drawn = np.random.default_rng(axis.index).standard_normal((40, 3))
         for dtype in ("float16", "float32"):
-            found = {bits(axis.all_reduce(to_library(drawn.astype(dtype), library)).wait(), library)
+            found = {bits_of(axis.all_reduce(to_library(drawn.astype(dtype), library)).wait())
                      for library in ("numpy", "torch", "standin")}
             assert len(found) == 1
 
@@ -110,7 +106,7 @@ def assert_rounded_once(grid, library, dtype, large):
 @pytest.mark.parallel([3, 4, 6, 8])
 def test_float16_is_added_up_in_float32(some_grid):
     """2048 + 1 is 2048 in float16; its sum over several ranks is not."""
-    assert_rounded_once(some_grid, "numpy", "float16", 2048)
+    assert_rounded_once(some_grid, TESTED, "float16", 2048)
     assert_rounded_once(some_grid, "standin", "float16", 2048)
 
 

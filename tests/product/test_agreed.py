@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from samples import integers
+from samples import integers, to_library
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.arrays import NumpyLibrary
@@ -79,7 +79,7 @@ def test_kinds_of_libraries_that_differ_are_told(grid, fails):
 def test_equal_arguments_of_other_types_agree(grid):
     first = grid.rank == 0
     whole = integers((6, 6))
-    square = DistMatrix.from_global(grid, whole)
+    square = DistMatrix.from_global(grid, to_library(whole))
     made = DistMatrix.random(grid, (4, 3) if first else np.array([4, 3]), seed=5 if first else np.int64(5),
                              dtype="float32" if first else np.float32)
     assert made.shape == (4, 3) and made.dtype == "float32"
@@ -89,7 +89,7 @@ def test_equal_arguments_of_other_types_agree(grid):
 
 def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
     """On a grid whose ranks come in another order its parts belong elsewhere."""
-    square = DistMatrix.from_global(grid, integers((6, 6)))
+    square = DistMatrix.from_global(grid, to_library(integers((6, 6))))
     turned = comm.Split(0, -comm.rank)
     with Grid(turned, (1, comm.size, 1)) as other, Grid(comm, (comm.size, 1, 1)) as third:
         away, near = DistMatrix.empty(other, (6, 6), layout=Layout.B), DistMatrix.empty(third, (6, 6), layout=Layout.B)
@@ -112,21 +112,22 @@ def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
             mine[row, 2] += grid.rank == 1
             fails(DisagreementError, "contents", lambda: DistMatrix.from_global(grid, mine))
         same = whole.astype(">f8") if grid.rank else np.asfortranarray(whole)
-        assert np.array_equal(DistMatrix.from_global(grid, same).gather(), whole)
+        assert np.array_equal(DistMatrix.from_global(grid, to_library(same)).gather(), whole)
 
 
 @pytest.mark.parallel([2])
 def test_arrays_are_not_read_without_debug(comm, monkeypatch):
     monkeypatch.setattr("pmm3d.product.matrix.contents", None)
     with Grid(comm, (1, 1, comm.size), debug=False) as grid:
-        DistMatrix.from_global(grid, integers((4, 4)))
+        DistMatrix.from_global(grid, to_library(integers((4, 4))))
 
 
 def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
     monkeypatch.setattr(plans, "KEPT_PLANS", 4)
     for rows in (*range(1, 9), 1, 8):
         a, b = integers((rows, 5)), integers((5, 3))
-        product = DistMatrix.from_global(grid, a) @ DistMatrix.from_global(grid, b, layout=Layout.B)
+        left = DistMatrix.from_global(grid, to_library(a))
+        product = left @ DistMatrix.from_global(grid, to_library(b), layout=Layout.B)
         assert np.array_equal(product.gather(), a @ b)
     assert len(grid.attached[ProductPlan]) == 4
 

@@ -33,7 +33,7 @@ def grid(comm):
 
 @pytest.fixture
 def square(grid):
-    return DistMatrix.from_global(grid, integers((6, 6)))
+    return DistMatrix.from_global(grid, to_library(integers((6, 6))))
 
 
 def test_a_grid_that_does_not_fit_names_some_that_do(comm, fails):
@@ -82,7 +82,7 @@ def test_operands_on_different_grids(comm, square, fails):
 
 
 def test_types_are_not_mixed(grid, square, fails):
-    single = DistMatrix.from_global(grid, integers((6, 6), "float32"))
+    single = DistMatrix.from_global(grid, to_library(integers((6, 6), "float32")))
     fails(DTypeError, "A is float64, B is float32", lambda: square @ single)
     fails(DTypeError, "out is float32: convert them to one type", lambda: matmul(square, square, out=single))
     tensor = DistMatrix.from_global(grid, torch.from_numpy(integers((6, 6))))
@@ -102,7 +102,7 @@ def test_bad_options_of_a_product(square, fails):
 
 def test_tf32_where_nothing_would_be_rounded(grid, square, fails):
     fails(DTypeError, "tf32 is True or False; got 'no'", lambda: matmul(square, square, tf32="no"))
-    single = DistMatrix.from_global(grid, integers((6, 6), "float32"))
+    single = DistMatrix.from_global(grid, to_library(integers((6, 6), "float32")))
     fails(DTypeError, "tf32 rounds float32 .* these are float32 matrices of numpy",
           lambda: matmul(single, single, tf32=True))
     double = DistMatrix.from_global(grid, to_library(integers((6, 6)), "standin"))
@@ -151,9 +151,9 @@ def test_shapes_that_are_no_matrix(grid, fails):
 
 def test_a_shard_of_another_shape(grid, fails):
     """Every rank's is wrong, or the last one's alone."""
-    box = DistMatrix.empty(grid, (6, 6)).local
-    fails(LayoutError, "the shard here has shape", lambda: DistMatrix.from_local(grid, np.ones((9, 9)), (6, 6)))
-    mine = np.ones((9, 9)) if grid.rank == grid.size - 1 else box
+    box, large = DistMatrix.empty(grid, (6, 6)).local, to_library(np.ones((9, 9)))
+    fails(LayoutError, "the shard here has shape", lambda: DistMatrix.from_local(grid, large, (6, 6)))
+    mine = large if grid.rank == grid.size - 1 else box
     text = fails(LayoutError, r"the shard here has shape \(9, 9\)", lambda: DistMatrix.from_local(grid, mine, (6, 6)))
     assert grid.size == 1 or f"failed on 1 of {grid.size} ranks. rank {grid.size - 1}: " in text
 
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_read(grid, shared_path, fails):
 
 def test_read_only_blocks_are_operands_but_not_out(grid, fails):
     whole = integers((6, 6))
-    local = DistMatrix.from_global(grid, whole).local
+    local = DistMatrix.from_global(grid, to_library(whole)).local
     local.flags.writeable = False
     fixed = DistMatrix.from_local(grid, local, (6, 6))
     assert np.array_equal((fixed @ fixed).gather(), whole @ whole)
@@ -274,7 +274,7 @@ def test_arrays_without_dims_are_named(grid):
 
 
 def test_a_complex_scalar_for_real_matrices(grid, fails):
-    one = DistMatrix.from_global(grid, np.ones((1, 1)))
+    one = DistMatrix.from_global(grid, to_library(np.ones((1, 1))))
     fails(DTypeError, "alpha", lambda: matmul(one, one, alpha=1j))
 
 

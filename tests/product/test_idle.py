@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import integers
+from samples import integers, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, LayoutError, matmul
 from pmm3d.product import verify
@@ -37,9 +37,9 @@ def test_some_rank_is_idle(grid):
 def test_products_are_exact(grid):
     m, n, k = SIZE
     whole_a, whole_b = integers((m, k), seed=1), integers((k, n), seed=2)
-    a = DistMatrix.from_global(grid, whole_a)
+    a = DistMatrix.from_global(grid, to_library(whole_a))
     for layout in (Layout.B, Layout(), Layout(rows="x")):
-        b = DistMatrix.from_global(grid, whole_b if grid.rank == 0 else None, layout=layout, root=0)
+        b = DistMatrix.from_global(grid, to_library(whole_b if grid.rank == 0 else None), layout=layout, root=0)
         for panels, out_layout in ((1, None), (3, Layout(rows="z", cols="x")), (2, Layout())):
             out = out_layout and DistMatrix.empty(grid, (m, n), layout=out_layout)
             c = matmul(a, b, panels=panels, out=out)
@@ -54,7 +54,7 @@ def test_matrices_come_from_and_go_everywhere(grid, shared_path):
         np.save(shared_path / "whole.npy", whole)
     grid.comm.barrier()
     made = [
-        DistMatrix.from_global(grid, whole if grid.rank == grid.size - 1 else None, root=grid.size - 1),
+        DistMatrix.from_global(grid, to_library(whole if grid.rank == grid.size - 1 else None), root=grid.size - 1),
         DistMatrix.from_function(grid, whole.shape, lambda i, j: whole[i, j] if i.size and j.size else 0.0),
     ]
     if grid.size == 7:
@@ -68,7 +68,7 @@ def test_matrices_come_from_and_go_everywhere(grid, shared_path):
 
 def test_matrices_move_to_grids_that_use_every_rank(grid):
     whole = integers(SIZE[:2])
-    matrix = DistMatrix.from_global(grid, whole)
+    matrix = DistMatrix.from_global(grid, to_library(whole))
     with Grid(grid.comm, (1, grid.size, 1)) as other:
         moved = matrix.redistribute(Layout.B, other)
         assert np.array_equal(moved.gather(), whole)

@@ -39,11 +39,11 @@ def assert_moved(grid, library):
 
 @pytest.mark.parallel([1, 2])
 def test_labels_are_not_multiplied(grid, fails):
-    labels = DistMatrix.from_global(grid, LABELS)
+    labels = DistMatrix.from_global(grid, to_library(LABELS))
     network = nn.MLP(grid, [1, 3])
     fails(DTypeError, "A and B are int64, which holds labels", lambda: matmul(labels.T, labels))
     fails(DTypeError, "convert them to one type", lambda: labels.T @ DistMatrix.random(grid, (ROWS, 2)))
-    fails(DTypeError, "int64", lambda: network(DistMatrix.from_global(grid, LABELS, layout=batch_layout())))
+    fails(DTypeError, "int64", lambda: network(DistMatrix.from_global(grid, to_library(LABELS), layout=batch_layout())))
     for dtype in ("int32", "uint8", "bool"):
         fails(DTypeError, "int64; got .*Convert first", lambda: DistMatrix.from_global(grid, LABELS.astype(dtype)))
 
@@ -52,8 +52,8 @@ def test_labels_are_not_multiplied(grid, fails):
 def test_a_training_loop_on_labels_in_memory(grid):
     """Without a file. The classes are the signs of the samples, so that they can be learned to the last one."""
     labels = (np.arange(ROWS) * 7 % 3)[:, None]
-    x = DistMatrix.from_global(grid, np.eye(3)[labels[:, 0]] * 4, layout=batch_layout())
-    y = DistMatrix.from_global(grid, labels, layout=batch_layout(None))
+    x = DistMatrix.from_global(grid, to_library(np.eye(3)[labels[:, 0]] * 4), layout=batch_layout())
+    y = DistMatrix.from_global(grid, to_library(labels), layout=batch_layout(None))
     network = nn.MLP(grid, [3, 8, 3], dtype="float64", seed=1)
     optimizer = optim.SGD(network.parameters(), lr=0.5)
     losses = []

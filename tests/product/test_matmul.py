@@ -1,12 +1,12 @@
 """The product on every grid: exactly numpy's, for every size, type, library, transposition, layout and option."""
 
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import RANKS, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
+from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.layout import MATRIX_DTYPES
@@ -23,14 +23,14 @@ OUTS = [Layout.C, Layout(rows="z", cols="x"), Layout(rows="z", cols=("x", "y")),
         Layout(rows="y")]
 
 
-def place(grid, whole, layout, library="numpy", dtype=None, turned=False):
+def place(grid, whole, layout, library=TESTED, dtype=None, turned=False):
     """The matrix with these values; turned: as the transpose of one that is stored in `layout`."""
     stored = to_library(whole.T if turned else whole, library, dtype)
     matrix = DistMatrix.from_global(grid, stored, layout=layout)
     return matrix.T if turned else matrix
 
 
-def operands(grid, size, dtype="float64", library="numpy", transposed="nn"):
+def operands(grid, size, dtype="float64", library=TESTED, transposed="nn"):
     """(A, B) as distributed matrices in the layouts of the product, and as numpy's."""
     m, n, k = size
     a, b = integers((m, k), dtype, 1, -2, 2), integers((k, n), dtype, 2, -2, 2)
@@ -78,7 +78,7 @@ def assert_types(grid, library, dtypes):
 
 
 def test_every_type(grid):
-    assert_types(grid, "numpy", HOST_DTYPES)
+    assert_types(grid, TESTED, HOST_DTYPES)
 
 
 def test_every_type_on_a_device(some_grid):
@@ -100,10 +100,12 @@ def in_form(grid, whole, form, layout, library):
     return stored, FORMS[form](stored)
 
 
-def assert_forms(grid, library):
-    """Every form of A and B, in the layouts of the product and in others, into new matrices and transposed ones."""
-    layouts = [(Layout.A, Layout.B), (TRANSPOSED_A, TRANSPOSED_B), (Layout(), Layout(rows="x"))]
-    for index, (forms, stored) in enumerate(product(product(FORMS, repeat=2), layouts)):
+STORED = [(Layout.A, Layout.B), (TRANSPOSED_A, TRANSPOSED_B), (Layout(), Layout(rows="x"))]
+
+
+def assert_forms(grid, library, cases):
+    """Forms of A and B, in the layouts of the product and in others, into new matrices and transposed ones."""
+    for index, (forms, stored) in enumerate(cases):
         dtype, panels, turned = ("complex64", "complex128")[index % 2], (1, 2, 3)[index % 3], index % 4 == 3
         wholes = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
         (kept_a, a), (kept_b, b) = (in_form(grid, *each, library) for each in zip(wholes, forms, stored))
@@ -126,16 +128,16 @@ def test_conjugate_transposes(grid):
 
 
 def test_every_form_of_conjugation(some_grid):
-    assert_forms(some_grid, "numpy")
+    assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 
 
 def test_every_form_of_conjugation_on_a_device(some_grid):
-    assert_forms(some_grid, "standin")
+    assert_forms(some_grid, "standin", zip(product(FORMS, repeat=2), cycle(STORED)))
 
 
 @up_to_4
 def test_every_form_of_conjugation_of_torch(some_grid):
-    assert_forms(some_grid, "torch")
+    assert_forms(some_grid, "torch", zip(product(FORMS, repeat=2), cycle(STORED)))
 
 
 def assert_scales(grid, library, dtype, outs=OUTS):
@@ -151,7 +153,7 @@ def assert_scales(grid, library, dtype, outs=OUTS):
 
 
 def test_alpha_beta_and_out(grid):
-    assert_scales(grid, "numpy", "float64")
+    assert_scales(grid, TESTED, "float64")
 
 
 def test_alpha_beta_and_out_on_a_device(some_grid):
@@ -160,7 +162,7 @@ def test_alpha_beta_and_out_on_a_device(some_grid):
 
 
 def test_alpha_beta_and_out_of_float16(some_grid):
-    assert_scales(some_grid, "numpy", "float16")
+    assert_scales(some_grid, TESTED, "float16")
 
 
 @up_to_4

@@ -4,15 +4,15 @@ from itertools import product
 
 import numpy as np
 import pytest
-from samples import RANKS, UP_TO_4, integers, to_library, to_numpy
+from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout
+from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel(RANKS)
 up_to_4 = pytest.mark.parallel(UP_TO_4)
 
-HERE = ("numpy", "standin")
+HERE = (TESTED, "standin")
 """Libraries that cost nothing to import; torch has tests of its own, on fewer ranks."""
 
 SHAPES = [(7, 11), (1, 1), (2, 13), (0, 4), (5, 0), (16, 24)]
@@ -37,7 +37,7 @@ def assert_holds(matrix, whole):
     assert np.array_equal(to_numpy(matrix.gather(), matrix.library), whole)
 
 
-def distributed(grid, shape, layout=Layout.A, dtype="float64", library="numpy", seed=0):
+def distributed(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, seed=0):
     whole = integers(shape, dtype, seed)
     return DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=layout), whole
 
@@ -137,7 +137,7 @@ def test_tensors_of_every_kind(some_grid):
 def test_arrays_of_the_other_byte_order(some_grid):
     grid = some_grid
     whole = integers((5, 6)).astype(">f8")
-    matrix = DistMatrix.from_global(grid, whole)
+    matrix = DistMatrix.from_global(grid, to_library(whole))
     assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
 
 
@@ -212,11 +212,49 @@ def test_the_transpose_is_a_view(grid):
     assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
 
 
+def test_the_conjugate_transpose_is_a_view(some_grid, fails):
+    for library in HERE:
+        matrix, whole = distributed(some_grid, (5, 8), dtype="complex64", library=library)
+        turned = matrix.H
+        assert turned.conjugated and turned.layout == matrix.layout.T and not turned.T.H.conjugated
+        assert matrix.library.share_memory(turned.memory, matrix.memory) or not matrix.box.size
+        for view, values in ((turned, whole.conj().T), (turned.H, whole), (turned.T, whole.conj()),
+                             (matrix.T.H, whole.conj()), (turned.T.H, whole.T)):
+            assert_holds(view, values)
+            moved = view.redistribute(Layout.B)
+            assert not moved.conjugated
+            assert_holds(moved, values)
+            there = Grid(some_grid.comm, (1, 1, some_grid.size), device_transport="direct")
+            assert_holds(view.redistribute(Layout.C, there), values)
+            there.close()
+            parts = view.redistribute(Layout(sums=("x", "y", "z")))
+            assert_holds(parts.H.redistribute(Layout.A), values.conj().T)
+        matrix.memory[...] = 1j
+        assert_holds(turned, np.full((8, 5), -1j, "complex64"))
+
+        def written():
+            turned.local = turned.memory
+
+        fails(LayoutError, "the shard of a conjugated view .* is not written to", written)
+        fails(LayoutError, "redistribute: out is a conjugated view", lambda: matrix.T.redistribute(
+            turned.layout, out=turned))
+        fails(LayoutError, "matmul: out is a conjugated view", lambda: matmul(
+            matrix, matrix.T, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64", library=library).H))
+        assert not turned.writable
+
+
+@pytest.mark.parallel([2])
+def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails):
+    matrix, _ = distributed(some_grid, (4, 4), dtype="complex64")
+    view = matrix.H if some_grid.rank else matrix.T
+    fails(DisagreementError, "matmul: the ranks passed different arguments", lambda: view @ matrix)
+
+
 def test_redistribution_between_all_pairs_of_layouts(grid):
     for shape in ((7, 11), (2, 3)):
         whole = integers(shape)
         for source, target in product(LAYOUTS, LAYOUTS):
-            moved = DistMatrix.from_global(grid, whole, layout=source).redistribute(target)
+            moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target)
             assert moved.layout == target
             assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
 
@@ -234,7 +272,7 @@ def assert_views_move(grid, library):
 
 
 def test_redistribution_of_views_and_into_out(grid):
-    assert_views_move(grid, "numpy")
+    assert_views_move(grid, TESTED)
 
 
 def test_redistribution_on_a_device(some_grid):
@@ -253,7 +291,7 @@ def test_redistribution_to_every_other_grid(comm, grid):
     for shape in process_grids(grid.size):
         with Grid(comm, shape) as other:
             for source, target in ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A)):
-                moved = DistMatrix.from_global(grid, whole, layout=source).redistribute(target, other)
+                moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target, other)
                 assert moved.grid is other
                 assert_holds(moved, whole)
                 assert_holds(moved.redistribute(Layout.A, grid), whole)

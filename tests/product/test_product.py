@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from samples import RANKS, integers
+from samples import RANKS, bits_of, integers, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.layout import FIRST
@@ -19,8 +19,8 @@ MEBIBYTE = 2**20
 def matrices(grid, size, dtype="float64"):
     m, n, k = size
     whole_a, whole_b = integers((m, k), dtype, 1), integers((k, n), dtype, 2)
-    a = DistMatrix.from_global(grid, whole_a)
-    return a, DistMatrix.from_global(grid, whole_b, layout=Layout.B), whole_a @ whole_b
+    a = DistMatrix.from_global(grid, to_library(whole_a))
+    return a, DistMatrix.from_global(grid, to_library(whole_b), layout=Layout.B), whole_a @ whole_b
 
 
 def drawn(grid, size):
@@ -103,7 +103,7 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
         a, b = drawn(grid, (96, 64, 200))
         plain = matmul(a, b, panels=1).gather()
         for panels in (2, 3, 7):
-            assert matmul(a, b, panels=panels).gather().tobytes() == plain.tobytes()
+            assert bits_of(matmul(a, b, panels=panels).gather()) == bits_of(plain)
 
 
 @pytest.mark.parallel(RANKS)
@@ -112,14 +112,14 @@ def test_every_run_gives_the_same_bits(comm, grid_shape):
         a, b = drawn(grid, (70, 50, 90))
         for panels, layout in product((1, 4), (Layout.C, Layout(rows="z", cols="x"))):
             out = DistMatrix.empty(grid, (70, 50), layout=layout)
-            first = matmul(a, b, out=out, panels=panels).gather().tobytes()
-            assert matmul(a, b, out=out, panels=panels).gather().tobytes() == first
+            first = bits_of(matmul(a, b, out=out, panels=panels).gather())
+            assert bits_of(matmul(a, b, out=out, panels=panels).gather()) == first
             copies = {}
-            for box, bits in comm.allgather((out.box, out.local.tobytes())):
+            for box, bits in comm.allgather((out.box, bits_of(out.local))):
                 assert copies.setdefault(box, bits) == bits
     with Grid(comm, grid_shape) as grid:
         again = matmul(*drawn(grid, (70, 50, 90)), out=DistMatrix.empty(grid, (70, 50), layout=layout), panels=4)
-        assert again.gather().tobytes() == first
+        assert bits_of(again.gather()) == first
 
 
 def inner(first, second):
@@ -134,7 +134,7 @@ def test_the_adjoints_move_no_operand(grid, dtype):
     """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G where the product has them."""
     size = (13, 10, 17)
     a, b, _ = matrices(grid, size, dtype)
-    g = DistMatrix.from_global(grid, integers(size[:2], dtype, 3), layout=Layout.C)
+    g = DistMatrix.from_global(grid, to_library(integers(size[:2], dtype, 3)), layout=Layout.C)
     grid.ledger.reset()
     to_a = matmul(g, b.H, out=DistMatrix.empty(grid, a.shape, dtype=dtype, layout=Layout.A))
     to_b = matmul(a.H, g, out=DistMatrix.empty(grid, b.shape, dtype=dtype, layout=Layout.B))
@@ -147,8 +147,8 @@ def test_the_adjoints_move_no_operand(grid, dtype):
 def test_replicated_activations_are_products_without_redistribution(grid):
     """O = I W as networks compute it: I and O whole over the axis that does not split them, W sharded over z."""
     whole_i, whole_w = integers((12, 10), seed=1), integers((10, 9), seed=2)
-    i = DistMatrix.from_global(grid, whole_i, layout=Layout(rows="z", cols="y"))
-    w = DistMatrix.from_global(grid, whole_w, layout=Layout.B)
+    i = DistMatrix.from_global(grid, to_library(whole_i), layout=Layout(rows="z", cols="y"))
+    w = DistMatrix.from_global(grid, to_library(whole_w), layout=Layout.B)
     o = DistMatrix.empty(grid, (12, 9), layout=Layout(rows="z", cols="x"))
     to_w = DistMatrix.empty(grid, (10, 9), layout=Layout.B)
     to_i = DistMatrix.empty(grid, (12, 10), layout=Layout(rows="z", cols="y"))

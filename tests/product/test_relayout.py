@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import UP_TO_4, integers, to_library, to_numpy
+from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import itemsize, transitions
@@ -121,7 +121,7 @@ def check_library(grid, library, dtype):
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("library,dtype", [("numpy", "float16"), ("standin", "complex64")])
+@pytest.mark.parametrize("library,dtype", [(TESTED, "float16"), ("standin", "complex64")])
 def test_other_types_and_a_device(some_grid, library, dtype):
     check_library(some_grid, library, dtype)
 
@@ -197,7 +197,7 @@ def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
     """Besides the agreement on the arguments: one for each redistribution."""
     grid, (shape, layouts) = some_grid, CASES[0]
     for source, target in pairs(layouts):
-        matrix = DistMatrix.from_global(grid, integers(shape), layout=source)
+        matrix = DistMatrix.from_global(grid, to_library(integers(shape)), layout=source)
         grid.ledger.reset()
         matrix.redistribute(target)
         calls = grid.ledger.total(axis="all").calls
@@ -223,7 +223,7 @@ def test_matrices_in_both_orders(some_grid):
     grid, (shape, layouts) = some_grid, CASES[0]
     whole = integers(shape)
     for source, target in pairs(layouts):
-        matrix = DistMatrix.from_local(grid, local_of(grid, whole, source), shape, layout=source)
+        matrix = DistMatrix.from_local(grid, to_library(local_of(grid, whole, source)), shape, layout=source)
         found = matrix.redistribute(target)
         check(grid, found.local, whole, target)
         assert found.library.is_contiguous(found.local) and not np.shares_memory(found.local, matrix.local)
@@ -263,9 +263,9 @@ def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
     whole = integers(shape)
     layout, second = Layout("z", sums=("x", "y")), Layout("y", "z", sums="x")
     made = [
-        DistMatrix.from_local(grid, local_of(grid, whole, layout), shape, layout=layout),
-        DistMatrix.from_global(grid, whole, layout=layout),
-        DistMatrix.from_global(grid, whole if grid.rank == 0 else None, layout=layout, root=0),
+        DistMatrix.from_local(grid, to_library(local_of(grid, whole, layout)), shape, layout=layout),
+        DistMatrix.from_global(grid, to_library(whole), layout=layout),
+        DistMatrix.from_global(grid, to_library(whole if grid.rank == 0 else None), layout=layout, root=0),
         DistMatrix.from_function(grid, shape, lambda i, j: whole[i, j], layout=layout),
     ]  # fmt: skip
     for matrix in made:
@@ -273,12 +273,12 @@ def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
         at_root = matrix.gather(0)
         assert at_root is None if grid.rank else np.array_equal(at_root, whole)
         check(grid, matrix.redistribute(Layout.C).local, whole, Layout.C)
-    b = DistMatrix.from_local(grid, local_of(grid, integers((5, 4), seed=1), second), (5, 4), layout=second)
+    b = DistMatrix.from_local(grid, to_library(local_of(grid, integers((5, 4), seed=1), second)), (5, 4), layout=second)
     c = made[0] @ b
     assert np.array_equal(c.gather(), whole @ integers((5, 4), seed=1))
     assert np.array_equal((b.T @ made[0].T).gather(), c.gather().T)
     assert verify.freivalds(made[0], b, c) <= 1 and verify.exact(made[0], b)
-    twisted = DistMatrix.from_local(grid, 1j * local_of(grid, whole, layout), shape, layout=layout)
+    twisted = DistMatrix.from_local(grid, to_library(1j * local_of(grid, whole, layout)), shape, layout=layout)
     assert twisted.H.layout.sums == twisted.T.layout.sums == layout.sums
     assert np.array_equal(twisted.H.gather(), -1j * whole.T)
     drawn = [DistMatrix.random(grid, shape, seed=3, layout=kind).gather() for kind in (layout, Layout.A)]
@@ -291,7 +291,7 @@ def test_partial_sums_come_from_and_go_to_another_grid(comm):
     with Grid(comm, "ddp") as one, Grid(comm, (1, comm.size, 1)) as other:
         for source, target in ((Layout(sums="data"), Layout((), "y")), (Layout("data"), Layout(sums="y")),
                                (Layout(sums="data"), Layout(sums="y"))):
-            matrix = DistMatrix.from_local(one, local_of(one, whole, source), whole.shape, layout=source)
+            matrix = DistMatrix.from_local(one, to_library(local_of(one, whole, source)), whole.shape, layout=source)
             for kind in (matrix, matrix.T):
                 found = kind.redistribute(target if kind is matrix else target.T, other)
                 check(other, (found if kind is matrix else found.T).local, whole, target)
@@ -302,7 +302,7 @@ def test_partial_sums_that_cannot_be(some_grid, fails):
     """An axis of one rank holds no partial sums: the layout is what it is without."""
     grid = some_grid
     axis = next(name for name in "xyz" if grid.axis(name).size > 1)
-    a = DistMatrix.from_global(grid, integers((4, 4)))
+    a = DistMatrix.from_global(grid, to_library(integers((4, 4))))
     out = DistMatrix.empty(grid, (4, 4), layout=Layout(sums=axis))
     said = fails(LayoutError, "matmul: out is of partial sums", lambda: matmul(a, a, out=out))
     assert "out.layout.summed" in said
@@ -319,5 +319,5 @@ def test_idle_ranks_take_part_where_all_do(comm):
         assert grid.shape.size == 6
         whole = integers((7, 5))
         for source, target in pairs(LAYOUTS):
-            matrix = DistMatrix.from_global(grid, whole, layout=source)
+            matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
             assert np.array_equal(matrix.redistribute(target).gather(), whole)

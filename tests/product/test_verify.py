@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import to_library, to_numpy
+from samples import TESTED, to_library, to_numpy
 
 from pmm3d import DistMatrix, Layout, matmul
 from pmm3d.layout import MATRIX_DTYPES
@@ -10,7 +10,7 @@ from pmm3d.product import verify
 
 pytestmark = pytest.mark.parallel([1, 4])
 
-CASES = [("numpy", dtype) for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
+CASES = [(TESTED, dtype) for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 CASES += [("torch", "bfloat16"), ("standin", "float32")]
 SIZE = (70, 50, 200)
 
@@ -27,7 +27,7 @@ def test_right_products_are_within_the_bound(grid):
     for (library, dtype), distribution in zip(CASES * 3, ["uniform"] * 8 + ["normal"] * 8 + ["integers"] * 8):
         a, b, c = drawn(grid, library, dtype, distribution)
         assert verify.freivalds(a, b, c) <= 1
-    assert verify.freivalds(*drawn(grid, "numpy", "float64", layout=Layout())) <= 1
+    assert verify.freivalds(*drawn(grid, TESTED, "float64", layout=Layout())) <= 1
 
 
 @pytest.mark.parametrize("how", ["one element", "a row moved", "not finite", "scaled"])

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError, Pmm3dError, needs
 from ...io import DataSet
 from ...io.checkpoint import Checkpoint
-from .config import Config, Count, Section, checked
+from .config import Config, checked
+from .keys import Count, Section
 
 with needs("train", "the settings of a run"):
     from pydantic import ValidationError
