@@ -20,7 +20,8 @@ def prepare(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]
     own, error = link.record.members[link.rank], None
     if transport.pinned is None:
         try:
-            transport.pinned = Pinned(library, processes.beside(own))
+            with transport.current():
+                transport.pinned = Pinned(library, processes.beside(own))
             link.workspace.allocated += transport.pinned.nbytes
         except Exception as refused:
             error = OutOfMemoryError(f"no pinned host memory for the messages of device memory: {refused}. Fewer ranks "
@@ -39,7 +40,8 @@ def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]
     rows = yield from agree(link, "staged transport", "", Terms(""), numbers=[pinned.descriptor, pinned.inode()])
     assert rows is not None
     others = [rank for rank in near if rank != link.rank]
-    error = _see_all(pinned, {rank: near[rank] for rank in others}, rows)
+    with link.transport.current():
+        error = _see_all(pinned, {rank: near[rank] for rank in others}, rows)
     seen = yield from agree(link, "staged transport", "", Terms(""), numbers=[error is None])
     assert seen is not None
     pinned.hide()
