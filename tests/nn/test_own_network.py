@@ -6,6 +6,7 @@ import logging
 import h5py
 import numpy as np
 import pytest
+from samples import TESTED
 
 from pmm3d import Pmm3dError
 from pmm3d.nn.training import build
@@ -90,7 +91,7 @@ def configured(folder):
     def make(name, **sections):
         data = {"file": str(folder / "data.h5"), "batch_size": 20, "validation": 0.0} | sections.pop("data", {})
         training = {"folder": str(folder / "run"), "epochs": 1, "log_every": 1} | sections.pop("training", {})
-        network = {"build": f"{folder}/{name}"} | sections.pop("network", {})
+        network = {"build": f"{folder}/{name}", "library": TESTED} | sections.pop("network", {})
         return checked({"data": data, "training": training, "network": network, **sections})
 
     return make
