@@ -2,16 +2,11 @@
 the time goes.
 
     python apps/digits_bench.py --beside ../before/.venv/bin/python       (or: --turns 5 --passes 2)
-    python apps/digits_bench.py --precision [--surrogate surrogate.h5]    what is learned in low precision instead
 
 Samples a second are those of a run's lines of metrics.jsonl, of which the median is taken, and then that of the turns.
 A turn runs each version once, in another order than the one before; all is done as many times as there are passes. Time
 is that of a step of a rank: computing, waiting for messages by their kind, and the rest, Python and the machine's other
 ranks; medians of the turns, means over ranks.
-
-With --precision the same training in float32, bfloat16 and float16, on grids of 4 ranks: the accuracy on the test set,
-and by how many points it differs from float32's; of the surrogate (apps/surrogate/generate.py) the error of held-out
-fields as a share of their spread, and by how many percent it differs.
 """
 
 from __future__ import annotations
@@ -30,51 +25,6 @@ from measuring import markdown, on_ranks
 RANKS = 8
 CONFIG = Path(__file__).with_name("digits.toml")
 HERE, BESIDE = "here", "beside"
-PRECISIONS = ("float32", "bfloat16", "float16")
-PRECISION_RANKS = 4
-PRESETS = (("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 2), ("2x2x1", 1))
-COMMON = """
-[grid]
-shape = "{shape}"
-data = {copies}
-[training]
-folder = "{folder}"
-precision = "{precision}"
-evaluate_every = 0
-"""
-LEARNED = {
-    "digits": COMMON + """epochs = 15
-[data]
-file = "{data}"
-batch_size = 64
-validation = 0.2
-[network]
-hidden = [256, 256]
-library = "torch"
-dropout = 0.2
-[optimizer]
-lr = 2e-3
-weight_decay = 0.05
-clip = 1.0
-shard_over_data = true
-[schedule]
-warm_up = 20
-""",
-    "surrogate": COMMON + """epochs = 30
-[data]
-file = "{data}"
-batch_size = 250
-links = true
-validation = 0.1
-[network]
-hidden = [256, 256, 256]
-library = "torch"
-[optimizer]
-lr = 4e-3
-weight_decay = 1e-4
-[schedule]
-warm_up = 20
-"""}
 Figures = dict[str, float]
 
 
@@ -88,32 +38,6 @@ def trained(python: str, data: Path, folder: Path, epochs: int) -> Figures:
     rates = [line["samples_per_second"] for line in lines if "loss" in line][1:]
     record = json.loads((folder / "run.json").read_text())
     return {"samples/s": median(rates)} | step_of(record)
-
-
-def learned(text: str, data: Path, folder: Path, shape: str, copies: int, precision: str) -> Figures:
-    """The figures of the last validation of a run of this configuration on a grid."""
-    config = folder.with_suffix(".toml")
-    config.write_text(text.format(data=data, folder=folder, shape=shape, copies=copies, precision=precision))
-    on_ranks(PRECISION_RANKS, ["-m", "pmm3d", "train", str(config)], os.environ, sys.executable)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return next(line["validation"] for line in reversed(lines) if "validation" in line)
-
-
-def precision_table(name: str, data: Path, scratch: Path) -> str:
-    """A row for each grid: the figure in float32, and those of low precision with their distance from it."""
-    rows = [["grid", *PRECISIONS]]
-    for shape, copies in PRESETS:
-        cells = []
-        for precision in PRECISIONS:
-            folder = scratch / f"{name}-{shape}-{precision}"
-            found = learned(LEARNED[name], data, folder, shape, copies, precision)
-            cells.append(100 * found["accuracy"] if name == "digits" else 100 * (1 - found["r2"]) ** 0.5)
-            print(f"{name}, {shape}, {precision}: {cells[-1]:.2f}", file=sys.stderr, flush=True)
-        first = cells[0]
-        off = [f"{cell - first:+.2f}" if name == "digits" else f"{100 * (cell / first - 1):+.1f} %" for cell in cells]
-        rows.append([f"{shape}, data {copies}", f"{first:.2f}", *(
-            f"{cell:.2f} ({far})" for cell, far in zip(cells[1:], off[1:]))])
-    return markdown(rows)
 
 
 def step_of(record: dict) -> Figures:
@@ -143,20 +67,12 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5, help="runs of each version in a pass (5)")
     parser.add_argument("--passes", type=int, default=2, help="how often all of it is done (2)")
     parser.add_argument("--epochs", type=int, default=15, help="of a run (15)")
-    parser.add_argument("--precision", action="store_true", help="what is learned in low precision, in place of times")
-    parser.add_argument("--surrogate", metavar="FILE", help="with --precision: of these fields too")
     options = parser.parse_args()
-    surrogate = Path(options.surrogate).resolve() if options.surrogate else None
     versions = {HERE: sys.executable} | ({BESIDE: os.path.abspath(options.beside)} if options.beside else {})
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)  # where there is no pmm3d that `python -m` would find before that of the environment
         data = Path(scratch) / "digits.h5"
         digits.main(str(data))
-        if options.precision:
-            for name, source in {"digits": data, "surrogate": surrogate}.items():
-                if source is not None:
-                    print(f"\n{name}\n\n{precision_table(name, source, Path(scratch))}", flush=True)
-            return 0
         for number in range(options.passes):
             runs: dict[str, list[Figures]] = {who: [] for who in versions}
             for turn in range(options.turns):

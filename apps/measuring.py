@@ -37,7 +37,7 @@ def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float
     finally:
         launcher.end_job(process)
     if process.returncode:
-        raised = re.findall(r"^(?:\[rank\d+\]: )?\w*Error: .+", errors, re.M)
+        raised = re.findall(r"^(?:\[rank\d+\]: |pmm3d: )?\w*Error: .+", errors, re.M)
         last = raised[-1:] or (output + errors).strip().splitlines()[-6:]
         raise ProgramError(f"ended with status {process.returncode}: {' | '.join(last)}")
     return output

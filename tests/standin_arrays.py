@@ -8,6 +8,7 @@ stream that asked for it. Host arrays do not mix with these; numbers do.
 import sys
 from functools import cache
 from numbers import Number
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import numpy as np
@@ -78,6 +79,7 @@ class DeviceArray:
         described = {name: self._host.__array_interface__[name] for name in ("shape", "strides", "typestr")}
         return {**described, "version": 3, "data": (self._memory.pointer + offset, not self._host.flags.writeable)}
 
+    data = property(lambda self: SimpleNamespace(ptr=self.__cuda_array_interface__["data"][0]))
     shape = property(lambda self: self._host.shape)
     strides = property(lambda self: self._host.strides)
     dtype = property(lambda self: self._host.dtype)

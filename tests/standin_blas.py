@@ -25,12 +25,13 @@ def gemmEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ld
     scalar = "float32" if of_operands == "float16" else of_operands
     alpha, beta = (np.frombuffer((c_char * np.dtype(scalar).itemsize).from_address(at), scalar)[0].item()
                    for at in (alpha, beta))
-    first = _read(_columns(a, of_operands, (k, m) if transa else (m, k), lda), transa)
-    second = _read(_columns(b, of_operands, (n, k) if transb else (k, n), ldb), transb)
+    first = _columns(a, of_operands, (k, m) if transa else (m, k), lda)
+    second = _columns(b, of_operands, (n, k) if transb else (k, n), ldb)
     result = _columns(c, of_result, (m, n), ldc)
 
     def work():
-        total = alpha * (_to_sum(first, compute, scalar) @ _to_sum(second, compute, scalar))
+        left, right = _read(first, transa), _read(second, transb)
+        total = alpha * (_to_sum(left, compute, scalar) @ _to_sum(right, compute, scalar))
         result[...] = total if beta == 0 else total + beta * result
 
     gemmEx.calls.append((of_operands, of_result, compute))

@@ -72,6 +72,7 @@ def _of(library: str, ranks: int, sizes: Sizes, libraries: Sequence[str]) -> Ite
     if ranks == 2:
         yield from _staged(library, sizes)
     yield from _products(library, ranks, sizes)
+    yield from _bridges(library, ranks)
     yield from _trainings(library, ranks)
     if ranks == 1:
         yield from _functions(library)
@@ -118,6 +119,14 @@ def _bits(library: str, name: str) -> Iterator[Case]:
     yield Case(f"checkpoint: {name}", 1, library, "gpu_check.bits.checkpoint")
     nbytes = TERABYTE if _on_device(library) else HUGE
     yield Case(f"out of memory: {name}", 1, library, "gpu_check.bits.out_of_memory", {"nbytes": nbytes})
+
+
+def _bridges(library: str, ranks: int) -> Iterator[Case]:
+    for precision in ("float32", "tf32", "bfloat16") if library.startswith("torch") else ():
+        for grid, data in NETWORKS[ranks] if _has(library, precision) else ():
+            yield Case(f"bridge: {library}, {precision}, {_written(grid)} data {data}", ranks, library,
+                       "gpu_check.bridge.bridge_step",
+                       {"grid": grid, "data": data, "precision": precision, "transport": "auto"})
 
 
 def _on_device(library: str) -> bool:

@@ -123,6 +123,8 @@ def _readings(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, int
     """How a matrix with these strides (in elements) reads as a column-major one, N, T or either, with its leading
     dimension."""
     (rows, cols), (row_stride, col_stride) = shape, strides
+    if 0 in shape:
+        return {"N": max(1, rows), "T": max(1, cols)}
     found = {}
     if (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1):
         found["N"] = max(1, rows, col_stride if cols > 1 else 1)

@@ -66,13 +66,14 @@ class DeviceLibrary(NumpyLibrary):
         return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
 
     def address(self, array: Array) -> int:
-        return array.__cuda_array_interface__["data"][0]
+        return array.data.ptr
 
     def device_of(self, array: Array) -> int | None:
         return array.device.id
 
     def writable(self, array: Array) -> bool:
-        return not array.__cuda_array_interface__["data"][1]
+        interface = getattr(array, "__cuda_array_interface__", None)
+        return interface is None or not interface["data"][1]
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()

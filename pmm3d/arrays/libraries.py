@@ -38,10 +38,11 @@ def library_of(array: Array) -> NumpyLibrary:
         from .torch_library import TorchLibrary
 
         return TorchLibrary(str(array.device))
-    if hasattr(array, "__cuda_array_interface__"):
+    module = type(array).__module__.partition(".")[0]
+    if module == "cupy" or hasattr(array, "__cuda_array_interface__"):  # which cupy before 14 has not on ROCm
         from .device_library import DeviceLibrary
 
-        return DeviceLibrary(type(array).__module__.partition(".")[0])
+        return DeviceLibrary(module)
     raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -20,6 +21,11 @@ from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import TorchStream
 from .sums import rounded_gemm
 from .torch_rounding import EXACT, ON_DEVICE, ON_HOST, TF32
+
+
+@cache
+def _torch() -> ModuleType:
+    return import_module("torch")
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class TorchLibrary(NumpyLibrary):
 
     @property
     def xp(self) -> ModuleType:
-        return import_module("torch")
+        return _torch()
 
     @property
     def memory(self) -> NumpyLibrary:
@@ -159,6 +165,8 @@ class TorchLibrary(NumpyLibrary):
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
         dtype, of_result = self.dtype(a), self.dtype(c)
         check_gemm_types(dtype, self.dtype(b), of_result)
+        if 0 in c.shape:
+            return
         if self.on_host and dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
             return

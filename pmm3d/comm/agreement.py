@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -19,6 +19,7 @@ from .stacks import source_line
 from .transport import Collective, Link
 from .words import ranks_in_words
 
+Failure = TypeVar("Failure", bound=Exception)
 MOST_TEXTS = 8
 """Different texts that an error lists, each with the ranks whose it is."""
 MOST_CHARACTERS = 1000
@@ -93,8 +94,13 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     failures = (yield from _heard(link, *_told(terms.error))) if any_failed else Heard([], [])
     error = _failure(link, what, terms.error, failures) if same else (
         yield from _disagreement(link, headline, terms, kind, f". And it failed: {failures}" if any_failed else ""))
+    raise everywhere(error)
+
+
+def everywhere(error: Failure) -> Failure:
+    """The error, known to be raised by all ranks."""
     error.everywhere = True  # type: ignore[attr-defined]
-    raise error
+    return error
 
 
 def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarray]:

@@ -52,7 +52,7 @@ class Axis:
     def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
-        self._settled = False
+        self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
@@ -91,7 +91,7 @@ class Axis:
         work     memory of `forms.gather_work`, `reduce_work`, `sum_work`, `exchange_work`; found by itself if left out
         """
         library = library_of(out)
-        return self._begin_after(after, "all_gather", library,
+        return self._begin_after(after, "all_gather", library, (part, out),
                                  lambda link: forms.gathered(link, library, part, out, counts, dim, work))
 
     def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
@@ -99,7 +99,7 @@ class Axis:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
         library = library_of(whole)
-        return self._begin_after(after, "reduce_scatter", library,
+        return self._begin_after(after, "reduce_scatter", library, (whole, out),
                                  lambda link: forms.reduced(link, library, whole, out, counts, beta, dim, work))
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
@@ -107,7 +107,7 @@ class Axis:
         """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
         gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
         library = library_of(array)
-        return self._begin_after(after, "all_reduce", library,
+        return self._begin_after(after, "all_reduce", library, (array, out),
                                  lambda link: forms.summed(link, library, array, out, beta, work))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
@@ -121,18 +121,19 @@ class Axis:
         The arrays have no gaps. The rest as in `gather_into`; work memory: `forms.coalesced_work`.
         """
         library = library_of(arrays[0])
-        return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library,
+        return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
                                  lambda link: forms.coalesced(link, library, arrays, counts, sent))
 
     def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
                       work: Slab | None = None) -> Pending:
         """Begin to send pieces[r] to rank r; in landing[r] lands what rank r sends. The rest as in `gather_into`."""
         library = library_of(landing[0])
-        return self._begin_after(after, "all_to_all", library,
+        return self._begin_after(after, "all_to_all", library, (*pieces, *landing),
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
 
-    def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary,
+    def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
+        self._engine.transport.check_place(library, *arrays)
         return self.begin(name, forms.following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
@@ -140,43 +141,52 @@ class Axis:
         if array.ndim == 0:
             raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
         self.settle(library)
-        array = library.plain(array)
+        arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
+        wrong = self._engine.transport.misplaced(library, arrays)
+        array = library.plain(array) if wrong is None else array
         itemsize(library.dtype(array))
         options = {option: _checked(name, option, value) for option, value in options.items()}
         call = collectives.call_in_words(operation, library, array, options) if self._engine.debug else ""
-        return self.begin(name, lambda link: operation(link, library, array, **options), call, library)
+        return self.begin(name, lambda link: operation(link, library, array, **options), call,
+                          library if wrong is None else None, wrong)
 
-    def settle(self, library: NumpyLibrary) -> None:
-        """Before the first arrays of a device travel along the axis: find out how. Collective along the axis, once."""
+    def settle(self, library: NumpyLibrary) -> str:
+        """The mode of the transport along the axis for arrays of a library; empty for those on the host. Before the
+        first ones of a device it is found out, and then stays. Collective along the axis, once for a kind of library.
+        """
         if not library.has_data:
             raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
-        if library.on_host or self._settled:
-            return
+        if library.on_host:
+            return ""
+        if (known := self._modes.get(library.kind)) is not None:
+            return known
         from .settling import nccl_of, settle  # for arrays of a device only
 
-        transport = self._engine.transport
-        if not transport.settled:
-            self.begin("trial of device memory", lambda link: settle(link, library)).wait()
-        if transport.mode == "nccl":
+        settled = self._engine.transport.settled.get(library.kind)
+        mode: str = settled or self.begin("trial of device memory", lambda link: settle(link, library)).wait()
+        if mode == "nccl" and self._nccl is None:
             self._nccl = self.begin("making of NCCL's communicator", lambda link: nccl_of(link, library)).wait()
-        self._settled = True
+        self._modes[library.kind] = mode
+        return mode
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              library: NumpyLibrary | None = None) -> Pending:
+              library: NumpyLibrary | None = None, wrong: GridError | None = None) -> Pending:
         """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
 
         call      what the members' calls must have in common, in words; the name if left out (compared with debug)
         library   of the arrays, if they may be on a device: it works there after what was asked for in the caller's
-                  current stream, in a stream of its own
+                  current stream, in a stream of its own. Raises GridError if the device is not this rank's
+        wrong     what is wrong with the arrays of this rank, which make_collective looks up in its link
         """
         with self._engine.guard:
-            transport, stream = self._engine.transport, None
+            transport, stream, mode = self._engine.transport, None, ""
             if library is not None and not library.on_host:
-                self.settle(library)
+                mode = self.settle(library)
+                transport.check_place(library)
                 stream = transport.communication_stream(library)
             record = self.next_record(name)
             tag = 1 + record.number % LARGEST_TAG
-            link = Link(self._comm, tag, record, transport, stream, self._engine.check, self._nccl)
+            link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
@@ -204,8 +214,12 @@ class Axis:
             record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
             return self._engine.start(self._counted(), record)
 
-    def keep(self, kept: bool) -> None:
+    @property
+    def kept(self) -> bool:
         """Whether the communicator is left to MPI when the grid is closed."""
+        return self._comm.kept
+
+    def keep(self, kept: bool) -> None:
         self._comm.kept = kept
 
     def close(self) -> None:

@@ -192,7 +192,7 @@ def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: 
     called = f"{link.record.key.operation}{said} of {f'{array.shape[0]} ' if same_rows else ''}{kind}"
     headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, trailing dims and dtype must be the "
                 f"same{', and the rows too' if same_rows else ''}.")
-    terms = Terms(called, called if same_rows else f"{called}, {array.shape[0]} of them")
+    terms = Terms(called, called if same_rows else f"{called}, {array.shape[0]} of them", link.wrong)
     rows = yield from agree(link, str(link.record), headline, terms, [array.shape[0]], LayoutError)
     return [] if rows is None else rows[:, 0].tolist()
 
@@ -200,14 +200,20 @@ def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: 
 def _prepared(link: Link, prepare: Callable[[], Answer], agreed: bool = False) -> Collective[Answer]:
     """Generator: what `prepare` returns; if it fails on some ranks, all raise, unless the caller has `agreed`."""
     if agreed or not link.check or link.size == 1:
-        return prepare()
+        return _unless_wrong(link, prepare)
     error: Exception | None = None
     try:
-        answer = prepare()
+        answer = _unless_wrong(link, prepare)
     except Exception as raised:
         error = OutOfMemoryError(f"{link.record}: out of memory: {raised}") if is_out_of_memory(raised) else raised
     yield from agree(link, str(link.record), "", Terms("", error=error), [])
     return answer
+
+
+def _unless_wrong(link: Link, prepare: Callable[[], Answer]) -> Answer:
+    if link.wrong is not None:
+        raise link.wrong
+    return prepare()
 
 
 def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> None:

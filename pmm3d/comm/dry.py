@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_of
 from ..arrays.dry_run import Action
 from ..arrays.dry_workspace import DryWorkspace
-from ..errors import Pmm3dError
+from ..errors import GridError, Pmm3dError
 from ..layout import offsets, part_sizes
 from .axis import Axis
 from .communicator import WatchedComm
@@ -169,13 +169,14 @@ class DryAxis(Axis):
 
     _engine: DryEngine
 
-    def settle(self, library: NumpyLibrary) -> None:
+    def settle(self, library: NumpyLibrary) -> str:
         if library.has_data:
             raise Pmm3dError(f"a matrix on the grid of a dry run has no data; this one is of {library.name}. Make it "
                              "by the methods of DistMatrix: from_local and from_global take shape and type only")
+        return ""
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
-              library: NumpyLibrary | None = None) -> Pending:
+              library: NumpyLibrary | None = None, wrong: GridError | None = None) -> Pending:
         engine = self._engine
         with engine.guard:
             record = self.next_record(name)

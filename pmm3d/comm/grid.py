@@ -134,7 +134,7 @@ class Grid:
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
         self._check = settings.check
-        transport = Transport(settings.device_transport, self.workspace, self._processes)
+        transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
         made.callback(self._watch.stop)
         self._comm.waiting = self._waiting
@@ -339,12 +339,13 @@ class Grid:
             axes = tuple(self._axes.values())
             counts = [axis.even() for axis in axes]
             uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
+            kept = [axis.name in uneven or axis.kept for axis in axes]
             with self._waiting("count of calls"):
-                figures = np.array([self.everyone.number, *(axis.name in uneven for axis in axes)], np.int64)
+                figures = np.array([self.everyone.number, *kept], np.int64)
                 self._watch_comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
             self.everyone.count_on_from(int(figures[0]))
-            for axis, kept in zip(axes, figures[1:]):
-                axis.keep(bool(kept))
+            for axis, somewhere in zip(axes, figures[1:]):
+                axis.keep(bool(somewhere))
             if uneven:
                 names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
                 raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of "

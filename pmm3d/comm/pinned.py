@@ -72,16 +72,18 @@ class Pinned:
     """What one rank of a grid has, and what it sees of others.
 
     leaving, coming, small   slots for pieces either way, and for small ones
-    of_peers                 rank of the grid -> its `leaving`, of those whose memory this one sees, and which see this
+    of_peers                 rank of the grid -> its `leaving`, of those whose memory this one sees
+    readers                  those that see this one's
     nbytes                   of its own
     problem                  why other processes cannot have the memory, in words
     """
 
     def __init__(self, library: NumpyLibrary, ranks_of_host: int):
         count = min(SLOTS, max(FEWEST_SLOTS, HOST_BYTES // (ranks_of_host * PIECE_BYTES)))
-        self._counts, self._library = (count, count // 2, SMALL_SLOTS), library
+        self._counts, self._library = (count, max(1, count // 2), SMALL_SLOTS), library
         self.nbytes = STATES_BYTES + sum(slots * size for slots, size in self._sizes())
         self.of_peers: dict[int, Slots] = {}
+        self.readers: frozenset[int] = frozenset()
         self.problem, self.descriptor = "", -1
         self._pinned: list[np.ndarray] = []
         try:
@@ -155,11 +157,11 @@ def prepare(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]
                                      "a node, or what else has pinned memory there (ulimit -l, --mem)")
     yield from agree(link, "staged transport", "", Terms("", error=error))
     assert transport.pinned is not None
+    transport.why += f"; in pieces through {in_bytes(transport.pinned.nbytes)} of pinned memory a rank"
     if of_all:
         yield from _share(link, transport.pinned, processes.neighbours(own))
-    problem = transport.pinned.problem
-    how = f"not shared between processes ({problem})" if problem else "which the ranks of a host share"
-    transport.why += f"; in pieces through {in_bytes(transport.pinned.nbytes)} of pinned memory a rank, {how}"
+        problem = transport.pinned.problem
+        transport.why += f", not shared between processes ({problem})" if problem else ", which those of a host share"
 
 
 def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]:
@@ -171,8 +173,9 @@ def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]
     seen = yield from agree(link, "staged transport", "", Terms(""), numbers=[error is None])
     assert seen is not None
     pinned.hide()
-    if error is not None or not seen[others].all():
-        pinned.of_peers.clear()
+    if error is None and seen[others].all():
+        pinned.readers = frozenset(others)
+    else:
         pinned.problem = pinned.problem or str(error or f"rank {others[int(np.argmin(seen[others]))]} could not")
 
 

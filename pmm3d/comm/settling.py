@@ -11,51 +11,54 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
-from ..arrays.devices import Device, device_of
+from ..arrays.devices import Device
 from ..errors import GridError, Pmm3dError
 from . import device_trial
-from .agreement import Terms, agree
+from .agreement import Terms, agree, everywhere
+from .device_trial import Outcome
 from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
 from .pinned import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 
+DIRECT = "direct"
 TEXT_BYTES = 1024
 """Of what one rank tells the others about a trial."""
 logger = logging.getLogger("pmm3d.comm")
 
 
-def settle(link: Link, library: NumpyLibrary) -> Collective[None]:
-    """Generator: the mode of the link's transport, and why. On a link of all ranks also whether they share devices.
+def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
+    """Generator: the mode in which the link's arrays of this library travel. On a link of all ranks also whether they
+    share devices. A link of one rank sends nothing, and nothing is tried.
 
-    Raises, on every rank: Pmm3dError where "direct" was asked for and MPI takes no device pointers; GridError where
-    ranks crowd on a device beside idle ones.
+    Raises, on every rank: Pmm3dError where a device does not answer, or "direct" was asked for and MPI takes no device
+    pointers, or nobody knows; GridError where ranks crowd on a device beside idle ones.
     """
     transport = link.transport
-    transport.library, transport.device = library, _device(library)
-    of_all = link.size == len(transport.processes or ())
-    if of_all:
-        yield from _check_devices(link, transport.device)
-    asked = transport.asked
-    if asked in ("auto", "direct"):
-        direct, why = yield from _tried(link, library)
-        if asked == "direct" and direct is False:
-            raise _everywhere(Pmm3dError(f"device_transport is direct, but {why}. Load an MPI with GPU support (Cray "
-                                         "MPICH: MPICH_GPU_SUPPORT_ENABLED=1), or leave it to PMM3D_TRANSPORT=auto, or "
-                                         "staged"))
-        mode = "direct" if direct or asked == "direct" else "staged"
-        news, transport.mode = mode != transport.mode or transport.outcome is None, mode
-        transport.outcome = device_trial.Outcome(direct, why)
-        transport.why = f"{transport.mode}: {why}"
-        if news and not direct and link.record.members[link.rank] == 0:
-            then = "as asked for, it gets them" if asked == "direct" else (
-                "device memory goes through pinned host memory")
-            logger.warning("%s: %s", why, then)
-    else:
-        transport.why = f"{asked}: as asked for"
-    if transport.mode == "staged" and link.size > 1:
+    asked, of_all = transport.asked, link.size == len(transport.processes or ())
+    yield from _check_devices(link, library, of_all)
+    if link.size == 1:
+        if of_all:
+            transport.why = f"{asked}: one rank sends nothing"
+        return DIRECT
+    mode, why = asked, "as asked for"
+    if asked in ("auto", DIRECT):
+        before = transport.outcomes.get(library.kind)
+        found = transport.outcomes[library.kind] = yield from _tried(link, library, before)
+        mode, why = (DIRECT if found.direct else "staged"), found.why
+        if asked == DIRECT != mode:
+            raise everywhere(Pmm3dError(f"device_transport is direct, but {why}. Load an MPI with GPU support (Cray "
+                                        "MPICH: MPICH_GPU_SUPPORT_ENABLED=1), or leave it to PMM3D_TRANSPORT=auto, or "
+                                        "staged"))
+        news = before is None or before.direct != found.direct
+        if news and not found.direct and link.record.members[link.rank] == 0:
+            logger.warning("%s: device memory goes through pinned host memory", why)
+    transport.mode, transport.why = mode, f"{mode}: {why}"
+    if mode == "staged" and mode not in transport.settled.values():
         yield from prepare(link, library, of_all)
-    transport.settled = of_all
+    if of_all:
+        transport.settled[library.kind] = mode
+    return mode
 
 
 def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
@@ -68,18 +71,21 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
     binding, identity, error = None, b"", None
     try:
         binding = binding_for(library)
-        identity = new_identity(binding) if link.rank == 0 else b""
+        with link.transport.current():
+            identity = new_identity(binding) if link.rank == 0 else b""
     except Exception as problem:
         error = problem
-    device, members = _device(library), link.record.members
-    rows = yield from agree(link, "device_transport nccl", "", Terms("", error=error), numbers=[_digest(device)])
+    members = link.record.members
+    rows = yield from agree(link, "device_transport nccl", "", Terms("", error=error),
+                            numbers=[_digest(link.transport.device)])
     if rows is not None and len(np.unique(rows)) < link.size:
-        raise _everywhere(Pmm3dError(f"device_transport nccl: ranks {members[0]} to {members[-1]} have several to a "
-                                     "device, which NCCL does not take. One rank a device, or PMM3D_TRANSPORT=auto"))
+        raise everywhere(Pmm3dError(f"device_transport nccl: ranks {members[0]} to {members[-1]} have several to a "
+                                    "device, which NCCL does not take. One rank a device, or PMM3D_TRANSPORT=auto"))
     shared = np.frombuffer(identity.ljust(ID_BYTES, b"\0"), np.uint8).copy()
     yield [link.comm.Ibcast([shared, MPI.BYTE], 0)]
     made: list[Nccl] = []
-    error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
+    with link.transport.current():  # of which NCCL's communicator is
+        error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     stream = link.transport.communication_stream(library).own
     error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size)))
@@ -87,22 +93,27 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
     return made[0]
 
 
-def _tried(link: Link, library: NumpyLibrary) -> Collective[tuple[bool | None, str]]:
-    """Generator: (whether device pointers reach the other ranks, None if that is not known; why), on every rank: the
-    first of each host tries in a child process unless it knows, and then all exchange with their neighbours."""
-    members, processes, outcome = link.record.members, link.transport.processes, link.transport.outcome
+def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collective[Outcome]:
+    """Generator: whether device pointers reach the other ranks, the same on every rank: the first of each host tries in
+    a child process unless it knows, and then all exchange with their neighbours."""
+    members, processes = link.record.members, link.transport.processes
     own = members[link.rank]
-    if outcome is None and (processes is None or processes.first_near(own, members) == own):
-        outcome = device_trial.trial(library)
-    direct, why = yield from _worst(link, outcome or device_trial.Outcome(True, ""))
-    if direct and link.size > 1:
-        here = yield from _neighbours(link, library)
-        among, where = yield from _worst(link, device_trial.Outcome(not here, here))
-        return (direct, why) if among else (False, where)
-    return direct, why
+    if known is None and (processes is None or processes.first_near(own, members) == own):
+        known = device_trial.trial(library, _patience(link.transport.timeout))
+    found = yield from _worst(link, known or Outcome(True, ""))
+    if not found.direct:
+        return found
+    wrong = yield from _neighbours(link, library)
+    among = yield from _worst(link, Outcome(not wrong, wrong))
+    return found if among.direct else among
 
 
-def _worst(link: Link, outcome: device_trial.Outcome) -> Collective[tuple[bool | None, str]]:
+def _patience(timeout: float) -> float:
+    """Seconds for a trial, for which the other ranks wait: it is to be over before the watchdog ends the job."""
+    return min(device_trial.SECONDS, timeout / 2) if timeout else device_trial.SECONDS
+
+
+def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
     """Generator: the outcome of the first rank whose is no, else of the first that does not know, else of rank 0."""
     grade = {False: 0, None: 1, True: 2}
     mine, least = np.array([grade[outcome.direct] * link.size + link.rank], np.int64), np.empty(1, np.int64)
@@ -112,7 +123,7 @@ def _worst(link: Link, outcome: device_trial.Outcome) -> Collective[tuple[bool |
     text = np.frombuffer(said, np.uint8).copy()
     yield [link.comm.Ibcast([text, MPI.BYTE], rank)]
     direct = next(known for known, number in grade.items() if number == found)
-    return direct, text.tobytes().rstrip(b"\0").decode(errors="replace")
+    return Outcome(direct, text.tobytes().rstrip(b"\0").decode(errors="replace"))
 
 
 def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
@@ -135,28 +146,23 @@ def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
     return wrong
 
 
-def _check_devices(link: Link, device: Device | None) -> Collective[None]:
-    """Generator: raises GridError on every rank where ranks crowd on a device beside one that nobody has; that they
-    share devices otherwise is said once."""
-    rows = yield from agree(link, "devices", "", Terms(""),
+def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]:
+    """Generator: the transport meets the device. Raises on every rank where one does not answer; of all ranks, also
+    GridError where they crowd on a device beside one that nobody has. That they share otherwise is said once."""
+    transport = link.transport
+    error = _caught(lambda: transport.meet(library))
+    device = transport.device
+    rows = yield from agree(link, "the current device of each rank", "", Terms("", error=error),
                             numbers=[_digest(device), 0 if device is None else device.visible])
-    if rows is None or link.transport.processes is None:
+    if rows is None or transport.processes is None or not of_all:
         return
-    shared = shared_devices(rows, link.transport.processes)
+    shared = shared_devices(rows, transport.processes)
     if shared.crowded:
-        raise _everywhere(GridError(f"{shared.crowded}. Each rank takes its own before arrays are made: "
-                                    "pmm3d.arrays.take_device(library, grid.local_rank); a device that is to stay idle "
-                                    "is hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES)"))
+        raise everywhere(GridError(f"{shared.crowded}. Each rank takes its own before arrays are made: "
+                                   "pmm3d.arrays.take_device(library, grid.local_rank); a device that is to stay idle "
+                                   "is hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES)"))
     if shared.said and link.rank == 0:
         logger.warning(shared.said)
-
-
-def _device(library: NumpyLibrary) -> Device | None:
-    """None also where the device does not answer: what is asked of it first fails then, and says more."""
-    try:
-        return device_of(library)
-    except Exception:
-        return None
 
 
 def _digest(device: Device | None) -> int:
@@ -173,8 +179,3 @@ def _caught(call: Callable[[], Any]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _everywhere(error: Pmm3dError) -> Pmm3dError:
-    error.everywhere = True
-    return error

@@ -8,6 +8,8 @@ import numpy as np
 
 from ..arrays import NumpyLibrary
 from ..arrays.devices import device_of
+from ..errors import Pmm3dError
+from .agreement import everywhere
 from .communicator import WatchedComm
 from .processes import Processes
 from .words import ranks_in_words
@@ -49,12 +51,20 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
 
 
 def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibrary | None) -> list[dict[str, Any]]:
-    """`Grid.devices`."""
-    found = comm.gather(None if library is None else device_of(library))
+    """`Grid.devices`. Raises Pmm3dError, on every rank, where the device of one does not answer."""
+    device, problem = None, ""
+    try:
+        device = None if library is None else device_of(library)
+    except Exception as error:
+        problem = f"rank {comm.rank}: the current device does not say what it is: {type(error).__name__}: {error}"
+    found = comm.gather((device, problem))
+    problem = comm.bcast(next(filter(None, (text for _, text in found)), "") if found is not None else "")
+    if problem:
+        raise everywhere(Pmm3dError(problem))
     ranks_of: dict[tuple[int, str], list[int]] = {}
     rows: list[dict[str, Any]] = []
     on_host: dict[int, int] = {}
-    for rank, device in enumerate(found or ()):
+    for rank, (device, _) in enumerate(found or ()):
         node = processes.node_of(rank)
         on_host[node] = on_host.get(node, -1) + 1
         row = {"host": processes.host_of(rank), "rank": rank, "local_rank": on_host[node], "device": None, "name": "",

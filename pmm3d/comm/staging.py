@@ -2,10 +2,10 @@
 that have come are copied to it.
 
 Exchanges of all axes share the slots of `pinned`, and none waits for another's. What is no larger than a small piece
-goes at once. Of a larger message a piece that has a slot is told by a token, (slot, bytes): the receiver copies from
-that slot, or, in another host's process, gets the bytes after it. Where all slots are taken, by messages that other
-ranks are not ready for, a message goes on in small pieces. A slot for what comes is held only while bytes that have
-left the other rank arrive, so that it is free again whatever else is under way.
+goes at once. Of a larger message a piece that has a slot is told by a token: the receiver copies from that slot, or,
+where it does not see the sender's memory, gets the bytes after the token. Where all slots are taken, by messages that
+other ranks are not ready for, a message goes on in small pieces. A slot for what comes is held only while bytes that
+have left the other rank arrive, so that it is free again whatever else is under way.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from mpi4py import MPI
 from ..arrays import Array, NumpyLibrary
 from ..layout import itemsize
 from . import pinned
+from .communicator import OwnedComm
 from .device_streams import CommunicationStream
 from .pinned import FREE, READ, Pinned, Slots
 from .transport import Link
 
-DEPTH = 6
-"""Pieces between a rank and one other that have a slot: copied, travelling, or ready. The engine's helper thread looks
-every 0.4 ms: that bounds the rate at 60 GB/s."""
+DEPTH = 8
+"""Pieces to one other rank that have a slot: copied, travelling, or read. While ranks compute, their helper threads look
+every 0.4 ms, and a slot is free again after four looks: that bounds the rate at 21 GB/s."""
 TOKEN_BYTES = 16
-"""Of (slot, bytes). No small piece of what is larger has as many."""
+"""Of (slot, or -1 if the bytes follow; bytes). No small piece of what is larger has as many."""
 NOTHING = 0, 0
 """A token that has not come."""
 
@@ -42,7 +43,7 @@ class Staging:
 
     def __init__(self, link: Link, library: NumpyLibrary, streams: CommunicationStream,
                  sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]):
-        self._transport = link.transport
+        self._link = link
         before = streams.own.record()
         for stream in (streams.down, streams.up):
             stream.wait_for(before)
@@ -57,11 +58,13 @@ class Staging:
         the end of the program: MPI and the device may still read it, or write there."""
         try:
             for lane in tuple(self._lanes):
-                self._transport.moved += lane.progress()
+                self._link.transport.moved += lane.progress()
                 if lane.ended:
                     self._lanes.remove(lane)
         except BaseException:
-            self._transport.failed.append(self)
+            self._link.transport.failed.append(self)
+            if isinstance(self._link.comm, OwnedComm):
+                self._link.comm.kept = True
             raise
         self._lanes.rotate(-1)  # they take turns for slots
         return not self._lanes
@@ -90,7 +93,7 @@ class Lane:
         assert link.transport.pinned is not None
         self.comm, self.tag, self.peer = link.comm, link.tag, peer
         self.pinned: Pinned = link.transport.pinned
-        self.shared = self.pinned.of_peers.get(link.record.members[peer])
+        self.rank = link.record.members[peer]
         self.library, self.streams = library, streams
         self.left = deque(array.reshape(-1) for array in arrays)
         self.first: deque[Staged] = deque()
@@ -175,9 +178,9 @@ class Sending(Lane):
     def go_on(self, staged: Staged) -> Staged:
         host, awaited = staged.host, list[Any]()
         if staged.slot is not None:
-            token = np.array([staged.slot, host.nbytes], np.int64)
-            awaited.append(self._send(token))
-            if self.shared is not None:
+            shared = self.rank in self.pinned.readers
+            awaited.append(self._send(np.array([staged.slot if shared else -1, host.nbytes], np.int64)))
+            if shared:
                 return staged._replace(awaited=[*awaited, _Reading(self.pinned.leaving, staged.slot)])
         awaited.append(self._send(host))
         return staged._replace(awaited=awaited)
@@ -241,7 +244,8 @@ class Receiving(Lane):
 
     def _begin_piece(self, slot: int, nbytes: int) -> bool:
         """Of the piece that was told, whether it can be."""
-        if (shared := self.shared) is not None:
+        if slot >= 0:
+            shared = self.pinned.of_peers[self.rank]
             host, give = shared.buffer(slot, nbytes), lambda: shared.state(slot, READ)
             piece = self.cut(nbytes)
             self.second.append(Staged([self._copy_up(piece, host)], piece, host, give))

@@ -51,43 +51,68 @@ class Transport:
     """How the arrays of one rank get to the others. Belongs to a Grid.
 
     asked       what it was made with
-    mode        of device memory. "direct": MPI takes device pointers, in messages from rank to rank (its reductions of
-                device memory crash: open-mpi/ompi#9845, #12045); "staged": through pinned host memory; "nccl": NCCL
-                moves it. Until the first arrays of a device are there it may be "auto"
+    mode        of device memory, that which was settled last. "direct": MPI takes device pointers, in messages from
+                rank to rank (its reductions of device memory crash: open-mpi/ompi#9845, #12045); "staged": through
+                pinned host memory; "nccl": NCCL moves it. Until the first arrays of a device are sent it may be "auto"
     why         one line: the mode, and how it was found
-    processes   of the grid's ranks
-    settled     whether all ranks of the grid have agreed on the mode
-    outcome     of the trial whether MPI takes device pointers
+    processes   of the grid's ranks;   timeout: the grid's, in seconds
+    settled     kind of library -> mode, where all ranks of the grid have agreed on it; else it is the axis's own
+    outcomes    kind of library -> that of the trial whether MPI takes device pointers
     library     of the last device arrays;   device: on which this rank has them
     pinned      host memory through which staged messages go;   moved: pieces of them that got on, so far
     failed      exchanges that ended with an error, whose memory MPI or the device may still use
     turn        the last collective that was begun with NCCL
     """
 
-    outcome: Outcome | None = None
     pinned: Pinned | None = None
     moved = 0
     turn: Turn | None = None
     library: NumpyLibrary | None = None
     device: Device | None = None
 
-    def __init__(self, mode: str, workspace: Workspace, processes: Processes | None = None):
+    def __init__(self, mode: str, workspace: Workspace, processes: Processes | None = None,
+                 timeout: float = 0.0):
         if mode not in TRANSPORTS:
             raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
         self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
-        self.workspace, self.processes, self.settled = workspace, processes, False
+        self.workspace, self.processes, self.timeout = workspace, processes, timeout
+        self.settled: dict[str, str] = {}
+        self.outcomes: dict[str, Outcome] = {}
         self._streams, self._bound, self.failed = DeviceStreams(), threading.local(), list[Any]()
 
-    def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
-        """For a collective along an axis that is begun now in this thread's current stream.
+    def meet(self, library: NumpyLibrary) -> None:
+        """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
+        from ..arrays.devices import device_of
 
-        Raises GridError for arrays of another device than before: it may be another rank's."""
-        streams = self._streams.of(library)
-        if self.device is not None and streams.caller.device != self.device.number:
-            raise GridError(f"arrays of device {streams.caller.device}, where this rank's are on device "
-                            f"{self.device.number}, {self.device.name}: a rank has one device on a grid. Make the "
-                            "arrays there, with cupy.cuda.Device or torch.cuda.set_device around them")
-        return streams
+        self.library, device = library, device_of(library)
+        if self.device is None:
+            self.device = device
+            self._streams.of(library)
+
+    def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
+        """For a collective that is begun now in this thread's current stream."""
+        return self._streams.of(library)
+
+    def misplaced(self, library: NumpyLibrary, arrays: Sequence[Array] = ()) -> GridError | None:
+        """What is wrong where arrays are not on the library's current device, or this is not the one that this rank has
+        on the grid: work on them would be in no order with their owner's, or it may be another rank's device."""
+        if library.on_host:
+            return None
+        here, own = library.current_stream().device, self.device
+        remedy = "Make and use the arrays there, with cupy.cuda.Device or torch.cuda.set_device around both"
+        if own is not None and here != own.number:
+            return GridError(f"arrays of device {here}, where this rank's are on device {own.number}, {own.name}: a "
+                             f"rank has one device on a grid. {remedy}")
+        elsewhere = [number for array in arrays if (number := library.device_of(array)) not in (here, None)]
+        if elsewhere:
+            return GridError(f"an array of device {elsewhere[0]} is used where device {here} is current: what is asked "
+                             f"for there has no order with it. {remedy}")
+        return None
+
+    def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:
+        """Raises what is `misplaced`."""
+        if (wrong := self.misplaced(library, arrays)) is not None:
+            raise wrong
 
     def current(self) -> AbstractContextManager[Any]:
         """As a context: the device of the last collective on device arrays is this thread's, which is bound to it. A
@@ -150,18 +175,20 @@ class Link:
 
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them
-    nccl     the communicator that moves arrays of a device, in the transport of that name
+    mode     of the transport on this axis, for arrays of that device: the same to the collective's end
+    nccl     the communicator that moves arrays of a device, in the mode of that name
+    wrong    with the arrays of this rank, if anything is: the first agreement is to be told
     dry      whether it is a dry run's, which sends nothing
     """
 
     dry: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
-                 stream: CommunicationStream | None = None, check: bool = True, nccl: Nccl | None = None):
+                 stream: CommunicationStream | None = None, check: bool = True, mode: str = "",
+                 nccl: Nccl | None = None, wrong: Exception | None = None):
         self.rank, self.size = comm.rank, comm.size
-        self.comm, self.record, self.transport = comm, record, transport
-        self.stream, self.check, self.nccl = stream, check, nccl
-        self.tag = tag
+        self.comm, self.tag, self.record, self.transport = comm, tag, record, transport
+        self.stream, self.check, self.mode, self.nccl, self.wrong = stream, check, mode, nccl, wrong
 
     @property
     def workspace(self) -> Workspace:
@@ -213,7 +240,7 @@ class Link:
         if self.stream is None:
             raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays, which says on what "
                              "device, and after what, the collective works")
-        if self.transport.mode == "direct":
+        if self.mode == "direct":
             yield [self.stream.own.record()]
             yield self._posted(library, sends, receives)
             return

@@ -30,8 +30,8 @@ Key = dict[str, Any]
 
 def key_of(library: str) -> Key:
     """What a finding holds for: this host and driver, this MPI, its settings, and an array library with its version."""
-    return {"trial": TRIAL, "host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "), "mpi file": _mpi_file(),
-            "library": library, "driver": _first_line(DRIVERS),
+    return {"trial": TRIAL, "host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "),
+            "mpi file": _mpi_file(), "library": library, "driver": _first_line(DRIVERS),
             "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}}
 
 

@@ -60,7 +60,8 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
         if MPI.Comm.Compare(matrix.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
         if filled and not matrix.writable:
-            raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, or a tensor with a gradient")
+            raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor "
+                                  "with a gradient")
 
 
 def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:

@@ -130,12 +130,15 @@ class Optimizer:
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective.
 
-        factor  the gradients are multiplied with it on the way: to clip them, or to take a loss's scale off
+        factor  the gradients are multiplied with it on the way, the same on all ranks: to clip them, or to take a
+                loss's scale off
         check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
                 infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
 
         Raises Pmm3dError, on every rank and with the weights as they were, for gradients that are not summed yet (see
-        `no_sync`)."""
+        `no_sync`), and for a factor that is none."""
+        if not 0 < factor < inf:
+            raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
         if check:
             _check_finite(self.gradient_norm())
         filled, gathers = set(self._filled()), []

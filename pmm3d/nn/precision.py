@@ -18,15 +18,15 @@ class Precision:
     compute        of the parameter's shard and of activations: what GEMMs multiply
     communication  in which parts of its gradient are formed, and sent over z and over data; left out: as compute. They
                    are added in float32
-    gradient       of the gradient, in which the parts of all ranks and batches are added up, and of messages over z
-                   and y of vectors' gradients; left out: float32 for low precision, else compute
-    master         of the weights that an optimizer keeps and changes, and of what else it keeps. They are rounded to
-                   the shard after each step; where master is compute, the shard is all that there is. Left out: as
-                   gradient is by itself
+    gradient       of the gradient, in which the parts of all ranks and batches are added up, and in which those of
+                   vectors go over z; left out: float32 for low precision, else compute
+    master         in which an optimizer keeps what the shard lacks of the weight that it changes (the remainder), and
+                   its other state; where master is compute, the shard is all that there is. Left out: float32 for low
+                   precision, else compute
     tf32           whether a device may round the operands of float32 GEMMs to 10 bits of mantissa
 
-    Communication and gradient are compute or, beside a low precision, float32: what a GEMM writes. A GEMM of bfloat16
-    rounds what it writes on the host, to float32 too: see docs/training.md.
+    Communication and gradient are compute or, beside a low precision, float32: what a GEMM writes. On the host torch
+    rounds a product of bfloat16 even where it is added to float32, or sent in it.
 
     Bytes a parameter, with Adam: compute + gradient + 3 master, as 2 + 4 + 12 of bfloat16; the last part is shared
     among the ranks along data by `shard_over_data`. Raises DTypeError for types that do not go together.
@@ -81,12 +81,12 @@ class Precision:
 
     @property
     def has_master(self) -> bool:
-        """Whether an optimizer keeps weights of its own."""
+        """Whether an optimizer keeps more of the weights than the shard has."""
         return self.master != self.compute
 
     @property
     def whole(self) -> Precision:
-        """That of the master weights alone: to predict, and to export."""
+        """That of all that an optimizer keeps of the weights: to predict, and to export."""
         return Precision(self.master)
 
     def check(self, library: NumpyLibrary) -> None:

@@ -11,9 +11,8 @@ if __name__ == "torch":
 from ..errors import needs
 
 with needs("torch", "pmm3d.torch"):
-    import torch as _torch
-with needs("train", "networks"):
     import array_api_compat as _array_api_compat
+    import torch as _torch
 
 from .boundary import gather_output, input_rows, mean
 from .convert import parallelize

@@ -152,7 +152,7 @@ def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     found, start = x.contiguous().view(x.shape[0], x.shape[1:].numel()).clone(), 0
     for axis in map(grid.axis, reversed(ROWS)):
         if axis.size > 1:
-            counts = stacked(axis, torch.tensor([[found.shape[0]]], device=x.device)).flatten().tolist()
+            counts = stacked(axis, torch.tensor([[found.shape[0]]])).flatten().tolist()
             out = found.new_empty((sum(counts), found.shape[1]))
             with grid.ledger.phase("gather rows"):
                 found = axis.gather_into(found, out, counts).wait()
@@ -165,7 +165,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grid: Grid, losses: torch.Tensor) -> torch.Tensor:
-        sums = torch.stack([losses.sum(dtype=torch.float64), losses.new_tensor(losses.numel(), dtype=torch.float64)])
+        sums = torch.stack([losses.sum(dtype=torch.float64), losses.new_full((), losses.numel(), dtype=torch.float64)])
         with grid.ledger.phase("loss"):
             found, count = total(grid, sums.view(1, 2), ROWS)[0]
         ctx.shape, ctx.factor = losses.shape, (Passes.of(grid).partners / count).to(losses.dtype)

@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ..arrays import library_of
 from ..comm import Grid
@@ -18,7 +19,7 @@ from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
 from .held import MARK, ROWS, Held, digest
 from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread
-from .operation import Passes
+from .operation import Passes, is_added
 from .plan import Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -60,10 +61,12 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
         _check(module, splits, grid)
     values = digest(module.parameters())
     with grid.together("parallelize, of a module made alike on all ranks (torch.manual_seed)", values, always=True):
-        made = _copied(module, splits, grid)
+        number = next(Passes.of(grid).numbers)
+        label = f"model {number}: " if number > 1 else ""
+        made = _copied(module, splits, grid, label)
     if overlap is not None:
         Passes.of(grid).parallel.overlap = overlap
-    _attach(made, grid)
+    _attach(made, grid, label)
     return made
 
 
@@ -72,7 +75,7 @@ def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
         raise GridError("parallelize: a dry run has no data, and torch's modules have. For bytes and memory make the "
                         "network with pmm3d.nn")
     for name, part in module.named_modules():
-        if isinstance(part, BATCH_NORMS):
+        if isinstance(part, BATCH_NORMS) and Passes.of(grid).partners > 1:
             raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would take the mean of each rank's own "
                               "rows. Put nn.LayerNorm or nn.GroupNorm in its place")
         if isinstance(part, OTHER_DROPOUTS):
@@ -122,12 +125,14 @@ def _check_device(module: nn.Module, grid: Grid) -> None:
                              "set_device(grid.local_rank % torch.cuda.device_count())")
 
 
-def _copied(module: Kind, splits: dict[str, Split], grid: Grid) -> Kind:
+def _copied(module: Kind, splits: dict[str, Split], grid: Grid, label: str) -> Kind:
     """A deep copy in which others stand for the modules that are spread."""
-    parts = {name: part for name, part in module.named_modules() if name in splits or type(part) is nn.Dropout}
     memo: dict[int, Any] = {}
-    for name, part in parts.items():
-        memo[id(part)] = _spread(name, part, splits.get(name), grid).train(part.training)
+    for name, part in module.named_modules():
+        split = splits.get(name)
+        whole = type(part) is nn.LayerNorm and split is not None and grid.axis(split.role).size == 1
+        if type(part) is nn.Dropout or (split is not None and not whole):
+            memo[id(part)] = _spread(f"{label}{name}", part, split, grid).train(part.training)
     made: Kind = deepcopy(module, memo)
     return made
 
@@ -153,7 +158,7 @@ def _spread(name: str, part: Any, split: Split | None, grid: Grid) -> nn.Module:
     return made
 
 
-def _attach(module: nn.Module, grid: Grid) -> None:
+def _attach(module: nn.Module, grid: Grid, label: str) -> None:
     """Hooks of the copy: outside of it gradients are those of this rank's loss, inside those of the mean of the ranks',
     of which it is a part."""
     passes = Passes.of(grid)
@@ -161,7 +166,7 @@ def _attach(module: nn.Module, grid: Grid) -> None:
     draws = any(isinstance(part, Dropout3D) and part.p for part in module.modules())
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        _hold(module, grid, passes)
+        _hold(module, grid, passes, label)
         if not passes.under_way:
             passes.parallel.weights.pause()
         if draws and module.training:
@@ -172,25 +177,27 @@ def _attach(module: nn.Module, grid: Grid) -> None:
     def after(module: nn.Module, args: Any, out: Any) -> Any:
         return mapped(out, leaving)
 
-    _hold(module, grid, passes)
+    _hold(module, grid, passes, label)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
 
 
-def _hold(module: nn.Module, grid: Grid, passes: Passes) -> None:
+def _hold(module: nn.Module, grid: Grid, passes: Passes, label: str) -> None:
     """Sees to it that the gradients of all parameters on no axis are summed over the ranks that hold other rows."""
-    spread = {id(tensor) for part in module.modules() if isinstance(part, Spread) for tensor in part.parameters()}
-    for name, tensor in module.named_parameters():
-        if id(tensor) not in spread and tensor.requires_grad and Held.of(tensor) is None:
-            known = hasattr(tensor, MARK)
-            Held(grid, tensor, name=name)
-            if not known and passes.partners > 1:
-                _sum_gradients(tensor, passes)
+    for path, part in module.named_modules():
+        for name, tensor in () if isinstance(part, Spread) else part.named_parameters(path, recurse=False):
+            if tensor.requires_grad and Held.of(tensor) is None:
+                known = hasattr(tensor, MARK)
+                Held(grid, tensor, name=f"{label}{name}")
+                if not known and passes.partners > 1:
+                    _sum_gradients(tensor, passes)
 
 
 def _sum_gradients(tensor: nn.Parameter, passes: Passes) -> None:
-    def arrived(gradient: torch.Tensor) -> None:
+    def arrived(gradient: torch.Tensor | None) -> None:
         held: Held = getattr(tensor, MARK)
+        if gradient is None or not is_added(held, get_gradient_edge(tensor).node):
+            return
         if gradient.layout != torch.strided:
             raise DTypeError(f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "
                              "embedding with sparse=False")
@@ -200,7 +207,6 @@ def _sum_gradients(tensor: nn.Parameter, passes: Passes) -> None:
     def accumulated(tensor: torch.Tensor) -> None:
         tensor.grad = None
 
-    passes.whole = True
     tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
     tensor.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 

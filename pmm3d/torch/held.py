@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from weakref import ref
 from zlib import crc32
 
 import torch
 
+from ..arrays.numpy_library import dtype_name
 from ..comm import Grid
 from ..layout import Layout
 from ..nn.gradients import State
@@ -26,8 +28,7 @@ MARK = "_pmm3d"
 class Held:
     """A torch parameter on a grid: this rank's shard of a matrix, or, of a module that is on no axis, the whole.
 
-    weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other; the
-             gradient is of its type, as torch wants it
+    weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other
     """
 
     def __init__(self, grid: Grid, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None,
@@ -36,7 +37,7 @@ class Held:
         self.tensor, self._given = ref(tensor), None
         local = tensor.detach().reshape(layout.box(shape, grid.shape, grid.coords).shape)
         value = DistMatrix(grid, local, shape, layout)
-        self.weight = Parameter(value, replace(Precision.named(value.dtype), gradient=value.dtype))
+        self.weight = Parameter(value, precision_of(tensor))
         self.weight.name = name
         setattr(tensor, MARK, self)
 
@@ -82,6 +83,17 @@ class Held:
     def replicas(self) -> int:
         """How many ranks hold each element."""
         return self.weight.layout.replicas(self.weight.grid.shape)
+
+
+def precision_of(tensor: torch.Tensor) -> Precision:
+    """Of what type its gradient is, the same, as torch wants it; and how GEMMs round, as torch's own do now."""
+    rounds = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return _precision(dtype_name(tensor.dtype), rounds and tensor.is_cuda and tensor.dtype == torch.float32)
+
+
+@cache
+def _precision(dtype: str, tf32: bool) -> Precision:
+    return replace(Precision.named(dtype), gradient=dtype, tf32=tf32)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:

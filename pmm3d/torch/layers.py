@@ -7,18 +7,19 @@ from typing import Any, NoReturn
 import torch
 
 from ..arrays import library_of
+from ..arrays.random import fill_kept
 from ..comm import Grid
 from ..errors import CheckpointError, DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Box, Layout
+from ..layout import FIRST, Box, Layout
 from ..layout.layout import layout_of
-from ..nn.compute import Form
+from ..nn.compute import Form, stacked
 from ..nn.dense import OTHER, linear, weight_layout
-from ..nn.functional import dropout, layer_norm
+from ..nn.functional import layer_norm
 from ..nn.layers import derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .boundary import own_columns, whole_columns
-from .held import ROWS, Held
+from .held import ROWS, Held, precision_of
 from .operation import Call, Passes
 
 COLUMN_AXES = {"column": "y", "row": "x"}
@@ -46,15 +47,15 @@ class Spread(OnGrid):
 
     home       the shape and layout of each, as `pmm3d.nn` stores it: a weight (inputs, outputs), a vector (1, outputs)
     matrices   the names of those that are matrices to torch too
-    path       of the module in the whole
+    path       of the module in the whole, or a name of its own
     """
 
     matrices: tuple[str, ...] = ()
-    path = ""
 
     def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], dtype: Any, device: Any):
         super().__init__(grid)
-        self.home = home
+        self.home, self.path = home, f"{type(self).__name__} {next(Passes.of(grid).numbers)}"
+        self.register_forward_pre_hook(_is_called)
         for name in home:
             size = self.box(name).shape if name in self.matrices else self.box(name).shape[1:]
             self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
@@ -68,7 +69,9 @@ class Spread(OnGrid):
         """Of the values that the parameter has now, wherever they are."""
         tensor = getattr(self, name)
         found = Held.of(tensor)
-        return found or Held(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
+        found = found or Held(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
+        found.weight.precision = precision_of(tensor)
+        return found
 
     def whole(self, name: str, root: int | None = None) -> torch.Tensor | None:
         """The parameter of the plain module, on every rank or on one; None on others. Collective."""
@@ -93,11 +96,14 @@ class Spread(OnGrid):
         return value[0] if value.dim() == 2 else value[None]
 
     def check_type(self, x: torch.Tensor) -> None:
-        weight = next(self.parameters(recurse=False), x)
+        weight = next((each for each in self._parameters.values() if each is not None), x)
         if not isinstance(x, torch.Tensor) or x.dtype != weight.dtype or x.device != weight.device:
             given = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise DTypeError(f"{self}: the input is {given}, the parameters {weight.dtype} on {weight.device}. Bring "
-                             "both to one type and device (model.to(...), x.to(...)); autocast does not reach in here")
+                             "both to one type and device: model.to(...), x.to(...)")
+        if torch.is_autocast_enabled(weight.device.type):
+            raise DTypeError(f"{self}: autocast does not reach in here: bring the model to one type (model.bfloat16()),"
+                             " or put this part of the forward pass into torch.autocast(..., enabled=False)")
 
     def get_extra_state(self) -> dict[str, Any]:
         """Which part of what this rank's shards are, so that `load_state_dict` takes no others."""
@@ -113,6 +119,11 @@ class Spread(OnGrid):
                                   f"a plain module ({given}, here {own}). Each rank loads what it saved, on the same "
                                   "grid; load_full_state_dict takes what full_state_dict gave, or a plain module's")
         super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def _is_called(*_: object) -> None:
+    """A hook that does nothing: torch's fast paths, which take a module's weights without calling it, leave modules
+    with hooks alone."""
 
 
 class Linear3D(Spread):
@@ -256,8 +267,9 @@ class Dropout3D(OnGrid):
         grid, rows, columns = self.grid, x.shape[:-1].numel(), x.shape[-1]
         cols = () if self.axis is None else (self.axis,)
         whole = rows * Passes.of(grid).partners, columns * grid.shape.along(cols)
-        ones = DistMatrix(grid, x.new_ones((rows, columns)), whole, layout_of(ROWS, cols))
-        return x * dropout(Tensor(ones), self.p, seed).shard.view(x.shape)
+        kept = x.new_empty((rows, columns), dtype=torch.uint8)
+        fill_kept(kept, layout_of(ROWS, cols).box(whole, grid.shape, grid.coords), whole[1], self.p, seed, 0)
+        return (x * kept.view(x.shape)).mul_(1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, axis={self.axis!r}"
@@ -265,13 +277,16 @@ class Dropout3D(OnGrid):
 
 def taken(layer: Spread, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
     """This rank's columns of what came: as they are, or, of all columns, its part."""
-    box = layout_of((), (axis,), (), (1, unit)).box((1, columns), layer.grid.shape, layer.grid.coords)
-    if x.dim() and x.shape[-1] == box.c1 - box.c0:
-        return x
-    if not x.dim() or x.shape[-1] != columns:
-        raise LayoutError(f"{layer}: an input of shape {tuple(x.shape)}; its columns are this rank's "
-                          f"{box.c1 - box.c0}, or all {columns}")
-    return own_columns(layer.grid, x, axis, columns, unit)
+    grid, layout = layer.grid, layout_of((), (axis,), (), (1, unit))
+    own, first = (layout.box((1, columns), grid.shape, rank).shape[1] for rank in (grid.coords, FIRST))
+    width = x.shape[-1] if x.dim() else -1
+    whole = width == columns != own
+    if first == columns and grid.axis(axis).size > 1:  # on the first rank both look alike, on others its part is empty
+        whole = bool((stacked(grid.axis(axis), torch.tensor([[width]])) == columns).all())
+    if not whole and width != own:
+        raise LayoutError(f"{layer}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all "
+                          f"{columns}")
+    return own_columns(grid, x, axis, columns, unit) if whole else x
 
 
 def _constant(form: Form, value: float) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -24,6 +25,9 @@ from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .held import ROWS, Held
 
+NO_PASS = -1
+"""What torch calls the backward pass under way where there is none."""
+
 
 class Passes:
     """torch's backward passes over what runs on a grid. `Passes.of(grid)`.
@@ -32,16 +36,16 @@ class Passes:
     all gradients are summed and in `.grad`.
 
     partners   ranks that hold other rows of a batch, this one included
-    whole      whether a module has parameters on no axis, which the ranks must use alike
+    numbers    of what is made on the grid, the same on all ranks: parameters of two modules have two names
     """
 
     def __init__(self, grid: Grid):
         self.grid, self.parallel = grid, Parallel.of(grid)
         self.partners = grid.shape.along(ROWS)
-        self.whole = False
+        self.numbers = count(1)
         self._uses: Counter[Leaf] = Counter()
         self._open: AbstractContextManager[None] | None = None
-        self._taken: dict[Held, None] = {}
+        self._taken: Counter[Held] = Counter()
 
     @classmethod
     def of(cls, grid: Grid) -> Passes:
@@ -54,8 +58,10 @@ class Passes:
         return self._open is not None
 
     def used(self, held: Sequence[Held]) -> None:
-        """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it."""
-        self._uses.update(each.weight for each in held)
+        """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it. What
+        is computed again in a backward pass is no new use."""
+        if torch._C._current_graph_task_id() == NO_PASS:
+            self._uses.update(each.weight for each in held)
 
     def begin(self) -> None:
         """A gradient is here: of a pass that is under way, or of a new one."""
@@ -71,20 +77,22 @@ class Passes:
         self.begin()
         if held not in self._taken:
             held.resume()
-            self._taken[held] = None
+        self._taken[held] += 1
         held.weight.receive(part)
 
     def end(self) -> None:
-        """torch's engine has been everywhere."""
+        """torch's engine has been everywhere. What it found is compared: forward passes that are alike may end in
+        losses of other layers, whose gradients must not be added up."""
         opened, taken = self._open, self._taken
         assert opened is not None
         try:
-            if self.whole:
-                self.grid.compared("backward", ", ".join(each.weight.name for each in taken))()
+            if self.grid.size > 1:
+                found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
+                self.grid.compared("backward", found)()
         except BaseException as error:
             self.abandon(error)
             raise
-        self._open, self._taken = None, {}
+        self._open, self._taken = None, Counter()
         try:
             opened.__exit__(None, None, None)
         except BaseException:
@@ -94,7 +102,7 @@ class Passes:
 
     def abandon(self, error: BaseException) -> None:
         """The pass ended with an error, here or in another part of torch's graph."""
-        opened, taken, self._open, self._taken = self._open, self._taken, None, {}
+        opened, taken, self._open, self._taken = self._open, self._taken, None, Counter()
         if opened is not None:
             try:
                 opened.__exit__(type(error), error, error.__traceback__)
@@ -104,7 +112,7 @@ class Passes:
         _each(taken, Held.drop)
 
 
-def _each(held: dict[Held, None], action: Callable[[Held], None]) -> None:
+def _each(held: Iterable[Held], action: Callable[[Held], None]) -> None:
     for each in held:
         action(each)
 
@@ -123,6 +131,25 @@ class _End:
     def __del__(self) -> None:
         if self._passes is not None:
             self._passes.abandon(Pmm3dError("a backward pass of torch ended with an error"))
+
+
+def reached(node: Any) -> bool | None:
+    """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
+    torch.autograd.grad is to bring the gradient of."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
+def is_added(held: Held, node: Any) -> bool:
+    """Whether the pass under way adds to `.grad` of a parameter, whose node that is. Raises Pmm3dError if it is to be
+    brought by torch.autograd.grad."""
+    found = reached(node)
+    if found is None:
+        raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
+                         "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
+    return found
 
 
 @dataclass(frozen=True)
@@ -150,9 +177,9 @@ class Call:
         return Tensor(value, requires_grad=self.records and x.requires_grad)
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        if self.records:
-            self.passes.used(self.held)
         made: torch.Tensor = _Operation.apply(self, x, *tensors)  # type: ignore[no-untyped-call]
+        if made.requires_grad:
+            self.passes.used(self.held)
         return made
 
 
@@ -176,13 +203,14 @@ class _Operation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
-        kept = ctx.saved_tensors[len(call.held) :]
         call.passes.begin()
+        kept = ctx.saved_tensors[len(call.held) :]
+        before, *ends = (node for node, _ in ctx.next_functions)
         rows = gradient.contiguous().view(prod(gradient.shape[:-1]), gradient.shape[-1])
         of_input, *others = ctx.rule(rows, *kept)
-        coming = brought(ctx.form, of_input) if ctx.needs_input_grad[1] else None
-        for held, part, needed in zip(call.held, others, ctx.needs_input_grad[2:]):
-            if needed:
+        coming = brought(ctx.form, of_input) if reached(before) is not False else None
+        for held, part, end in zip(call.held, others, ends):
+            if is_added(held, end):
                 call.passes.receive(held, part)
         dx = None if coming is None else coming.wait().view(ctx.shape)
         return None, dx, *[None] * len(call.held)

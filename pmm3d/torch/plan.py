@@ -13,6 +13,13 @@ from ..errors import LayoutError
 OFF = "off"
 ROLES = {nn.Linear: ("column", "row"), nn.LayerNorm: ("x", "y"), nn.Dropout: ("x", "y")}
 """What each kind of module can be: a Linear by where its columns lie, others by the axis over which theirs do."""
+WHOLE = {nn.PReLU: ()}
+"""What runs only where all columns are there."""
+ALWAYS_NAMED = {
+    nn.Dropout: 'whose mask depends on where its columns lie: "x" after a column, "y" after a row, "off" where all of '
+                "them are there",
+    nn.PReLU: 'which learns from the columns that it sees: "off" where all of them are there; elsewhere put '
+              "nn.LeakyReLU in its place"}
 OUTPUT = {"column": "x", "row": "y"}
 ELEMENTWISE = (nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity,
                nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus,
@@ -60,10 +67,10 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
     found, named = dict[str, Split](), set[str]()
     for pattern, value in plan.items():
         matching = {name: part for name, part in module.named_modules() if fnmatchcase(name, pattern)}
-        fitting = {name: part for name, part in matching.items() if type(part) in ROLES}
+        fitting = {name: part for name, part in matching.items() if type(part) in ROLES | WHOLE}
         if not fitting:
             others = ", ".join(f"{name} (a {type(part).__name__})" for name, part in [*matching.items()][:NAMED])
-            raise LayoutError(f"parallelize: the plan's {pattern!r} names no Linear, LayerNorm or Dropout, but "
+            raise LayoutError(f"parallelize: the plan's {pattern!r} names no Linear, LayerNorm, Dropout or PReLU, but "
                               f"{others or 'nothing'}. The Linear layers: {_linears(module)}")
         for name, part in fitting.items():
             split = value if isinstance(value, Split) else Split(value)
@@ -73,17 +80,18 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
                 _check(name, part, split)
                 found[name] = split
     for name, part in module.named_modules():
-        if type(part) is nn.Dropout and name not in named:
-            raise LayoutError(f"parallelize: the plan does not name {name}, a Dropout, whose mask depends on where its "
-                              'columns lie: "x" after a column, "y" after a row, "off" where all of them are there')
+        if type(part) in ALWAYS_NAMED and name not in named:
+            raise LayoutError(f"parallelize: the plan does not name {name}, a {type(part).__name__}, "
+                              f"{ALWAYS_NAMED[type(part)]}")
     return found
 
 
 def _check(name: str, part: nn.Module, split: Split) -> None:
-    roles = ROLES[type(part)]
+    roles = (ROLES | WHOLE)[type(part)]
     if split.role not in roles:
-        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}, which can be {', '.join(map(repr, roles))} "
-                          f"or {OFF!r}; the plan has {split.role!r}")
+        others = ", ".join(map(repr, roles)) + " or " if roles else ""
+        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}, which can be {others}{OFF!r}; the plan has "
+                          f"{split.role!r}")
     if type(part) is not nn.Linear and split != Split(split.role):
         raise LayoutError(f"parallelize: {name} is a {type(part).__name__}: unit and gather are for a Linear")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from .held import MARK, Held, digest
 from .layers import EXTRA, Spread
 
 
-def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, torch.Tensor]:
+def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any]:
     """What `state_dict()` of the plain module would be, copied: for any grid, and for plain torch. Collective.
 
     root   the rank that gets it, others an empty one; None: all. On several, `module.state_dict()` of each is
@@ -30,24 +32,22 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, tor
     """
     spread, found = dict(_spread(module)), {}
     here = root is None or grid_of(module).rank == root
-    for key, value in module.state_dict().items():
-        if key.endswith(EXTRA):
-            continue
+    for key, value in _plain_state(module).items():
         if key in spread:
             layer, name = spread[key]
             whole = layer.whole(name, root)
-        else:
-            whole = value.detach().clone() if here else None
-        if whole is not None:
-            found[key] = whole
+            if whole is not None:
+                found[key] = whole
+        elif here:
+            found[key] = deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
     return found
 
 
-def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Take the values of the plain module's `state_dict()`, which all ranks pass, on any grid. Collective.
 
-    Raises, on every rank and before a value is changed, CheckpointError for names or shapes that are not the module's,
-    DisagreementError if the ranks pass other values.
+    Raises, on every rank and before a value is changed, CheckpointError for what is no state dict of this module, on
+    one rank or all, DisagreementError if the ranks pass other values (of tensors).
 
         >>> from pmm3d import Grid
         >>> from pmm3d.torch import Linear3D
@@ -55,22 +55,40 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -
         ...     layer = Linear3D(grid, 3, 2)
         ...     load_full_state_dict(layer, nn.Linear(3, 2).state_dict())
     """
-    spread, own = dict(_spread(module)), module.state_dict()
-    shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else tuple(value.shape)
-              for key, value in own.items() if not key.endswith(EXTRA)}
-    given = {key: tuple(value.shape) for key, value in state.items()}
-    with grid_of(module).together("load_full_state_dict", digest(state.values()), always=True):
-        if given != shapes:
-            wrong = sorted(key for key in {*given, *shapes} if given.get(key) != shapes.get(key))
-            raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
-                                  f"{', '.join(wrong[:6])}. It takes the state_dict() of the plain module, or what "
-                                  "full_state_dict returns")
+    spread, own, grid = dict(_spread(module)), _plain_state(module), grid_of(module)
+    shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
+              for key, value in own.items()}
+    with grid.together("load_full_state_dict", always=True):
+        _check_state(state, shapes)
+        values = digest(each for each in state.values() if isinstance(each, torch.Tensor))
+    with grid.together("load_full_state_dict", values, always=True):
+        pass
     for key in shapes:
         if key in spread:
             spread[key][0].load_whole(spread[key][1], state[key])
+        elif key.endswith(EXTRA):
+            module.get_submodule(key[: -len(EXTRA)].rstrip(".")).set_extra_state(state[key])
         else:
             with torch.no_grad():
                 own[key].copy_(state[key])
+
+
+def _check_state(state: Any, shapes: dict[str, tuple[int, ...] | None]) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"load_full_state_dict: a state dict on every rank; got a {type(state).__name__}. "
+                              "Each rank can read the file")
+    given = {key: _shape(key, value) for key, value in state.items()}
+    if given != shapes:
+        wrong = sorted(key for key in {*given, *shapes}
+                       if key not in given or key not in shapes or given[key] != shapes[key])
+        raise CheckpointError("load_full_state_dict: missing, too many, or of another shape than the module's: "
+                              f"{', '.join(wrong[:6])}. It takes the state_dict() of the plain module, or what "
+                              "full_state_dict returns")
+
+
+def _shape(key: str, value: Any) -> tuple[int, ...] | None:
+    """None of what a module keeps of its own, tensor or not."""
+    return None if key.endswith(EXTRA) or not isinstance(value, torch.Tensor) else tuple(value.shape)
 
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float,
@@ -125,6 +143,13 @@ def _spread(module: nn.Module) -> Iterator[tuple[str, tuple[Spread, str]]]:
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, Spread):
             yield from ((f"{path}.{name}".lstrip("."), (part, name)) for name in part.home)
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """The state dict, without the places of shards."""
+    of_shards = {f"{path}.{EXTRA}".lstrip(".") for path, part in module.named_modules(remove_duplicate=False)
+                 if isinstance(part, Spread)}
+    return {key: value for key, value in module.state_dict().items() if key not in of_shards}
 
 
 def grid_of(module: nn.Module) -> Grid:

@@ -1,5 +1,7 @@
 """apps/measuring: what the benchmarks that compare in turns share."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,9 @@ def test_rounds_are_interleaved_and_ratios_are_taken_within_a_round(measuring, c
     said = capsys.readouterr().err.splitlines()
     assert said[1] == "broken could not run: it is broken" and said[0].endswith("ms; 1 minute left")
     assert measuring.in_minutes(61) == "2 minutes"
+
+
+def test_a_program_that_fails_is_told_of_by_its_own_words(measuring):
+    program = "import sys; sys.exit('pmm3d: LayoutError: too wide\\n' + 'the launcher: it ended\\n' * 9)"
+    with pytest.raises(measuring.ProgramError, match="ended with status 1: pmm3d: LayoutError: too wide$"):
+        measuring.output_of([sys.executable, "-c", program], os.environ)

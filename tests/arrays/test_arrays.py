@@ -1,6 +1,7 @@
 """pmm3d.arrays: numpy, torch and device arrays behind one face."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ def test_arrays_know_their_library():
     assert library_of(np.ones(3)) == NumpyLibrary()
     assert library_of(torch.ones(3)) == TorchLibrary("cpu")
     assert library_of(to_library(np.ones(3), "standin")) == DeviceLibrary("standin")
+    of_rocm = type("ndarray", (), {"__module__": "cupy._core.core", "data": SimpleNamespace(ptr=7)})()
+    assert library_of(of_rocm).kind == "cupy" and library_of(of_rocm).address(of_rocm) == 7
+    assert library_of(of_rocm).writable(of_rocm)
     for other in ([1.0], 3.0, None, memoryview(b"a")):
         with pytest.raises(DTypeError, match="none of numpy.ndarray, torch.Tensor, cupy.ndarray"):
             library_of(other)

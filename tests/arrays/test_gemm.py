@@ -1,6 +1,8 @@
 """C = alpha A B + beta C by each library's own BLAS: every way of lying in memory, in every type."""
 
+import threading
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import standin_blas
 import torch
 from samples import integers, to_library, to_numpy
 
-from pmm3d.arrays import Workspace, library_named
+from pmm3d import DTypeError
+from pmm3d.arrays import Workspace, cublas, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
 
@@ -98,8 +101,40 @@ def test_what_would_have_to_be_copied_is_refused(library):
             face.gemm(*operands, 1, 0, Workspace())
 
 
-def test_float32_is_rounded_to_tf32_only_where_asked(monkeypatch):
-    """1 + 2^-12 has no tf32. torch's setting, which is the whole process's, is put back."""
+@pytest.mark.parametrize("library", ["numpy", "torch", "standin", TORCH_DEVICE], ids=str)
+def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
+    """Nothing is copied, and what would have to be is refused."""
+    face, turned = library_named(library), (in_columns, some_columns_turned)
+    cases = product(product(turned, turned), ("complex64", "complex128"), [*SIZES, (3, 2, 0)])
+    for index, (forms, dtype, size) in enumerate(cases):
+        (m, n, k), flags = size, ((True, False), (False, True), (True, True))[index % 3]
+        make = lambda shape: to_library(integers(shape, dtype, len(shape) + index, -2, 2), library)
+        a, b = forms[0](make, m, k)[1], forms[1](make, k, n)[1]
+        c = face.empty((m, n), dtype)
+        face.gemm(a, b, c, 1 + 2j, 0, None, conjugated=flags)
+        left, right = (each.conj() if flag else each for each, flag in zip((to_numpy(a, library), to_numpy(b, library)),
+                                                                          flags))
+        assert np.array_equal(to_numpy(c, library), (1 + 2j) * (left @ right))
+        by_columns = face.empty((n, m), dtype).T
+        face.gemm(b.T, a.T, by_columns.T, 1, 0, None)
+        if min(m, n, k) > 1:
+            with pytest.raises(ValueError, match="BLAS conjugates only what it transposes"):
+                face.gemm(a, b, by_columns, 1, 0, None, conjugated=flags)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "standin", TORCH_DEVICE], ids=str)
+@pytest.mark.parametrize("types", [("float64", "float64", "float32"), ("float32", "float32", "float16"),
+                                   ("float32", "float64", "float64"), ("float32", "float32", "float64"),
+                                   ("complex64", "complex64", "float32"), ("int64", "int64", "int64")], ids=str)
+def test_types_that_no_blas_multiplies_are_refused(library, types):
+    """A BLAS would read the one as the other, beyond its end."""
+    operands = [to_library(np.ones((3, 3), dtype), library) for dtype in types]
+    with pytest.raises(DTypeError, match=f"gemm: A is {types[0]}, B {types[1]} and C {types[2]}"):
+        library_named(library).gemm(*operands, 1, 0, Workspace())
+
+
+def test_float32_is_rounded_to_tf32_only_where_asked():
+    """1 + 2^-12 has no tf32."""
     a, b = np.full((1, 1), 1 + 2.0**-12, "float32"), np.ones((1, 1), "float32")
     for tf32 in (False, True, False):
         operands = [to_library(array, "standin") for array in (a, b, b)]
@@ -107,15 +142,85 @@ def test_float32_is_rounded_to_tf32_only_where_asked(monkeypatch):
         assert to_numpy(operands[2], "standin") == (1 if tf32 else a)
     assert [compute for _, _, compute in standin_blas.gemmEx.calls[-3:]] == [68, 77, 68]
 
-    seen, addmm, setting = [], torch.addmm, torch.backends.cuda.matmul
-    monkeypatch.setattr(torch, "addmm", lambda *args, **options: seen.append(
-        setting.fp32_precision) or addmm(*args, **options))
-    try:
-        for setting.fp32_precision in ("ieee", "tf32"):
-            before = setting.fp32_precision
-            for tf32 in (False, True):
-                TORCH_DEVICE.gemm(*(torch.ones(2, 2) for _ in range(3)), 1, 0, None, tf32=tf32)
-                assert setting.fp32_precision == before
-    finally:
+
+@pytest.fixture
+def settings():
+    """torch's two settings of float32; put back to what they are by themselves."""
+    both = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    yield both
+    torch.set_float32_matmul_precision("highest")
+    for setting in both:
         setting.fp32_precision = "none"
-    assert seen == ["ieee", "tf32"] * 2
+
+
+def test_float32_is_what_it_is_called_whatever_torch_is_set_to(monkeypatch, settings):
+    """torch's settings are the whole process's: they are put back, and not touched where they fit."""
+    seen, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: seen.append(
+        tuple(setting.fp32_precision for setting in settings)) or addmm(*args, **options))
+    whole = integers((64, 64), "float32", 1, -300, 300)
+    exact = (whole.astype("float64") @ whole).astype("float32")
+    for word, cuda, host in (("none", "none", "none"), ("medium", "tf32", "bf16"), ("high", "tf32", "tf32")):
+        if word != "none":
+            torch.set_float32_matmul_precision(word)
+        seen.clear()
+        for library, tf32 in ((TORCH_DEVICE, False), (TORCH_DEVICE, True), (TorchLibrary(), False)):
+            a, c = torch.from_numpy(whole), torch.empty(64, 64)
+            library.gemm(a, a, c, 1, 0, None, tf32=tf32)
+            assert tuple(setting.fp32_precision for setting in settings) == (cuda, host)
+            assert library is TORCH_DEVICE or np.array_equal(c.numpy(), exact)
+        unset = word == "none"
+        assert [of_device for of_device, _ in seen[:2]] == ["none" if unset else "ieee", "tf32"]
+        assert seen[2][1] == ("none" if unset else "ieee")
+
+
+def test_threads_that_want_float32_and_tf32_take_turns(monkeypatch, settings):
+    """The second comes while the first is in its GEMM; it goes on once that has ended."""
+    seen, addmm, inside = [], torch.addmm, threading.Event()
+    other = threading.Thread(target=lambda: TORCH_DEVICE.gemm(*ones, 1, 0, None, tf32=False))
+    ones = [torch.ones(2, 2) for _ in range(3)]
+
+    def slow(*args, **options):
+        if threading.current_thread() is other:
+            inside.set()
+        else:
+            other.start()
+            inside.wait(0.2)
+        seen.append(settings[0].fp32_precision)
+        return addmm(*args, **options)
+
+    monkeypatch.setattr(torch, "addmm", slow)
+    TORCH_DEVICE.gemm(*(torch.ones(2, 2) for _ in range(3)), 1, 0, None, tf32=True)
+    other.join()
+    assert seen == ["tf32", "none"] and settings[0].fp32_precision == "none"
+
+
+def test_what_torch_and_cublas_are_asked_for(monkeypatch):
+    """What runs on a GPU alone: names, the order of arguments, and types where they are mixed."""
+    asked = []
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: asked.append((args, options)))
+    low, wide, z = (torch.ones(2, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.complex64))
+    TORCH_DEVICE.gemm(low, low, wide, 2, 3, None)
+    TORCH_DEVICE.gemm(z.T, z, torch.empty_like(z), 2j, 0, None, conjugated=(True, False))
+    (first, options), ((c, a, b), others) = asked
+    assert first[0] is wide is options["out"] and first[1] is first[2] is low
+    assert {**options, "out": None} == {"beta": 3, "alpha": 2, "out": None, "out_dtype": torch.float32}
+    assert a.is_conj() and not b.is_conj() and a.data_ptr() == b.data_ptr() == z.data_ptr()
+    assert others["out"] is c and {**others, "out": None} == {"beta": 0, "alpha": 2j, "out": None}
+
+    names = ("CUBLAS_OP_N", "CUBLAS_OP_T", "CUBLAS_OP_C", "CUBLAS_GEMM_DEFAULT", "CUBLAS_COMPUTE_32F",
+             "CUBLAS_COMPUTE_32F_FAST_TF32", "CUBLAS_COMPUTE_64F")
+    fake = SimpleNamespace(
+        cublas=SimpleNamespace(gemmEx=lambda *args: asked.append(args), **{name: name for name in names}),
+        runtime=SimpleNamespace(CUDA_R_16F="16F", CUDA_R_32F="32F", CUDA_C_32F="C32F", CUDA_R_64F="64F"),
+        device=SimpleNamespace(get_cublas_handle=lambda: "handle"))
+    by_rows, by_columns, c = (1, (3, 4), (9, 1)), (2, (4, 5), (1, 8)), (3, (3, 5), (6, 1))
+    for dtypes, tf32 in ((("complex64", "complex64"), True), (("float16", "float32"), True)):
+        asked.clear()
+        cublas.gemm(fake, dtypes, by_rows, by_columns, c, 1, 0, tf32, (False, dtypes[0] == "complex64"))
+        (handle, *reads, m, n, k, _, b, of_b, ldb, a, of_a, lda, _, into, of_c, ldc, sums, default), = asked
+        assert (handle, default, m, n, k) == ("handle", "CUBLAS_GEMM_DEFAULT", 5, 3, 4)
+        assert (b, ldb, a, lda, into, ldc) == (2, 8, 1, 9, 3, 6) and of_a == of_b
+        assert reads == ["CUBLAS_OP_C" if dtypes[0] == "complex64" else "CUBLAS_OP_T", "CUBLAS_OP_N"]
+        assert (of_b, of_c, sums) == (("C32F", "C32F", "CUBLAS_COMPUTE_32F_FAST_TF32") if dtypes[0] == "complex64"
+                                      else ("16F", "32F", "CUBLAS_COMPUTE_32F"))

@@ -112,7 +112,7 @@ def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
     ("sys.exit('no device here')", "failed before: no device here", None),
     ("main.region = lambda *_: os.kill(os.getpid(), signal.SIGKILL)", "died of signal 9", None),
     ("main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False),
-    ("made = main.messages; main.messages = lambda library: [(values + 1, *arrays) for values, *arrays in made(library)]",
+    ("made = main.messages; main.messages = lambda lib: [(values + 1, *arrays) for values, *arrays in made(lib)]",
      "other values than it sent", False),
     ("atexit.register(os.abort)", "sent itself some", True),
 ])

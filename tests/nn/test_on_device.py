@@ -144,7 +144,7 @@ def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
     made = []
     for number in (0, 1):
         with standin.Device(number):
-            made.append(DistMatrix.from_function(some_grid, (4, 4), lambda i, j: i + j, library="standin"))
+            made.append(DistMatrix(some_grid, to_library(np.ones((4, 4)), "standin"), (4, 4), Layout()))
     for call in (lambda: made[0] @ made[1], lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
                  lambda: nn.linear(nn.Tensor(made[0]), nn.Tensor(made[1]))):
-        fails(GridError, "on one device of each rank; here they are on the devices 0, 1. Make them on one", call)
+        fails(GridError, "on one device of each rank, the current one; here they are on 0, 1. Make them on one", call)

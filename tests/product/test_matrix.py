@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout
+from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel(RANKS)
@@ -210,6 +210,44 @@ def test_the_transpose_is_a_view(grid):
     assert np.shares_memory(turned.local, matrix.local) or not matrix.local.size
     assert np.array_equal(turned.T.gather(), whole)
     assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
+
+
+def test_the_conjugate_transpose_is_a_view(some_grid, fails):
+    for library in HERE:
+        matrix, whole = distributed(some_grid, (5, 8), dtype="complex64", library=library)
+        turned = matrix.H
+        assert turned.conjugated and turned.layout == matrix.layout.T and not turned.T.H.conjugated
+        assert matrix.library.share_memory(turned.memory, matrix.memory) or not matrix.box.size
+        for view, values in ((turned, whole.conj().T), (turned.H, whole), (turned.T, whole.conj()),
+                             (matrix.T.H, whole.conj()), (turned.T.H, whole.T)):
+            assert_holds(view, values)
+            moved = view.redistribute(Layout.B)
+            assert not moved.conjugated
+            assert_holds(moved, values)
+            there = Grid(some_grid.comm, (1, 1, some_grid.size), device_transport="direct")
+            assert_holds(view.redistribute(Layout.C, there), values)
+            there.close()
+            parts = view.redistribute(Layout(sums=("x", "y", "z")))
+            assert_holds(parts.H.redistribute(Layout.A), values.conj().T)
+        matrix.memory[...] = 1j
+        assert_holds(turned, np.full((8, 5), -1j, "complex64"))
+
+        def written():
+            turned.local = turned.memory
+
+        fails(LayoutError, "the shard of a conjugated view .* is not written to", written)
+        fails(LayoutError, "redistribute: out is a conjugated view", lambda: matrix.T.redistribute(
+            turned.layout, out=turned))
+        fails(LayoutError, "matmul: out is a conjugated view", lambda: matmul(
+            matrix, matrix.T, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64", library=library).H))
+        assert not turned.writable
+
+
+@pytest.mark.parallel([2])
+def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails):
+    matrix, _ = distributed(some_grid, (4, 4), dtype="complex64")
+    view = matrix.H if some_grid.rank else matrix.T
+    fails(DisagreementError, "matmul: the ranks passed different arguments", lambda: view @ matrix)
 
 
 def test_redistribution_between_all_pairs_of_layouts(grid):

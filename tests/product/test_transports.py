@@ -10,11 +10,15 @@ import standin
 import standin_far  # noqa: F401, so that library_named knows it
 import standin_nccl
 from samples import integers, to_library, to_numpy
+from standin_streams import Stream
 
 from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dError
-from pmm3d.arrays import Workspace
+from pmm3d.arrays import Workspace, library_named
+from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.arrays.devices import library_of_error
-from pmm3d.comm import device_trial, pinned, staging
+from pmm3d.arrays.streams import CupyStream
+from pmm3d.comm import device_trial, pinned, settling, staging
+from pmm3d.comm.algorithms import sum_arrays
 from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.out_of_memory import as_out_of_memory, is_out_of_memory
 
@@ -40,13 +44,13 @@ def steps(monkeypatch):
 
 
 def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
-    """A piece is sent before the next but two is copied, and copied up before the last one is received."""
+    """A piece is sent before the last one is copied, and copied up before the last one is received."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
-        whole = [integers((10, 8), seed=rank) for rank in range(comm.size)]  # ten pieces
+        whole = [integers((20, 8), seed=rank) for rank in range(comm.size)]  # twenty pieces
         found = to_numpy(grid.x.shift(to_library(whole[comm.rank], "standin")).wait(), "standin")
         assert np.array_equal(found, whole[comm.rank - 1])
-    assert [steps.count(name) for name in ("_copy_down", "_copy_up")] == [10] * 2
-    assert [steps.count(name) for name in ("_send", "_receive")] == [20] * 2  # each piece is told before
+    assert [steps.count(name) for name in ("_copy_down", "_copy_up")] == [20] * 2
+    assert [steps.count(name) for name in ("_send", "_receive")] == [40] * 2  # each piece is told before
     assert steps.index("_send") < [i for i, step in enumerate(steps) if step == "_copy_down"][staging.DEPTH]
     last = {name: len(steps) - 1 - steps[::-1].index(name) for name in steps}
     assert steps.index("_copy_up") < last["_receive"] and steps.index("_send") < last["_copy_down"]
@@ -58,6 +62,59 @@ def test_direct_where_mpi_takes_no_pointers_is_an_error(comm, fails):
             fails(Pmm3dError, "device_transport is direct, but this MPI does not take device pointers.*"
                               "PMM3D_TRANSPORT=auto, or staged",
                   lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin_far")))
+
+
+def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
+    """MPI might read the pointer on the host. A trial has half the time after which the job is ended."""
+    given = []
+    unknown = device_trial.Outcome(None, "whether MPI takes device pointers could not be found out (no time)")
+    monkeypatch.setattr(device_trial, "trial", lambda library, seconds: given.append(seconds) or unknown)
+    for timeout in (0, 30):
+        with Grid(comm, (comm.size, 1, 1), device_transport="direct", timeout=timeout) as grid:
+            fails(Pmm3dError, "device_transport is direct, but whether MPI takes .* could not be found out .no time",
+                  lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin")))
+    assert given == [60, 15] * (comm.rank == 0)
+
+
+def test_each_kind_of_library_is_tried_and_travels_in_its_own_way(comm, monkeypatch):
+    monkeypatch.setattr(device_trial, "trial", lambda library, seconds: device_trial.Outcome(
+        library.module == "standin", "as it is"))
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        for library, mode in 2 * [("standin", "direct"), ("standin_far", "staged")]:
+            array = to_library(np.ones((4, 3)), library)
+            for axis in (grid.x, grid.everyone):
+                assert np.array_equal(to_numpy(axis.all_reduce(array).wait(), library), np.full((4, 3), comm.size))
+                assert axis.settle(library_named(library)) == mode
+
+
+@pytest.mark.parallel([4])
+def test_what_is_under_way_goes_on_in_the_way_in_which_it_began(comm, monkeypatch):
+    """Along an axis that found pointers to come right, when all ranks together find that they do not."""
+    monkeypatch.setattr(settling, "_neighbours", neighbours := FakeNeighbours())
+    go_on, links = SimpleNamespace(done=False), []
+    with Grid(comm, (comm.size // 2, 2, 1)) as grid:
+        sums = to_library(np.ones((40, 30)), "standin")
+
+        def later(link):
+            links.append(link)
+            yield [go_on]
+            yield from sum_arrays(link, library_named("standin"), sums, sums)
+
+        pending = grid.y.begin("sum", later, library=library_named("standin"))
+        neighbours.wrong = "not among all"
+        grid.everyone.all_reduce(standin.asarray(np.ones(3))).wait()
+        assert grid.transport.why == "staged: not among all" and links[0].mode == "direct"
+        go_on.done = True
+        pending.wait()
+        assert np.array_equal(to_numpy(sums, "standin"), np.full((40, 30), 2.0))
+
+
+class FakeNeighbours:
+    wrong = ""
+
+    def __call__(self, link, library):
+        yield []
+        return self.wrong
 
 
 def test_what_comes_wrong_between_ranks_goes_through_the_host(comm, monkeypatch):
@@ -111,6 +168,32 @@ def test_nccl_is_refused_where_it_is_not(comm, monkeypatch, fails):
     fails(Pmm3dError, "several to a device, which NCCL does not take", shifted)
 
 
+def test_nccls_communicator_is_of_the_device_of_the_arrays(comm, monkeypatch, nccl):
+    """As torch's may be on another device than the current one."""
+    made, make = [], standin_nccl.NcclCommunicator.__init__
+    monkeypatch.setattr(standin_nccl.NcclCommunicator, "__init__",
+                        lambda *a: made.append(standin.HERE.device) or make(*a))
+    for name in ("current_stream", "new_stream"):
+        monkeypatch.setattr(DeviceLibrary, name, lambda library: CupyStream(standin.cuda, 1, Stream.null))
+    with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
+        grid.x.settle(library_named("standin"))
+    assert made == [1]
+
+
+def test_a_device_that_does_not_answer_is_told_by_all(comm, monkeypatch, fails):
+    def silent(number):
+        raise RuntimeError("the GPU is lost")
+
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        array = to_library(np.ones((4, 4)), "standin")
+        if comm.rank == 1:
+            monkeypatch.setattr(standin.cuda.runtime, "getDeviceProperties", silent)
+        fails(Pmm3dError, r"the current device of each rank failed on 1 of \d ranks. rank 1: .*the GPU is lost",
+              lambda: DistMatrix.from_global(grid, array))
+        fails(Pmm3dError, "rank 1: the current device does not say what it is: RuntimeError: the GPU is lost",
+              lambda: grid.devices(library_named("standin")))
+
+
 def test_ranks_that_crowd_on_a_device_are_refused_and_those_that_must_share_are_told(comm, monkeypatch, fails, caplog):
     monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
     with Grid(comm, (comm.size, 1, 1)) as grid:
@@ -128,6 +211,25 @@ def test_a_rank_has_one_device_on_a_grid(comm, fails):
         with standin.Device(1):
             fails(GridError, "arrays of device 1, where this rank's are on device 0, stand-in",
                   lambda: grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait())
+
+
+def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, fails):
+    """One rank has them; whether it is what comes in or `out`, and the first agreement that all are told in."""
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        here = to_library(np.ones((2, 3)), "standin")
+        with standin.Device(1):
+            there = to_library(np.ones((2, 3)), "standin")
+        own, counts = there if comm.rank == 1 else here, [2] * comm.size
+        refused = r"failed on 1 of \d ranks. rank 1: .*array of device 1 is used where device 0 is current"
+        for call in (lambda: grid.x.all_reduce(own), lambda: grid.x.all_reduce(here, out=own),
+                     lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own),
+                     lambda: DistMatrix.from_local(grid, own, (2 * comm.size, 3), layout=Layout(rows="x"))):
+            fails(GridError, refused, lambda: call().wait())
+        for call in (lambda: grid.x.sum_into(there, here), lambda: grid.x.sum_into(here, there),
+                     lambda: grid.x.exchange_into([here] * comm.size, [there] * comm.size),
+                     lambda: DistMatrix(grid, there, (2 * comm.size, 3), Layout(rows="x"))):
+            fails(GridError, "^an array of device 1 is used where device 0 is current", call)
+        assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 
 
 def test_who_has_which_device(comm, monkeypatch):

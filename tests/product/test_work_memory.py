@@ -108,3 +108,32 @@ def test_rounds_are_the_fewest_that_keep_the_limit(grid_shape):
         rounds = plan.rounds(limit)
         assert plan.work(rounds) <= limit or rounds == plan.most_rounds
         assert rounds == 1 or plan.work(rounds - 1) > limit
+
+
+def test_conjugation_takes_what_is_planned(comm, grid_shape):
+    """None where the BLAS conjugates; in place what was gathered; in a copy that the limit counts what lies as C does.
+    The call takes its work memory as one piece, and more cannot be had."""
+    with Grid(comm, grid_shape) as grid:
+        (whole_a, a), (whole_b, b) = (
+            (whole, DistMatrix.from_global(grid, whole, layout=layout)) for whole, layout in (
+                (integers((26, 30), "complex128", 1), Layout.A), (integers((26, 22), "complex128", 2), Layout.A.T)))
+        plain, turned = plan_for(a.T, b, None, 1, None), plan_for(a.H, b, None, 1, None)
+        assert turned.workspace == plain.workspace
+        found = matmul(a.H, b, panels=1, max_workspace=plain.workspace)
+        assert np.array_equal(found.gather(), whole_a.conj().T @ whole_b)
+        taken = grid.workspace.allocated
+        matmul(a.T, b, panels=1, max_workspace=plain.workspace)
+        assert grid.workspace.allocated == taken
+        x, y = (DistMatrix.from_global(grid, whole, layout=layout) for whole, layout in (
+            (whole_a, Layout(rows="z", cols="y")), (whole_a.T, Layout(rows="y", cols="x"))))
+        blocks = plan_for(x, y, None, 1, None), plan_for(x.H.T, y, None, 1, None)
+        part = blocks[1].on_rank(grid.coords)
+        assert blocks[1].workspace >= blocks[0].workspace + 16 * part.rows * part.depth > blocks[0].workspace
+        found = matmul(x.H.T, y, panels=1, max_workspace=blocks[1].workspace)
+        assert np.array_equal(found.gather(), whole_a.conj() @ whole_a.T)
+        with pytest.raises(MemoryLimitError, match="max_workspace is 10 bytes"):
+            matmul(x.H.T, y, max_workspace=10)
+        with Grid.dry(grid_shape, rank=grid.rank) as dry:
+            p, q = (DistMatrix.empty(dry, each.shape, dtype=each.dtype, layout=each.layout) for each in (x, y))
+            matmul(p.H.T, q, panels=1)
+            assert dry.dry_run.most["workspace"] == blocks[1].on_rank(grid.coords).workspace

@@ -58,13 +58,13 @@ def test_programs_of_embedding_are_right(job, number):
 
 
 def test_the_ten_lines_of_the_readme_run(job):
-    [text] = programs("README.md")
+    text = programs("README.md")[0]
     done = job(4, text)
     assert done.returncode == 0 and done.stdout.count("Box(") == 4, done.stdout + done.stderr
 
 
 def test_the_ten_lines_of_the_first_page_are_those_of_the_readme():
-    assert programs("docs/index.md") == programs("README.md")
+    assert programs("docs/index.md") == programs("README.md")[:1]
 
 
 def test_the_configuration_of_the_readme_is_one():
@@ -101,9 +101,10 @@ def test_the_network_of_ones_own_is_trained_by_the_command(job, tmp_path):
     assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_loop_of_the_readme_is_that_of_training():
-    [loop] = [text for text in PROGRAM.findall((ROOT / "README.md").read_text()) if "import" not in text]
-    assert loop in programs("docs/training.md")[0]
+def test_the_loops_of_the_readme_are_those_of_the_pages():
+    assert programs("README.md")[1:] == programs("docs/training.md")[:1]
+    [lines] = [text for text in PROGRAM.findall((ROOT / "README.md").read_text()) if "import" not in text]
+    assert lines in programs("docs/torch.md")[0]
 
 
 def test_the_operation_of_ones_own_has_the_right_gradient(job):

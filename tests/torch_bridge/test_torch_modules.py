@@ -68,7 +68,7 @@ SAME = nn.Linear(4, 4)
 REFUSED = [
     (lambda: 3, None, Pmm3dError, "a torch.nn.Module; got a int"),
     (Two, None, LayoutError, "what a Two does between its layers is not known.* Its Linear layers: head"),
-    (Two, {"haed": "row"}, LayoutError, "'haed' names no Linear, LayerNorm or Dropout, but nothing.*: head"),
+    (Two, {"haed": "row"}, LayoutError, "'haed' names no Linear, LayerNorm, Dropout or PReLU, but nothing.*: head"),
     (Two, {"embed": "row"}, LayoutError, r"but embed \(a Embedding\)"),
     (Two, {"attend*": "row"}, LayoutError, r"attend.out_proj \(a NonDynamicallyQuantizableLinear\)"),
     (Two, {"head": "x"}, LayoutError, "head is a Linear, which can be 'column', 'row' or 'off'; the plan has 'x'"),
@@ -76,7 +76,6 @@ REFUSED = [
     (hooked, None, LayoutError, "has hooks"),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)), None, LayoutError, "1, a Softmax, comes"),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4)), None, LayoutError, "1, a PReLU, comes"),
-    (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), None, LayoutError, "1, a BatchNorm1d, .*LayerNorm"),
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout()), None, LayoutError, "1, a AlphaDropout, .*nn.Dropout"),
     (lambda: nn.Sequential(SAME, ACT, SAME), None, LayoutError, "0 and 2 are one Linear"),
     (lambda: nn.Sequential(nn.LayerNorm((2, 4)), nn.Linear(4, 4)), {"0": "y"}, LayoutError, "a LayerNorm over 2 dims"),
@@ -165,7 +164,8 @@ def test_a_module_is_left_as_it_was_and_its_copy_has_its_names(comm):
         before = {name: value.clone() for name, value in plain.state_dict().items()}
         net = parallelize(plain, grid)
         kinds = [type(part) for part in net]
-        assert kinds == [Linear3D, nn.GELU, LayerNorm3D, Linear3D, nn.ReLU, Linear3D] and type(net) is nn.Sequential
+        norm = LayerNorm3D if grid.x.size > 1 else nn.LayerNorm
+        assert kinds == [Linear3D, nn.GELU, norm, Linear3D, nn.ReLU, Linear3D] and type(net) is nn.Sequential
         assert not net[3].training and not net[3].weight.requires_grad and net[5].weight.requires_grad
         assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
         net[0].weight.data.fill_(7)
@@ -207,6 +207,57 @@ def test_state_dicts_go_to_the_plain_module_and_come_back(comm, fails):
         with pytest.raises(CheckpointError, match="another rank or another grid"):
             net.load_state_dict(shards[0])
     on_each_grid(comm, check, [first, *others[1:3]])
+
+
+class Counts(nn.Linear):
+    """A module with a state of its own that is no tensor, and one that is."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen, self.inner = "nothing", nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parallel([2])
+def test_the_extra_state_of_a_users_module_is_kept(comm):
+    def check(grid):
+        torch.manual_seed(0)
+        net = parallelize(Counts(), grid, {"inner": Split("column", gather=True)})
+        net.seen = "ten"
+        state = full_state_dict(net)
+        assert list(state) == list(Counts().state_dict()) and state["_extra_state"] == {"seen": "ten"}
+        net.seen = "more"
+        load_full_state_dict(net, state)
+        assert net.seen == "ten"
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_a_state_dict_that_some_ranks_lack_is_refused_on_all(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = parallelize(mlp(), grid)
+        state = full_state_dict(net, root=0) or None
+        fails(CheckpointError, "a state dict on every rank; got a NoneType", lambda: load_full_state_dict(net, state))
+
+
+@pytest.mark.parallel([2])
+def test_a_batch_norm_is_refused_only_where_ranks_hold_other_rows(comm, fails):
+    make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))[1]
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        fails(LayoutError, "1, a BatchNorm1d, .*LayerNorm", lambda: parallelize(make(), grid))
+    with Grid(comm, (2, 1, 1)) as grid:
+        net, plain, x = parallelize(make(), grid), make(), torch.arange(12.0).reshape(3, 4)
+        assert torch.allclose(net(x), plain(x), atol=1e-6)
+        assert torch.allclose(net[1].running_mean, plain[1].running_mean, atol=1e-6)
 
 
 @pytest.mark.parallel([2])

@@ -3,16 +3,55 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from pmm3d import Grid
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from pmm3d.torch import Split, parallelize  # noqa: E402
+
+torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "torch.md"
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 
 
 def test_the_program_of_the_page_trains(job):
-    page = (ROOT / "docs" / "torch.md").read_text()
-    [text] = [text for text in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "import" in text]
+    [text] = [text for text in PROGRAM.findall(PAGE.read_text()) if "import" in text]
     said = "    print('loss', loss.item() < 3, list(weights) == ['0.weight', '0.bias', '3.weight', '3.bias'])\n"
     done = job(4, text + said, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and done.stdout.count("loss True True") == 1, done.stdout + done.stderr
     assert done.stdout.count("loss True False") == 3
+
+
+class Block(nn.Module):
+    """What the plan of the page is for: heads of 64 columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.second, self.embed = nn.LayerNorm(128), nn.LayerNorm(128), nn.Embedding(5, 128)
+        self.net = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("q", "k", "v", "out", "up", "down")})
+
+    def forward(self, tokens):
+        x, net = self.embed(tokens), self.net
+        q, k, v = (net[name](self.norm(x)).unflatten(-1, (-1, 64)).transpose(1, 2) for name in "qkv")
+        x = x + net["out"](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + net["down"](torch.relu(net["up"](self.second(x))))
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.deadline(200)
+def test_the_plan_of_the_page_fits_a_transformer(comm):
+    [text] = [text for text in PROGRAM.findall(PAGE.read_text()) if "import" not in text]
+    names = {"Split": Split}
+    exec(text, names)
+    make = lambda: (torch.manual_seed(0), Block().double())[1]
+    tokens = torch.arange(12).reshape(4, 3) % 5
+    with Grid(comm, (2, 2, 1)) as grid:
+        net, plain = parallelize(make(), grid, names["plan"]), make()
+        assert torch.allclose(net(tokens), plain(tokens))
 
 
 def test_the_program_to_copy_learns_the_digits(job):

@@ -48,7 +48,7 @@ CHECKS = (
     Check("cores", nodes.gather_node, nodes.judge_cores),
     Check("BLAS", nodes.gather_blas, nodes.judge_blas),
     Check("memory", nodes.gather_node, nodes.judge_memory),
-    Check("GPU", devices.gather, devices.judge, seconds=40.0),
+    Check("GPU", devices.gather, devices.judge, seconds=2 * devices.CHILD_SECONDS + 10),
     Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID, alone="one rank: no axis to measure"),
     Check("progress", network.gather_progress, network.judge_progress, alone="one rank: nothing to overlap"),
     Check("clocks", network.gather_clocks, network.judge_clocks),

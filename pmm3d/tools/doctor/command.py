@@ -28,7 +28,7 @@ def doctor_command(
                                               "space.")] = Path("."),
     json: Annotated[Path | None, typer.Option(help="Write everything here too; units are in the names.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which doctor gives up and says where it was "
-                                                       "stuck.")] = 120,
+                                                       "stuck.")] = 240,
 ) -> None:
     """Examine what pmm3d runs on: what is found, a verdict on it, and what to do where it is not fine.
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ...arrays import library_named
-from ...comm.device_trial import trial
+from ...comm.device_trial import SECONDS, trial
 from ...comm.words import names_in_words, ranks_in_words
 from ...errors import Pmm3dError
 from ...model.environment import TRANSPORTS, Settings
@@ -25,8 +25,10 @@ DRIVER = "libcuda.so.1"
 LIBRARIES = {"cupy": "cupy", "torch": "torch:cuda:0"}
 LOAD = {"cupy": "import cupy; assert float(cupy.ones(4).sum()) == 4; print(cupy.__version__)",
         "torch": "import torch; assert float(torch.ones(4, device='cuda').sum()) == 4; print(torch.__version__)"}
-CHILD_SECONDS = 15.0
-"""Loading cupy or torch from a parallel file system takes some."""
+CHILD_SECONDS = SECONDS
+"""For each of two children: loading cupy or torch from a parallel file system takes some."""
+LATE = "did not end"
+"""So begins what is said of a child that was not done in time."""
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -128,7 +130,8 @@ def _way(name: str, trial: Trial, asked: str) -> str:
     """How arrays of a library would travel, and why."""
     if asked != "auto":
         return f"{name}'s arrays go {asked} (asked for)"
-    return f"{name}'s arrays go {'direct' if trial.direct else 'staged'} ({trial.why})"
+    mode = "direct, if the ranks' own trial agrees" if trial.direct else "staged"
+    return f"{name}'s arrays would go {mode} ({trial.why})"
 
 
 def _judge_none(finding: Finding, first: Devices) -> None:
@@ -162,6 +165,12 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
     for name in LIBRARIES:
         tried = {hosts[rank]: fact.tried[name] for rank, fact in enumerate(facts) if name in fact.tried}
         broken = [host for host, trial in tried.items() if not trial.computes]
+        late = [host for host in broken if tried[host].text.startswith(LATE)]
+        if late:
+            finding.note(f"{name} on {names_in_words(late)}: to load and compute {tried[late[0]].text}; whether MPI "
+                         "takes its pointers was not tried", "once more: it may be faster when the file system has "
+                         "the files at hand")
+            broken = [host for host in broken if host not in late]
         if broken:
             finding.warn(f"{name} is installed and does not compute on the GPU of {names_in_words(broken)}: "
                          f"{tried[broken[0]].text}",
@@ -171,6 +180,9 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
         if staged and facts[0].asked == "direct":
             finding.fail(f"PMM3D_TRANSPORT=direct, and {tried[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
                          "MPI with CUDA")
+        elif staged and facts[0].asked == "auto" and tried[staged[0]].direct is None:
+            finding.note(f"{name}: {tried[staged[0]].why} (on {names_in_words(staged)}): while that is so, messages go "
+                         "through pinned host memory", "once more; what the child says is why")
         elif staged and facts[0].asked == "auto":
             finding.note(f"{name}: {tried[staged[0]].why} (on {names_in_words(staged)}): messages go through pinned "
                          "host memory",

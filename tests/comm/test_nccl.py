@@ -1,0 +1,87 @@
+"""The transport of NCCL, on its stand-in: one order for all axes, connections made before, what is kept and what is
+given back."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import standin
+import standin_nccl
+from networks import CLASSES, batch_of, loss_of, network_of
+from samples import integers, to_library, to_numpy
+
+from pmm3d import Grid
+from pmm3d.arrays import library_named
+
+pytestmark = pytest.mark.parallel([2])
+
+
+@pytest.fixture
+def grid(comm, monkeypatch):
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    with Grid(comm, (1, comm.size, 1), device_transport="nccl") as grid:
+        yield grid
+
+
+def test_peers_are_connected_before_the_first_message(comm, grid, monkeypatch):
+    """In one group, when the communicator is made: a byte to each."""
+    sent, send = [], standin_nccl.NcclCommunicator.send
+    monkeypatch.setattr(standin_nccl.NcclCommunicator, "send",
+                        lambda own, pointer, count, *to: sent.append((count, to[1])) or send(own, pointer, count, *to))
+    grid.y.settle(library_named("standin"))
+    assert sent == [(1, 1 - comm.rank)]
+
+
+def test_collectives_of_all_axes_take_turns(comm, grid):
+    """The second one, on another axis and of arrays that are there, does not begin before the first."""
+    mine = [to_library(integers((8, 3), seed=seed), "standin") for seed in (0, 1)]
+    for axis in (grid.y, grid.everyone):
+        axis.settle(library_named("standin"))
+    standin.cuda.get_current_stream().synchronize()
+    with standin.Stream(non_blocking=True) as busy:
+        mine[0] += 1
+        busy.queue.held = True
+        first = grid.y.sum_into(mine[0], mine[0])
+    second = grid.everyone.sum_into(mine[1], mine[1])
+    assert not any(second.test() for _ in range(50))
+    busy.queue.held = False
+    assert np.array_equal(to_numpy(second.wait(), "standin"), comm.size * integers((8, 3), seed=1))
+    assert first.done and np.array_equal(to_numpy(first.wait(), "standin"), comm.size * (integers((8, 3)) + 1))
+
+
+def test_results_are_not_kept_for_the_next_call(grid):
+    result = weakref.ref(grid.y.all_gather(to_library(np.ones((8, 3)), "standin")).wait())
+    gc.collect()
+    assert result() is None
+
+
+def test_what_may_never_end_is_aborted(comm, grid, monkeypatch):
+    monkeypatch.setattr(standin_nccl.NcclCommunicator, "aborted", 0)
+    whole, library = standin.empty((8 * comm.size, 3)), library_named("standin")
+    grid.y.settle(library)
+    queue = grid.transport.communication_stream(library).own.stream.queue
+    pending = grid.y.gather_into(to_library(integers((8, 3)), "standin"), whole, [8] * comm.size)
+    queue.held, connected = True, grid.y._nccl._last
+    while grid.y._nccl._last is connected:
+        pending.test()
+    grid.y.close()
+    assert (standin_nccl.NcclCommunicator.aborted, standin_nccl.NcclCommunicator.made) == (1, 0)
+    queue.held = False
+    pending.wait()
+
+
+@pytest.mark.parametrize("shape, data", [((1, 1, 1), 2), ((1, 1, 2), 1)])
+def test_work_memory_of_a_training_step_is_had_once(comm, monkeypatch, shape, data):
+    """No more than where MPI moves the arrays, pass by pass: what is had at the end of a pass serves the next one."""
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    had = {}
+    for transport in ("direct", "nccl"):
+        with Grid(comm, shape, data, device_transport=transport) as grid:
+            net = network_of(grid, CLASSES, library="standin")
+            had[transport] = []
+            for _ in range(3):
+                loss_of(net, CLASSES, *batch_of(CLASSES, 0), "standin").backward()
+                had[transport].append(grid.workspace.allocated)
+    assert all(0 < nccl <= direct for nccl, direct in zip(had["nccl"], had["direct"]))
+    assert had["nccl"][1] == had["nccl"][2]

@@ -1,0 +1,237 @@
+"""What torch's backward passes bring, and to what: ranks that differ, gradients of some only, recomputation, hooks."""
+
+from types import SimpleNamespace
+
+import pytest
+from networks import on_each_grid
+
+from pmm3d import DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
+from pmm3d.nn import Overlap
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from pmm3d.torch import Dropout3D, LayerNorm3D, Linear3D, Split, full_state_dict, input_rows, parallelize  # noqa: E402
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.deadline(200)
+
+
+class Heads(nn.Module):
+    """A trunk and two equal heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.trunk(x)
+        return self.a(x), self.b(x)
+
+
+class Mixed(nn.Module):
+    """Layers on the grid, and parameters on no axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x * self.scale)))
+
+
+MIXED = {"first": "column", "norm": "x", "last": Split("row", gather=True)}
+
+
+def made(kind, *plan, **options):
+    torch.manual_seed(0)
+    return parallelize(kind(), *plan, **options)
+
+
+@pytest.mark.parallel([2])
+def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
+    """Both heads were used alike: only the pass itself differs. Then those of one model or of another."""
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        net, other = (made(Heads, grid, {"*": "column"}) for _ in range(2))
+        text = fails(DisagreementError, "backward", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
+        assert "a.weight" in text or "b.weight" in text
+        assert all(tensor.grad is None for tensor in net.parameters())
+        outs = [each(torch.ones(2, 4))[0].sum() for each in (net, other)]
+        fails(DisagreementError, "backward", lambda: outs[grid.rank].backward())
+        sum(net(torch.ones(2, 4))).sum().backward()
+        assert net.a.weight.grad is not None
+
+
+@pytest.mark.parallel([1, 2])
+def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
+    """autograd.grad of an activation; backward(inputs=) of one, of a shard, of what is on no axis."""
+    def check(grid):
+        net = made(Mixed, grid, MIXED)
+        x = torch.arange(8.0).reshape(2, 4).requires_grad_()
+        names = lambda: [name for name, tensor in net.named_parameters() if tensor.grad is not None]
+        loss = lambda: net(x).square().sum()
+        [dx] = torch.autograd.grad(loss(), [x])
+        assert names() == [] and x.grad is None
+        loss().backward(inputs=[x])
+        assert names() == [] and torch.equal(x.grad, dx)
+        loss().backward(inputs=[net.last.weight])
+        assert names() == ["last.weight"]
+        of_last = net.last.weight.grad.clone()
+        loss().backward(inputs=[net.scale])
+        assert names() == ["scale", "last.weight"] and torch.equal(net.last.weight.grad, of_last)
+        net.zero_grad()
+        loss().backward()
+        assert names() == [name for name, _ in net.named_parameters()] and torch.equal(net.last.weight.grad, of_last)
+        if grid.shape.data * grid.shape.z > 1:
+            fails(Pmm3dError, "scale: torch.autograd.grad would bring this rank's part",
+                  lambda: torch.autograd.grad(loss(), [net.scale]))
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([1])
+def test_torchs_fast_path_does_not_read_the_shards(comm):
+    """TransformerEncoderLayer, in eval and without gradients, takes its layers' weights and computes by itself."""
+    plan = {"0.linear1": "column", "0.linear2": Split("row", gather=True), "0.dropout": "x", "0.dropout[12]": "off"}
+    make = lambda: (torch.manual_seed(0),
+                    nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)).eval())[1]
+    plain, x = make(), torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+
+    def check(grid):
+        net = parallelize(make(), grid, plan)
+        with torch.no_grad():
+            assert torch.allclose(net(input_rows(grid, x)), input_rows(grid, plain(x)), atol=1e-6)
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([1, 2])
+def test_autocast_is_refused(comm, fails):
+    def check(grid):
+        net = made(Mixed, grid, MIXED)
+        with torch.autocast("cpu", torch.bfloat16):
+            fails(DTypeError, "autocast does not reach in here", lambda: net(torch.ones(2, 4)))
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_a_prelu_is_named_where_all_columns_are_there(comm, fails):
+    """Between a column and a row its one parameter would get the gradient of a part of the columns."""
+    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 4))
+    plan = {"0": "column", "2": Split("row", gather=True)}
+    with Grid(comm, (2, 1, 1)) as grid:
+        fails(LayoutError, "does not name 1, a PReLU", lambda: parallelize(make(), grid, plan))
+        fails(LayoutError, "1 is a PReLU, which can be 'off'", lambda: parallelize(make(), grid, plan | {"1": "x"}))
+        net = made(make, grid, {"0": Split("column", gather=True), "1": "off", "2": Split("row", gather=True)})
+        plain = (torch.manual_seed(0), make())[1]
+        for each in (net, plain):
+            each(-torch.ones(2, 4)).sum().backward()
+        assert torch.allclose(net[1].weight.grad, plain[1].weight.grad)
+
+
+class Silent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@pytest.mark.parallel([2])
+def test_a_parameter_that_gets_no_gradient_has_none(comm):
+    class Net(Mixed):
+        def forward(self, x):
+            return self.last(self.norm(self.first(Silent.apply(x, self.scale))))
+
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        net = made(Net, grid, MIXED)
+        net(torch.ones(2, 4)).sum().backward()
+        assert net.scale.grad is None and net.first.weight.grad is not None
+
+
+@pytest.mark.parallel([2])
+def test_one_feature_on_an_axis_of_several(comm):
+    """All of it, and this rank's part of it, look alike on the first rank of the axis alone."""
+    make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1), nn.Linear(1, 3)).double())[1]
+    plain, x = make(), torch.arange(4.0, dtype=torch.float64)[:, None].requires_grad_()
+    plain(x).square().mean().backward()
+    of_x, x.grad = x.grad, None
+
+    def check(grid):
+        net = parallelize(make(), grid)
+        net(input_rows(grid, x)).square().mean().backward()
+        assert torch.allclose(x.grad, of_x)
+        x.grad = None
+        before = full_state_dict(net)
+        torch.optim.SGD(net.parameters(), lr=1.0).step()
+        for name, tensor in full_state_dict(net).items():
+            assert torch.allclose(before[name] - tensor, plain.get_parameter(name).grad), name
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("ends_in_relu", [False, True])
+def test_sums_over_data_are_begun_under_a_pass_that_computes_again(comm, ends_in_relu):
+    """torch.utils.checkpoint runs parts of the forward pass again in the backward pass, which are no new uses."""
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        net = made(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), grid, overlap=Overlap(bucket_bytes=1))
+        halves = [nn.Sequential(net[0], net[1]), nn.Sequential(net[2], net[3], *[nn.ReLU()] * ends_in_relu)]
+        seen, x = [], torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            for half in halves:
+                x = checkpoint(half, x, use_reentrant=False)
+            x.register_hook(lambda _: grid.ledger.reset())
+            x.sum().backward()
+            x = torch.ones(2, 4, requires_grad=True)
+            x.register_hook(lambda _: seen.append(grid.ledger.total(phase="reduce data").received))
+        assert seen[-1] > 0
+
+
+@pytest.mark.parallel([2])
+def test_forward_passes_that_need_no_gradient_are_no_uses(comm):
+    with Grid(comm, (1, 1, 1), data=2) as grid:
+        net, frozen = (made(lambda: nn.Linear(4, 4), grid) for _ in range(2))
+        frozen.requires_grad_(False)
+        if grid.rank == 0:
+            frozen(torch.ones(2, 4))
+        net(torch.ones(2, 4)).sum().backward()
+        assert net.weight.grad is not None
+
+
+def test_tf32_is_torchs_own_setting():
+    """Of float32 on a device alone."""
+    from pmm3d.torch.held import precision_of
+
+    of = lambda **facts: precision_of(SimpleNamespace(**{"dtype": torch.float32, "is_cuda": True} | facts)).tf32
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    assert not of()
+    try:
+        matmul.fp32_precision = "tf32"
+        assert of() and not of(is_cuda=False) and not of(dtype=torch.bfloat16)
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_norm_whose_columns_are_all_there_stays_torchs(comm):
+    def check(grid):
+        net = made(Mixed, grid, MIXED)
+        assert type(net.norm) is (LayerNorm3D if grid.x.size > 1 else nn.LayerNorm) and type(net.first) is Linear3D
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([1])
+def test_dropout_keeps_a_byte_an_element(comm):
+    kept = []
+    with Grid(comm, (1, 1, 1)) as grid:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.nbytes), tensor)[1], id):
+            Dropout3D(grid, 0.5)(torch.ones(8, 4, requires_grad=True))
+    assert 0 < sum(kept) <= 32
