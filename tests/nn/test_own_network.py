@@ -127,7 +127,7 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets
     ("model.py:few", r"model.py:few raised an error: TypeError: few\(\) takes 2 positional arguments but 3 were given"),
     ("model.py:nothing", r"model.py:nothing returned NoneType; needed is a pmm3d.nn.Module"),
     ("model.py:wide", r"the network has 4 outputs; the data needs 3: the function is called with"),
-    ("model.py:double", r"first.weight is of float64 in numpy, the batches of float32 in numpy: set network.dtype"),
+    ("model.py:double", rf"first.weight is of float64 in {TESTED}, the batches of float32 in {TESTED}: set network."),
     ("model.py:other_grid", r"the network is on another Grid"),
 ])
 def test_what_is_wrong_with_it_is_said(configured, comm, fails, name, text):
