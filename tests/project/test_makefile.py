@@ -30,4 +30,4 @@ def test_all_tests_are_runs_beside_each_other_and_one_with_arguments():
     assert both.count("-m pytest") == 3 and '-m "not parallel"' in both and "-m parallel" in both
     named = [word for word in both.split() if word.startswith("tests/")]
     assert "PMM3D_TESTED_LIBRARY=torch" in both and named and all((ROOT / name).is_file() for name in named)
-    assert one.count("-m pytest") == 1 and one.rstrip().endswith("-m pytest -x")
+    assert one.count("-m pytest") == 1 and "-m pytest -x\n" in one
