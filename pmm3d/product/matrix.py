@@ -153,7 +153,6 @@ class DistMatrix(StoredMatrix):
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
-            grid.transport.check_place(library, local)
             local = library.plain(local)
         return cls(grid, local, shape, layout)
 

@@ -114,8 +114,8 @@ def test_a_quotient_by_a_large_number_has_a_gradient(comm):
 
 @pytest.mark.parallel([2])
 def test_what_overflows_warns_nobody(comm):
-    """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: an error
-    there would have ended it, and all ranks would have waited."""
+    """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: where
+    warnings are errors, it would depend on who adds."""
     with Grid(comm, "ddp") as grid, warnings.catch_warnings():
         warnings.simplefilter("error")
         layer = nn.Linear(grid, 2, 2, precision="float16")
@@ -124,9 +124,8 @@ def test_what_overflows_warns_nobody(comm):
         assert not np.isfinite(layer.weight.grad.gather()).any()
         pending = grid.everyone.all_reduce(np.full((1, 2), 6e4, "float16"))
         with grid.engine.background():
-            while not pending.done and grid.engine._helper.is_alive():
+            while not pending.done:
                 pass
-        assert grid.engine._helper is None or grid.engine._helper.is_alive()
         assert (pending.wait() == np.inf).all()
 
 
