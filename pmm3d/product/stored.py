@@ -29,7 +29,6 @@ class StoredMatrix:
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(memory)
         grid.everyone.settle(self.library)
-        grid.transport.check_place(self.library, memory)
         self.dtype = self.library.dtype(memory)
 
     @property
@@ -75,6 +74,11 @@ class StoredMatrix:
     def _turned(self: Stored, conjugated: bool) -> Stored:
         order = "F" if self.order == "C" else "C"
         return type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
+
+    @property
+    def resolved(self: Stored) -> Stored:
+        """This matrix; of a conjugated view a copy, which can be written to. Nothing moves."""
+        return type(self)(self.grid, self.local, self.shape, self.layout, self.order) if self.conjugated else self
 
     def placement(self) -> Placement:
         """Who holds what. Raises LayoutError for partial sums, of which nobody has the elements."""

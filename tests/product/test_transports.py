@@ -103,9 +103,10 @@ def test_what_is_under_way_goes_on_in_the_way_in_which_it_began(comm, monkeypatc
         pending = grid.y.begin("sum", later, library=library_named("standin"))
         neighbours.wrong = "not among all"
         grid.everyone.all_reduce(standin.asarray(np.ones(3))).wait()
-        assert grid.transport.why == "staged: not among all" and links[0].mode == "direct"
+        found = grid.transport.why, links[0].mode
         go_on.done = True
         pending.wait()
+        assert found[0].startswith("staged: not among all") and found[1] == "direct"
         assert np.array_equal(to_numpy(sums, "standin"), np.full((40, 30), 2.0))
 
 
@@ -222,12 +223,10 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
         own, counts = there if comm.rank == 1 else here, [2] * comm.size
         refused = r"failed on 1 of \d ranks. rank 1: .*array of device 1 is used where device 0 is current"
         for call in (lambda: grid.x.all_reduce(own), lambda: grid.x.all_reduce(here, out=own),
-                     lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own),
-                     lambda: DistMatrix.from_local(grid, own, (2 * comm.size, 3), layout=Layout(rows="x"))):
+                     lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own)):
             fails(GridError, refused, lambda: call().wait())
         for call in (lambda: grid.x.sum_into(there, here), lambda: grid.x.sum_into(here, there),
-                     lambda: grid.x.exchange_into([here] * comm.size, [there] * comm.size),
-                     lambda: DistMatrix(grid, there, (2 * comm.size, 3), Layout(rows="x"))):
+                     lambda: grid.x.exchange_into([here] * comm.size, [there] * comm.size)):
             fails(GridError, "^an array of device 1 is used where device 0 is current", call)
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 
