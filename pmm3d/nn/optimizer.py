@@ -153,6 +153,7 @@ class Optimizer:
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
+        self._left.update((parameter, _versions(parameter)) for parameter in filled)
         self._note_memory()
         self.zero_grad()
 
@@ -177,7 +178,6 @@ class Optimizer:
     def _spread(self, parameter: Parameter) -> list[Pending]:
         """A parameter was changed: begin to bring what the ranks along data changed of it to all of them."""
         parameter.version += 1
-        self._left[parameter] = _versions(parameter)
         if not self._splits(parameter):
             return []
         own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
