@@ -31,6 +31,10 @@ else
 endif
 
 STAMP := $(VENV)/.installed
+# Tests that name no library make arrays of this one.
+ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(VENV)/bin/python -m pytest
+FEW_ON_TORCH := $(addprefix tests/,product/test_matmul.py product/test_product.py comm/test_forms.py \
+  io/test_checkpoint.py nn/test_finite_differences.py nn/test_nn_gradients.py nn/test_nn_torch.py nn/test_operations.py)
 # Targets side by side: what each prints is shown when it ends, where make can (from version 4 on).
 AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
@@ -43,7 +47,7 @@ SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-slurm system-packages bench gpu-check docs clean \
+.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm system-packages bench gpu-check docs clean \
   distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
@@ -63,9 +67,9 @@ endif
 
 setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
 
-test: setup site-launcher ## all tests: those in one process, which mostly wait for jobs, beside those on several ranks; with ARGS one by one
+test: setup site-launcher ## all tests, and some again on torch, two runs at a time; with ARGS one run of all
 ifeq ($(strip $(ARGS)),)
-	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) test-unit test-mpi
+	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) test-mpi test-unit test-few-torch
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
@@ -76,8 +80,11 @@ test-unit: setup ## the tests in one process
 test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
 	$(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
-test-torch: setup site-launcher ## those of products, networks, collectives and files on several ranks again, on tensors of torch; N=4
-	PMM3D_TESTED_LIBRARY=torch $(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(TORCH_TESTS) $(ARGS)
+test-torch: setup site-launcher ## those of products, collectives, files and networks on several ranks, on arrays of torch; N=4
+	$(ON_TORCH) -m parallel $(if $(N),--ranks $(N)) $(addprefix tests/,product comm io nn) $(ARGS)
+
+test-few-torch: setup site-launcher # what may be otherwise with another library, on few ranks
+	$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH)
 
 test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## the scripts of jobs/ under a real Slurm, on virtual nodes; as root
 	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_MPIS:%=.venv-slurm-%)) $(VENV)/bin/python -m pytest tests/slurm $(ARGS)

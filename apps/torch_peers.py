@@ -5,7 +5,8 @@
 Model, weights and batch are those of apps/torch_rivals.py, and so must be the loss; loss, autograd and optimizer are
 torch's on both sides. One process of one thread: the bridge beside plain torch. Two: the bridge on four grids beside
 DDP, FSDP2 and tensor parallel on gloo. Rounds over all of them are interleaved, each in another order; a ratio is taken
-within a round, and its median is printed. Both sides multiply by torch's BLAS. Linux.
+within a round, and its median is printed. Both sides multiply by torch's BLAS, each process
+on a core of its own. Linux.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from functools import partial
 
 import torch_rivals
 from measuring import Result, beside, interleaved, markdown, on_ranks, slowest
-from torch_rivals import batch_of, weights
+from torch_rivals import batch_of, keep_to_cores, weights
 
 LEARNING_RATE = 10.0
 TOLERANCE = 1e-4
@@ -37,6 +38,7 @@ def bridge(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     comm, shape = MPI.COMM_WORLD, parse_shape(options.bridge)
+    keep_to_cores(comm.rank, 1)
     layers = [torch.nn.Linear(options.width, options.width, bias=False) for _ in range(options.layers)]
     for index, layer in enumerate(layers):
         layer.weight.data.copy_(torch.from_numpy(weights(index, options.width)).T)

@@ -63,11 +63,16 @@ def _in_processes(task: dict[str, Any], processes: int) -> dict[str, Any]:
     return json.loads(output_of([*torchrun, __file__, json.dumps(task)], environ, PATIENCE).splitlines()[-1])
 
 
-def work(task: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own, on cores of its own where there are enough: build the rival and time its steps."""
-    rank, processes, threads = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), task["threads"]
+def keep_to_cores(rank: int, threads: int) -> None:
+    """Have this process on cores of its own, one a thread, where there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[(rank * threads + thread) % len(cores)] for thread in range(threads)])
+
+
+def work(task: dict[str, Any]) -> dict[str, Any]:
+    """In a process of its own: build the rival and time its steps."""
+    rank, processes, threads = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), task["threads"]
+    keep_to_cores(rank, threads)
     import torch
 
     torch.set_num_threads(threads)

@@ -89,6 +89,8 @@ class DeviceArray:
     nbytes = property(lambda self: self._host.nbytes)
     device = property(lambda self: Device(self._memory.queue.device))
     T = property(lambda self: self._view(self._host.T))
+    real = property(lambda self: self._view(self._host.real))
+    imag = property(lambda self: self._view(self._host.imag))
 
     def _view(self, host):
         return type(self)(host, self._memory)

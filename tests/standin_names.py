@@ -99,7 +99,7 @@ class ElementwiseKernel:
     def __call__(self, *arguments):
         names = [*self.inputs, *self.outputs]
         given = dict(zip(names, arguments, strict=True))
-        types = dict[str, np.dtype]()
+        types = {letter: np.dtype(letter) for letter in self.types.values() if len(letter) > 1}
         for name, each in given.items():
             if isinstance(each, DeviceArray):
                 assert types.setdefault(self.types[name], each.dtype) == each.dtype, f"{name} is of {each.dtype}"
@@ -117,6 +117,21 @@ class ElementwiseKernel:
                 hosts[name][...] = values[name]
 
         enqueue(work, [each for each in arguments if isinstance(each, DeviceArray)], outputs)
+
+
+class ReductionKernel:
+    """Sums of what the map's text says, which means the same in Python; in float64."""
+
+    def __init__(self, inputs, outputs, mapped, reduced, after, identity, name, reduce_type):
+        assert (reduced, after, identity, reduce_type) == ("a + b", f"{outputs.split()[1]} = a", "0", "double")
+        assert outputs.split()[0] == "float64"
+        self.name, self.mapped = inputs.split()[1], mapped
+
+    def __call__(self, array, axis):
+        return lazily(self.summed, array, axis=axis)
+
+    def summed(self, array, axis):
+        return np.sum(eval(self.mapped, {"double": np.float64, self.name: array}), axis=axis)
 
 
 def _rounded(dtype, value):
@@ -149,4 +164,5 @@ def names(kind) -> dict:
     reduced = {name: _reduction(getattr(np, name)) for name in REDUCTIONS}
     types = {name: getattr(np, name) for name in TYPES}
     return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda,
-            "fuse": lambda function: function, "ElementwiseKernel": ElementwiseKernel}
+            "fuse": lambda function: function, "ElementwiseKernel": ElementwiseKernel,
+            "ReductionKernel": ReductionKernel}

@@ -10,7 +10,7 @@ from standin_streams import get_current_stream
 
 available = True
 NCCL_UINT8 = 1
-TAG = 77
+TAG, CONNECTING = 77, 78
 HERE = threading.local()
 
 
@@ -23,25 +23,39 @@ def groupStart() -> None:
 
 
 def groupEnd() -> None:
+    _connect({(comm, peer) for comm, _, _, _, peer in HERE.group if peer not in comm.connected})
     sent, received = ([np.frombuffer(MPI.buffer.fromaddress(pointer, nbytes), np.uint8)
-                       for call, pointer, nbytes, _ in HERE.group if call.__name__ == name]
+                       for _, call, pointer, nbytes, _ in HERE.group if call.__name__ == name]
                       for name in ("Isend", "Irecv"))
     get_current_stream().queue.add(partial(_travel, HERE.group), sent, received)
 
 
+def _connect(pairs) -> None:
+    """As NCCL before the first messages of two ranks: the host stands still until both have come to them."""
+    if pairs:
+        NcclCommunicator.stood_still += 1
+        MPI.Request.Waitall([call(np.empty(1, np.uint8), peer, CONNECTING) for comm, peer in pairs
+                             for call in (comm.comm.Irecv, comm.comm.Isend)])
+        for comm, peer in pairs:
+            comm.connected.add(peer)
+
+
 def _travel(group) -> None:
+    NcclCommunicator.travelled += len(group)
     MPI.Request.Waitall([call(MPI.buffer.fromaddress(pointer, nbytes), peer, TAG)
-                         for call, pointer, nbytes, peer in group])
+                         for _, call, pointer, nbytes, peer in group])
 
 
 class NcclCommunicator:
-    """Of ranks that are the first of COMM_WORLD; made and aborted count those of this process."""
+    """Of ranks that are the first of COMM_WORLD; made and aborted count those of this process, travelled its messages,
+    stood_still how often it waited for others to connect."""
 
-    made = aborted = 0
+    made = aborted = travelled = stood_still = 0
 
     def __init__(self, size, identity, rank):
         assert identity == get_unique_id() and MPI.COMM_WORLD.rank == rank
         NcclCommunicator.made += 1
+        self.connected = set()
         self.comm = MPI.COMM_WORLD.Dup()
         numbers = np.empty(size, np.int64)
         self.comm.Allgather(np.array([rank]), numbers)  # as blocking as NCCL's
@@ -54,7 +68,7 @@ class NcclCommunicator:
 
     def _join(self, call, pointer, count, peer, stream):
         assert stream == get_current_stream().ptr
-        HERE.group.append((call, pointer, count, peer))
+        HERE.group.append((self, call, pointer, count, peer))
 
     def abort(self):
         NcclCommunicator.aborted += 1

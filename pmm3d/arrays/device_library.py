@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -107,6 +108,9 @@ class DeviceLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
+    def square_sums(self, rows: Array) -> Array:
+        return _square_sums(self)(rows, axis=1)
+
     def pin(self, memory: np.ndarray) -> None:
         self.xp.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
 
@@ -119,6 +123,12 @@ class DeviceLibrary(NumpyLibrary):
         check_gemm_types(types[0], self.dtype(b), types[1])
         cublas.gemm(self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32,
                     conjugated)
+
+
+@cache
+def _square_sums(library: DeviceLibrary) -> Any:
+    return library.xp.ReductionKernel("T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0",
+                                      "pmm3d_square_sums", reduce_type="double")
 
 
 @dataclass(frozen=True)

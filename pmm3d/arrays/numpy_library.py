@@ -26,6 +26,8 @@ ADDRESSED = 2**62
 """Bytes that an array may have; numpy knows no more of its sizes than 64 bits hold."""
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
+SUMMED = 2**14
+"""Elements that a block of threads of a device adds up: of torch in float32, or in their own type if that is larger."""
 DEVICE_ELEMENTS = 2**24
 """That a device works through at a time where it needs 8 bytes or more of memory for each."""
 
@@ -193,12 +195,21 @@ class NumpyLibrary:
 
     def square_sum(self, array: Array) -> Any:
         """The sum of the squares of the elements, in float64; of a device array an array of no dims there."""
+        if self.dtype(array).startswith("complex"):
+            return self.square_sum(array.real) + self.square_sum(array.imag)
         flat, total = array.reshape(-1), 0.0
-        step = self.slice_elements or DEVICE_ELEMENTS
+        step, rows = self.slice_elements, flat.shape[0] // SUMMED
+        if step is None:
+            whole, rest = flat[: rows * SUMMED].reshape(rows, SUMMED), flat[rows * SUMMED :].reshape(1, -1)
+            return sum((self.square_sums(part).sum() for part in (whole, rest) if 0 not in part.shape), total)
         for start in range(0, flat.shape[0], step):
             part = self.astype(flat[start : start + step], "float64")
             total = total + (part * part).sum()
         return total
+
+    def square_sums(self, rows: Array) -> Array:
+        """Of a device array: the sum of the squares of each row, in float64, in one pass without work arrays."""
+        raise NotImplementedError
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:

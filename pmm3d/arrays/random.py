@@ -8,6 +8,8 @@ ones are to rounding, by each library's inverse of the distribution function.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,11 @@ from .numpy_library import DEVICE_ELEMENTS, Array, NumpyLibrary
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of SplitMix64's `_mix`."""
+KEPT = ("X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
+        "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;")
+"""What `fill_kept` does to an element, in C++: `bits`, compared."""
 DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 
@@ -38,17 +45,20 @@ def _right(words: Array, count: int) -> Array:
 
 
 def _mix(words: Array) -> Array:
-    words = (words ^ _right(words, 30)) * _word(words, 0xBF58476D1CE4E5B9)
-    words = (words ^ _right(words, 27)) * _word(words, 0x94D049BB133111EB)
+    words = (words ^ _right(words, 30)) * _word(words, FACTORS[0])
+    words = (words ^ _right(words, 27)) * _word(words, FACTORS[1])
     return words ^ _right(words, 31)
 
 
 def bits(index: Array, seed: int, stream: int = 0) -> Array:
     """64 random bits for each index (uint64, or int64 of torch, as `NumpyLibrary.words` makes them). Streams of one
     seed are independent."""
+    return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, _start(seed, stream)))
+
+
+def _start(seed: int, stream: int) -> int:
     streams = _mix(np.array([stream + 1], np.uint64) * np.uint64(GOLDEN))
-    start = _mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)
-    return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, int(start[0])))
+    return int(_mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)[0])
 
 
 def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribution: str) -> Array:
@@ -98,12 +108,23 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
 def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
     """Fill `out` with 0, with probability p, or 1, for the elements in a box of a matrix of that many columns."""
     library, limit = library_of(out), int(p * 2**64)
+    if library.name == "cupy":
+        rows, cols = library.words(box.r0, box.r1)[:, None], library.words(box.c0, box.c1)[None, :]
+        numbers = columns, GOLDEN, _start(seed, stream), *FACTORS, limit
+        _kept_kernel(library)(rows, cols, *map(np.uint64, numbers), out)
+        return
     for part, index in _pieces(library, out, box, columns):
         drawn = bits(index, seed, stream)
         if _unsigned(drawn):
             part[...] = drawn >= np.uint64(limit)
         else:
             part[...] = (drawn ^ -(2**63)) >= limit - 2**63
+
+
+@cache
+def _kept_kernel(library: NumpyLibrary) -> Any:
+    names = "row", "col", "columns", "golden", "start", "one", "other", "limit"
+    return library.xp.ElementwiseKernel(", ".join(f"X {name}" for name in names), "K kept", KEPT, "pmm3d_kept")
 
 
 def drawn(library: NumpyLibrary, box: Box, dtype: str, columns: int, seed: int, distribution: str) -> Array:

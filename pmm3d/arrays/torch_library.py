@@ -148,6 +148,10 @@ class TorchLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
 
+    def square_sums(self, rows: Array) -> Array:
+        wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
+        return self.xp.linalg.vector_norm(rows, dim=1, **wide).double().square()
+
     def pin(self, memory: np.ndarray) -> None:
         if self.on_host:
             return

@@ -50,7 +50,8 @@ def stopped(engine: Engine) -> None:
     """Nothing goes on. The arrays and buffers of what some members never began, or what failed, live to the end of the
     program: MPI may still read them, or write there."""
     engine.close()
-    if unfinished := [*engine.under_way(), *engine.transport.failed]:
+    pinned = engine.transport.pinned
+    if unfinished := [*engine.under_way(), *(pinned.failed if pinned else [])]:
         weakref.finalize(MPI, unfinished.clear).atexit = False
     else:
         engine.transport.close()

@@ -183,7 +183,7 @@ class Engine:
             pass
 
     def _drive(self) -> None:
-        """Of the helper thread, which no warning of numpy's may end: what a sum rounds is for its caller to look at."""
+        """Of the helper thread, in which numpy warns nobody: what a sum rounds is for its caller to look at."""
         with np.errstate(all="ignore"):
             while not self._closed:
                 self._computing.wait()

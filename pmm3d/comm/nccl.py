@@ -89,7 +89,7 @@ def peers_of(rank: int, size: int) -> list[int]:
     ones round the ring.
 
         >>> peers_of(1, 4), len(peers_of(0, 4096))
-        ([0, 2, 3], 30)
+        ([0, 2, 3], 29)
     """
     if size <= CONNECTED:
         return [peer for peer in range(size) if peer != rank]

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..arrays import NumpyLibrary
-from ..errors import OutOfMemoryError
-from .agreement import Terms, agree
-from .processes import Processes
-from .transport import Collective, Link
-from .words import in_bytes
 
 PIECE_BYTES = 2**22
 """Of a large message, at most. At 50 GB/s such a copy takes 85 us: a copy, its event and a message cost some 10 us to
@@ -76,6 +70,8 @@ class Pinned:
     readers                  those that see this one's
     nbytes                   of its own
     problem                  why other processes cannot have the memory, in words
+    moved                    pieces that got on, so far
+    failed                   exchanges that ended with an error, whose memory MPI or the device may still use
     """
 
     def __init__(self, library: NumpyLibrary, ranks_of_host: int):
@@ -84,7 +80,7 @@ class Pinned:
         self.nbytes = STATES_BYTES + sum(slots * size for slots, size in self._sizes())
         self.of_peers: dict[int, Slots] = {}
         self.readers: frozenset[int] = frozenset()
-        self.problem, self.descriptor = "", -1
+        self.problem, self.descriptor, self.moved, self.failed = "", -1, 0, list[Any]()
         self._pinned: list[np.ndarray] = []
         try:
             self.descriptor = os.memfd_create("pmm3d")
@@ -141,52 +137,3 @@ class Pinned:
             found.append(Slots(memory[begin : begin + count * size], memory[state : state + count]))
             begin, state = begin + count * size, state + count
         return tuple(found)
-
-
-def prepare(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]:
-    """Generator: the transport has its pinned memory; on a link of all ranks they also see that of the others on their
-    host, if all of these can. Raises OutOfMemoryError, on every rank, where one of them has none."""
-    transport, processes = link.transport, link.transport.processes or Processes.unknown(link.size)
-    own, error = link.record.members[link.rank], None
-    if transport.pinned is None:
-        try:
-            transport.pinned = Pinned(library, processes.beside(own))
-            link.workspace.allocated += transport.pinned.nbytes
-        except Exception as refused:
-            error = OutOfMemoryError(f"no pinned host memory for the messages of device memory: {refused}. Fewer ranks "
-                                     "a node, or what else has pinned memory there (ulimit -l, --mem)")
-    yield from agree(link, "staged transport", "", Terms("", error=error))
-    assert transport.pinned is not None
-    transport.why += f"; in pieces through {in_bytes(transport.pinned.nbytes)} of pinned memory a rank"
-    if of_all:
-        yield from _share(link, transport.pinned, processes.neighbours(own))
-        problem = transport.pinned.problem
-        transport.why += f", not shared between processes ({problem})" if problem else ", which those of a host share"
-
-
-def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]:
-    """Generator: ranks see the memory of the others on their host. near: rank -> pid of those that may."""
-    rows = yield from agree(link, "staged transport", "", Terms(""), numbers=[pinned.descriptor, pinned.inode()])
-    assert rows is not None
-    others = [rank for rank in near if rank != link.rank]
-    error = _caught(partial(_see_all, pinned, {rank: near[rank] for rank in others}, rows))
-    seen = yield from agree(link, "staged transport", "", Terms(""), numbers=[error is None])
-    assert seen is not None
-    pinned.hide()
-    if error is None and seen[others].all():
-        pinned.readers = frozenset(others)
-    else:
-        pinned.problem = pinned.problem or str(error or f"rank {others[int(np.argmin(seen[others]))]} could not")
-
-
-def _see_all(pinned: Pinned, near: dict[int, int], rows: np.ndarray) -> None:
-    for rank, pid in near.items():
-        pinned.see(rank, pid, *rows[rank].tolist())
-
-
-def _caught(call: Callable[[], None]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None

@@ -17,7 +17,7 @@ from . import device_trial
 from .agreement import Terms, agree, everywhere
 from .device_trial import Outcome
 from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
-from .pinned import prepare
+from .pinning import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 

@@ -23,15 +23,23 @@ from . import pinned
 from .communicator import OwnedComm
 from .device_streams import CommunicationStream
 from .pinned import FREE, READ, Pinned, Slots
-from .transport import Link
 
 DEPTH = 8
-"""Pieces to one other rank that have a slot: copied, travelling, or read. While ranks compute, their helper threads look
-every 0.4 ms, and a slot is free again after four looks: that bounds the rate at 21 GB/s."""
+"""Pieces to one other rank that have a slot: copied, travelling, or read. While ranks compute, their helper threads
+look every 0.4 ms, and a slot is free again after four looks: that bounds the rate at 21 GB/s."""
 TOKEN_BYTES = 16
 """Of (slot, or -1 if the bytes follow; bytes). No small piece of what is larger has as many."""
 NOTHING = 0, 0
 """A token that has not come."""
+
+
+class Way(NamedTuple):
+    """Of the messages of a collective. members: the ranks of the grid that the communicator's are."""
+
+    comm: MPI.Intracomm
+    tag: int
+    members: Sequence[int]
+    pinned: Pinned
 
 
 class Staging:
@@ -41,13 +49,13 @@ class Staging:
     what was asked of the collective's stream before.
     """
 
-    def __init__(self, link: Link, library: NumpyLibrary, streams: CommunicationStream,
+    def __init__(self, way: Way, library: NumpyLibrary, streams: CommunicationStream,
                  sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]):
-        self._link = link
+        self._way = way
         before = streams.own.record()
         for stream in (streams.down, streams.up):
             stream.wait_for(before)
-        common = link, library, streams
+        common = way, library, streams
         self._lanes: deque[Lane] = deque(Receiving(*common, peer, arrays) for peer, arrays in _by_peer(receives))
         self._lanes += [Sending(*common, peer, arrays) for peer, arrays in _by_peer(sends)]
         _ = self.done
@@ -58,13 +66,13 @@ class Staging:
         the end of the program: MPI and the device may still read it, or write there."""
         try:
             for lane in tuple(self._lanes):
-                self._link.transport.moved += lane.progress()
+                self._way.pinned.moved += lane.progress()
                 if lane.ended:
                     self._lanes.remove(lane)
         except BaseException:
-            self._link.transport.failed.append(self)
-            if isinstance(self._link.comm, OwnedComm):
-                self._link.comm.kept = True
+            self._way.pinned.failed.append(self)
+            if isinstance(self._way.comm, OwnedComm):
+                self._way.comm.kept = True
             raise
         self._lanes.rotate(-1)  # they take turns for slots
         return not self._lanes
@@ -88,12 +96,10 @@ class Lane:
     """What one rank sends to, or receives from, another: pieces in order, each through two stages. Of the first stage
     each goes on to the second in turn."""
 
-    def __init__(self, link: Link, library: NumpyLibrary, streams: CommunicationStream, peer: int,
+    def __init__(self, way: Way, library: NumpyLibrary, streams: CommunicationStream, peer: int,
                  arrays: Sequence[Array]):
-        assert link.transport.pinned is not None
-        self.comm, self.tag, self.peer = link.comm, link.tag, peer
-        self.pinned: Pinned = link.transport.pinned
-        self.rank = link.record.members[peer]
+        self.comm, self.tag, self.pinned = way.comm, way.tag, way.pinned
+        self.peer, self.rank = peer, way.members[peer]
         self.library, self.streams = library, streams
         self.left = deque(array.reshape(-1) for array in arrays)
         self.first: deque[Staged] = deque()

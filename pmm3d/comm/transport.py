@@ -60,12 +60,10 @@ class Transport:
     outcomes    kind of library -> that of the trial whether MPI takes device pointers
     library     of the last device arrays;   device: on which this rank has them
     pinned      host memory through which staged messages go;   moved: pieces of them that got on, so far
-    failed      exchanges that ended with an error, whose memory MPI or the device may still use
     turn        the last collective that was begun with NCCL
     """
 
     pinned: Pinned | None = None
-    moved = 0
     turn: Turn | None = None
     library: NumpyLibrary | None = None
     device: Device | None = None
@@ -78,7 +76,11 @@ class Transport:
         self.workspace, self.processes, self.timeout = workspace, processes, timeout
         self.settled: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self._streams, self._bound, self.failed = DeviceStreams(), threading.local(), list[Any]()
+        self._streams, self._bound = DeviceStreams(), threading.local()
+
+    @property
+    def moved(self) -> int:
+        return 0 if self.pinned is None else self.pinned.moved
 
     def meet(self, library: NumpyLibrary) -> None:
         """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
@@ -99,14 +101,15 @@ class Transport:
         if library.on_host:
             return None
         here, own = library.current_stream().device, self.device
-        remedy = "Make and use the arrays there, with cupy.cuda.Device or torch.cuda.set_device around both"
         if own is not None and here != own.number:
             return GridError(f"arrays of device {here}, where this rank's are on device {own.number}, {own.name}: a "
-                             f"rank has one device on a grid. {remedy}")
+                             "rank has one device on a grid. Make the arrays there, with cupy.cuda.Device or "
+                             "torch.cuda.set_device around them")
         elsewhere = [number for array in arrays if (number := library.device_of(array)) not in (here, None)]
         if elsewhere:
-            return GridError(f"an array of device {elsewhere[0]} is used where device {here} is current: what is asked "
-                             f"for there has no order with it. {remedy}")
+            return GridError(f"an array of device {elsewhere[0]} is used where device {here} is current: work there "
+                             "has no order with what made it. Use it where it was made, with cupy.cuda.Device or "
+                             "torch.cuda.set_device around both")
         return None
 
     def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:
@@ -247,9 +250,11 @@ class Link:
         self.record.received += sum(_bytes(library, array) for _, array in receives)
         self.record.sent += sum(_bytes(library, array) for _, array in sends)
         if self.nccl is None:
-            from .staging import Staging
+            from .staging import Staging, Way
 
-            yield [Staging(self, library, self.stream, sends, receives)]
+            assert self.transport.pinned is not None  # since the ranks settled on it
+            way = Way(self.comm, self.tag, self.record.members, self.transport.pinned)
+            yield [Staging(way, library, self.stream, sends, receives)]
         else:
             self.nccl.exchange(library, self.stream.own, sends, receives)
             yield []

@@ -6,7 +6,7 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from ..arrays import Array, NumpyLibrary
-from .kernels import TYPES, OnePass
+from .kernels import OnePass, has_kernel
 
 FORMULA = ("h = h + decay * x; m = first * m + fresh_first * h; v = second * v + fresh_second * h * h; "
            "d = loss * x + rate * m / (sqrt(v) / scale + eps);")
@@ -36,8 +36,7 @@ class AdamStep(NamedTuple):
     def change(self, library: NumpyLibrary, weight: Array, gradient: Array, mean: Array, square: Array) -> None:
         """Change a weight, and mean and square of its gradients, in place."""
         arrays = weight, gradient, mean, square
-        types = {library.dtype(array) for array in arrays}
-        if library.name == "torch" and not library.on_host and len(types) == 1 and types < set(TYPES):
+        if has_kernel(library, *arrays):
             self._by_torch(library.xp, *arrays)
         else:
             self._by_expressions(library, *arrays)

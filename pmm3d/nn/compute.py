@@ -200,15 +200,23 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         flat_out[chunk] = function(*(array[chunk] for array in flat))
 
 
-def elementwise(form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
-    """A new array of this form: function(*arrays), as by `in_chunks`; on a device the one that the function makes."""
+def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows: bool = False) -> Array:
+    """A new array of this form: function(*arrays), as by `in_chunks`, or by rows; on a device the one that the function
+    makes."""
     library = form.library
     if library.slice_elements is None:
         made = function(*arrays)
         return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
     out = form.new()
-    in_chunks(function, out, *arrays)
+    (by_rows if rows else in_chunks)(function, out, *arrays)
     return out
+
+
+def scaled(form: Form, array: Array, factor: float | Array) -> Array:
+    """A new array of this form: the array times a number, which may be on its device, rounded once."""
+    if form.library.slice_elements is not None:
+        return elementwise(form, lambda part: factor * part, array)
+    return form.library.xp.multiply(array, factor, out=form.new())
 
 
 def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> list[slice]:

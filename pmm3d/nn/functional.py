@@ -5,9 +5,12 @@ A new one: compute the local result, name the parents, and say how the gradient 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from math import prod
+from typing import Any
 
-from ..arrays import Array, random
+from ..arrays import Array, NumpyLibrary, random
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION, Box, Layout
 from .arithmetic import factor_of
@@ -15,15 +18,13 @@ from .compute import (
     PER_ELEMENT,
     Form,
     array_namespace,
-    by_rows,
     column_sums,
     computing,
     elementwise,
-    in_chunks,
     sums_along,
 )
 from .contract import Product
-from .pointwise import GELU, RELU, SIGMOID, SILU, TANH, Pointwise, in_one_pass
+from .pointwise import GELU, RELU, SIGMOID, SILU, TANH, Pointwise, in_one_kernel, in_one_pass, rounded
 from .statistics import moments, total
 from .tensor import Tensor, relayout, whole
 
@@ -115,14 +116,33 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     if p == 0:
         return x
     x = whole(x)
-    form, times = x.form, factor_of(x.form, 1 / (1 - p))
+    form = x.form
     mask = _kept(form, x.box, p, seed, stream)
 
     def masked(array: Array, mask: Array) -> Array:
         with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape)):
-            return elementwise(form, lambda part, keep: times(part * keep), array, mask)
+            return _masked(form, array, mask, 1 / (1 - p))
 
     return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
+
+
+def _masked(form: Form, array: Array, mask: Array, scale: float) -> Array:
+    """Array times mask times scale, on a device in one pass."""
+    library = form.library
+    if library.on_host or not library.has_data:
+        times = factor_of(form, scale)
+        return elementwise(form, lambda part, keep: times(part * keep), array, mask)
+    if library.name == "torch":
+        return library.xp.ops.aten.native_dropout_backward(array, mask.view(library.xp.bool), scale)
+    out = form.new()
+    _mask_kernel(library, form.wide.dtype)(array, mask, scale, out)
+    return out
+
+
+@cache
+def _mask_kernel(library: NumpyLibrary, wide: str) -> Any:
+    return library.xp.ElementwiseKernel(f"T x, K kept, {wide} scale", "T out", "out = x * T(kept) * scale;",
+                                        "pmm3d_masked")
 
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
@@ -163,26 +183,39 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     with form.grid.ledger.phase("layer norm"):
         mean, variance = moments(form, local)
     inverse = 1 / xp.sqrt(variance + eps)
-    normal, out = form.new(), form.new()
+    centred, back, times = (in_one_kernel(form.library, maker) for maker in (_centred, _slope, _product))
     with computing(form.grid, "elementwise"):
-        by_rows(lambda part, m, s: (part - m) * s, normal, local, mean, inverse)
-        by_rows(lambda part, factor, more: part * factor + more, out, normal, gain.shard, bias.shard)
+        normal = elementwise(form, centred, local, mean, inverse, rows=True)
+        out = elementwise(form, in_one_kernel(form.library, _moved), normal, gain.shard, bias.shard, rows=True)
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> tuple[Array, Product, Product]:
-        scaled, product, dx = form.new(), form.new(), form.new()
         with computing(form.grid, "elementwise"):
-            by_rows(lambda g, factor: g * factor, scaled, gradient, factor)
-            in_chunks(lambda g, part: g * part, product, scaled, normal)
-            sums = xp.stack([sums_along(scaled, 1), sums_along(product, 1)])
+            scaled = elementwise(form, times, gradient, factor, rows=True)
+            sums = xp.stack([sums_along(scaled, 1), sums_along(elementwise(form, times, scaled, normal), 1)])
         with form.grid.ledger.phase("layer norm"):
             sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise"):
-            by_rows(lambda g, part, a, b, s: (g - a - part * b) * s, dx, scaled, normal, sums[0][:, None],
-                    sums[1][:, None], inverse)
-            in_chunks(lambda g, part: g * part, product, gradient, normal)
+            dx = elementwise(form, back, scaled, normal, sums[0][:, None], sums[1][:, None], inverse, rows=True)
+            product = elementwise(form, times, gradient, normal)
         return dx, _sum_of_rows(form, product), _sum_of_rows(form, gradient)
 
     return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
+
+
+def _centred(library: NumpyLibrary) -> Callable[[Array, Array, Array], Array]:
+    return lambda part, mean, inverse: rounded(library, (part - mean) * inverse, part)
+
+
+def _moved(library: NumpyLibrary) -> Callable[[Array, Array, Array], Array]:
+    return lambda part, factor, more: part * factor + more
+
+
+def _product(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
+    return lambda part, factor: part * factor
+
+
+def _slope(library: NumpyLibrary) -> Callable[[Array, Array, Array, Array, Array], Array]:
+    return lambda g, part, mean, slope, inverse: rounded(library, (g - mean - part * slope) * inverse, g)
 
 
 def _sum_of_rows(form: Form, array: Array) -> Product:

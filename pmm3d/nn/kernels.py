@@ -20,6 +20,12 @@ SPLIT = ("T kept = T(w); r = chosen(T(W(kept + T(0.99975) * r)) == kept, r, T(0)
 CHOSEN = "template<typename U> __device__ U chosen(bool first, U one, U other) { return first ? one : other; }"
 
 
+def has_kernel(library: NumpyLibrary, *arrays: Array) -> bool:
+    """Whether torch has kernels of its optimizers for such arrays: on a device, all of one type."""
+    types = {library.dtype(array) for array in arrays}
+    return library.name == "torch" and not library.on_host and len(types) == 1 and types < set(TYPES)
+
+
 class OnePass(NamedTuple):
     """What an optimizer does to each element.
 

@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from math import prod
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Layout
+from ..layout import LOW_PRECISION, Layout
 from ..layout.layout import layout_of
 from ..product import DistMatrix
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, scaled
+from .pointwise import in_one_kernel
 from .statistics import across, added, log_sum_exp, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 Matrix = Tensor | DistMatrix
-Elementwise = Callable[[Array, ModuleType], Array]
-"""function(part of an array, its namespace)."""
 
 
 def mse(prediction: Tensor, target: Matrix) -> Tensor:
@@ -44,7 +42,7 @@ def mse(prediction: Tensor, target: Matrix) -> Tensor:
         ...     mse(x, x / 2).item()
         0.375
     """
-    return _elementwise_loss(prediction, target, lambda d, xp: d * d, lambda d, xp: 2 * d)
+    return _elementwise_loss(prediction, target, _squares, lambda form, d, factor: (d, 2 * factor))
 
 
 def mae(prediction: Tensor, target: Matrix) -> Tensor:
@@ -56,25 +54,50 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
         ...     mae(x, x / 2).item()
         0.5
     """
-    return _elementwise_loss(prediction, target, lambda d, xp: xp.abs(d), lambda d, xp: xp.sign(d))
+    return _elementwise_loss(prediction, target, _absolute, _signs)
 
 
-def _elementwise_loss(prediction: Tensor, target: Matrix, value: Elementwise, derivative: Elementwise) -> Tensor:
+def _elementwise_loss(prediction: Tensor, target: Matrix, value: Callable[[Form, Array], Array],
+                      derivative: Callable[[Form, Array, float | Array], tuple[Array, float | Array]]) -> Tensor:
+    """value(form, difference): the sum over this rank's elements; derivative(form, difference, factor): an array and a
+    number, whose product the gradient is."""
     prediction = whole(prediction)
     form, local, aligned = prediction.form, prediction.shard, _aligned(prediction, target)
-    xp, of_target, wide = array_namespace(local), aligned.form if aligned.requires_grad else None, form.wide
+    of_target, wide = aligned.form if aligned.requires_grad else None, form.wide
     with computing(form.grid, "loss"):
-        difference = elementwise(wide, lambda p, t: (p if wide is form else wide.library.astype(p, wide.dtype)) - t,
-                                 local, aligned.shard)
-        total = xp.sum(elementwise(wide, lambda d: value(d, xp), difference))
+        difference = elementwise(wide, in_one_kernel(wide.library, _difference), local, aligned.shard)
+        total = value(wide, difference)
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        factor = _factor(form, gradient, weight)
-        slope = elementwise(form, lambda d: factor * derivative(d, xp), difference)
+        slope = scaled(form, *derivative(wide, difference, _factor(form, gradient, weight)))
         return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
 
     return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
+
+
+def _difference(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
+    """Of low precision in float32, which the target may be already."""
+    def difference(prediction: Array, target: Array) -> Array:
+        wide = library.dtype(prediction) in LOW_PRECISION and library.dtype(target) not in ("float32", "float64")
+        return (library.astype(prediction, "float32") if wide else prediction) - target
+
+    return difference
+
+
+def _squares(form: Form, difference: Array) -> Array:
+    if form.library.slice_elements is None:
+        return form.library.square_sum(difference)
+    return array_namespace(difference).sum(elementwise(form, lambda part: part * part, difference))
+
+
+def _absolute(form: Form, difference: Array) -> Array:
+    xp = array_namespace(difference)
+    return xp.sum(elementwise(form, xp.abs, difference))
+
+
+def _signs(form: Form, difference: Array, factor: float | Array) -> tuple[Array, float | Array]:
+    return elementwise(form, array_namespace(difference).sign, difference), factor
 
 
 def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:

@@ -7,6 +7,8 @@ float32 has no place beside the weight are not lost.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from ..arrays import Array, NumpyLibrary
 
 STATE, REMAINDER, MASTER = "optimizer/", "remainder", "master"
@@ -21,9 +23,17 @@ NEARLY = 1 - 2.0**-12
 def joined(library: NumpyLibrary, weight: Array, remainder: Array) -> Array:
     """The true weights, in float64. Where somebody wrote to a weight, so that it is not what they are rounded to, it
     counts alone."""
-    kept = library.astype(weight, EXACT)
-    own = library.astype(kept + NEARLY * remainder, library.dtype(weight)) == weight
-    return kept + library.xp.where(own, remainder, 0)
+    own = _own(library, weight, remainder)
+    return library.astype(weight, EXACT) + library.xp.where(own, remainder, 0)
+
+
+def _own(library: NumpyLibrary, weight: Array, remainder: Array) -> Array:
+    return library.astype(library.astype(weight, EXACT) + NEARLY * remainder, library.dtype(weight)) == weight
+
+
+def forget_written(library: NumpyLibrary, weight: Array, remainder: Array) -> None:
+    """As `joined` sees to weights that somebody wrote to: their remainders become 0."""
+    remainder[...] = library.xp.where(_own(library, weight, remainder), remainder, 0)
 
 
 def part(library: NumpyLibrary, exact: Array, weight: Array, remainder: Array) -> None:
@@ -31,6 +41,16 @@ def part(library: NumpyLibrary, exact: Array, weight: Array, remainder: Array) -
     weight[...] = exact
     lacking = exact - weight
     remainder[...] = library.xp.where(library.xp.isfinite(lacking), lacking, 0)
+
+
+def carry(torch: ModuleType, weight: Array, remainder: Array, fresh: Array, change: Array) -> None:
+    """Let weights take in what their remainders have too much of, with few passes over tensors. fresh, change: work
+    arrays of their shape, of the weight's type and of the remainder's."""
+    torch.add(weight, remainder, out=fresh)
+    remainder.add_(change.copy_(weight).sub_(fresh))
+    weight.copy_(fresh)
+    if weight.dtype == torch.float16:
+        remainder.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def is_state(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, library_of
 from ..errors import Pmm3dError
 from .adam import AdamStep
-from .kernels import OnePass
+from .kernels import OnePass, has_kernel
 from .loss_scale import LossScale
 from .optimizer import NonFiniteGradientError, Optimizer, Option, Parameters
 
@@ -39,6 +39,9 @@ class SGD(Optimizer):
                              f"{self.momentum!r}")
 
     def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        if has_kernel(library_of(weight), weight, gradient, *state):
+            self._by_torch(library_of(weight).xp, weight, gradient, *state)
+            return
         if self.weight_decay:
             gradient = gradient + self.weight_decay * weight
         if self.momentum:
@@ -47,6 +50,12 @@ class SGD(Optimizer):
             velocity += gradient
             gradient = gradient + self.momentum * velocity if self.nesterov else velocity
         weight -= self.lr * gradient
+
+    def _by_torch(self, torch: Any, weight: Array, gradient: Array, *state: Array) -> None:
+        """By the kernel of torch.optim.SGD(fused=True)."""
+        torch.ops.aten._fused_sgd_([weight], [gradient], list(state) if self.momentum else [], lr=self.lr,
+                                   weight_decay=self.weight_decay, momentum=self.momentum, dampening=0.0,
+                                   nesterov=self.nesterov, maximize=False, is_first_step=False)
 
     def one_pass(self) -> OnePass:
         push = "d = rate * (h + momentum * m);" if self.nesterov else "d = rate * m;"
@@ -66,7 +75,6 @@ class Adam(Optimizer):
     """
 
     state_names = ("mean", "square")
-    decoupled = False
     betas, eps = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),

@@ -20,8 +20,8 @@ from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, array_namespace, chunks, computing
 from .gradients import State
-from .kernels import OnePass
-from .masters import REMAINDER, joined, part, state_name
+from .kernels import OnePass, has_kernel
+from .masters import REMAINDER, carry, forget_written, joined, part, state_name
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -73,6 +73,8 @@ class Optimizer:
     """
 
     state_names: tuple[str, ...] = ()
+    decoupled = False
+    """Whether weight_decay shrinks the weight beside the step, or is a part of the gradient."""
     lr, weight_decay = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = False,
@@ -89,7 +91,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
-        self._noted = 0
+        self._noted, self._left = 0, dict[Parameter, tuple[int, int]]()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))
@@ -175,6 +177,7 @@ class Optimizer:
     def _spread(self, parameter: Parameter) -> list[Pending]:
         """A parameter was changed: begin to bring what the ranks along data changed of it to all of them."""
         parameter.version += 1
+        self._left[parameter] = _versions(parameter)
         if not self._splits(parameter):
             return []
         own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
@@ -300,6 +303,7 @@ class Optimizer:
         formula = self.one_pass()
         if formula is not None and formula.change(library, factor, weight, gradient, remainder, states):
             return
+        self._written = self._left.get(parameter) != _versions(parameter)
         for chunk in chunks(library, weight.shape[0], DEVICE_ELEMENTS) if library.has_data else ():
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
                                None if remainder is None else remainder[chunk], [array[chunk] for array in states])
@@ -315,9 +319,31 @@ class Optimizer:
         if remainder is None:
             self.update(xp, weight, gradient, *states)
             return
+        if self.one_pass() is not None and has_kernel(library, gradient, remainder, *states):
+            self._change_remainder(parameter, weight, gradient, remainder, states)
+            return
         exact = joined(library, weight, remainder)
         self.update(xp, exact, gradient, *states)
         part(library, exact, weight, remainder)
+
+    def _change_remainder(self, parameter: Parameter, weight: Array, gradient: Array, remainder: Array,
+                          states: list[Array]) -> None:
+        """By torch's kernels, for which the remainder is the weight; that takes in what it then has too much of."""
+        library, group, decay = parameter.library, self.group, self.weight_decay
+        if self._written:
+            forget_written(library, weight, remainder)
+        if decay and self.decoupled:
+            remainder.mul_(1 - self.lr * decay).add_(weight, alpha=-self.lr * decay)
+        elif decay:
+            gradient.add_(weight, alpha=decay).add_(remainder, alpha=decay)
+        try:
+            self.group = {**group, "weight_decay": 0.0}
+            self.update(library.xp, remainder, gradient, *states)
+        finally:
+            self.group = group
+        fresh, change = (self.grid.workspace.array(tuple(each.shape), library.dtype(each), library)
+                         for each in (weight, remainder))
+        carry(library.xp, weight, remainder, fresh, change)
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
@@ -346,6 +372,11 @@ class Optimizer:
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""
         return self.shard_over_data and "data" not in parameter.layout.splitting
+
+
+def _versions(parameter: Parameter) -> tuple[int, int]:
+    """They count what is written to a parameter, of torch's tensors without exception."""
+    return parameter.version, getattr(parameter.shard, "_version", 0)
 
 
 def clipping(norm: float, clip: float | None) -> float:

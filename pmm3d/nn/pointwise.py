@@ -72,15 +72,31 @@ def _of_library(function: Pointwise, library: NumpyLibrary) -> OnePass:
     return OnePass(library.fused(value), library.fused(slope))
 
 
+def rounded(library: NumpyLibrary, made: Array, like: Array) -> Array:
+    """What is made, in the type of another array."""
+    dtype = library.dtype(like)
+    return made if library.dtype(made) == dtype else library.astype(made, dtype)
+
+
+def in_one_kernel(library: NumpyLibrary, maker: Callable[[NumpyLibrary], Callable[..., Array]]) -> Callable[..., Array]:
+    """The elementwise function that a maker, a function of a module, makes for a library; fused where that is done."""
+    return _fused(library, maker) if library.has_data and not library.on_host else maker(library)
+
+
+@cache
+def _fused(library: NumpyLibrary, maker: Callable[[NumpyLibrary], Callable[..., Array]]) -> Callable[..., Array]:
+    return library.fused(maker(library))
+
+
 def _expressions(function: Pointwise, library: NumpyLibrary) -> OnePass:
     def widened(x: Array) -> Array:
         return library.astype(x, "float32") if library.dtype(x) in LOW_PRECISION else x
 
     def value(x: Array) -> Array:
-        return function.value(widened(x), library)
+        return rounded(library, function.value(widened(x), library), x)
 
     def slope(g: Array, kept: Array) -> Array:
-        return function.slope(g, widened(kept), library)
+        return rounded(library, function.slope(g, widened(kept), library), g)
 
     return OnePass(value, slope)
 

@@ -7,9 +7,10 @@ from math import prod
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, NumpyLibrary
 from ..comm import Grid, Pending
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, stacked, sums_along
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, stacked, sums_along
+from .pointwise import in_one_kernel
 
 Combine = Callable[[Array, Sequence[int]], Array]
 """combine(gathered, counts): from the statistics of all ranks along an axis, (ranks, kinds, rows), and of how many
@@ -71,24 +72,36 @@ def _finite(largest: Array) -> Array:
     return array_namespace(largest).where(largest == -float("inf"), 0, largest)
 
 
+def _squares(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
+    return lambda part, mean: (part - mean) * (part - mean)
+
+
 def moments(form: Form, local: Array) -> tuple[Array, Array]:
     """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares (Chan, Golub,
     LeVeque 1983); of low precision in float32."""
     xp, columns, form = array_namespace(local), local.shape[1], form.wide
-    deviation = form.new()
     with computing(form.grid, "statistics"):
         mean = sums_along(local, 1) / max(1, columns)
-        by_rows(lambda part, m: (part - m) ** 2, deviation, local, mean[:, None])
+        deviation = elementwise(form, in_one_kernel(form.library, _squares), local, mean[:, None], rows=True)
         own = xp.stack([mean, xp.sum(deviation, axis=1)])
 
     def combine(gathered: Array, counts: Sequence[int]) -> Array:
-        sizes = form.library.from_numpy(np.asarray(counts)[:, None], form.dtype)
+        sizes = _column(form, tuple(counts))
         means, squares = gathered[:, 0], gathered[:, 1]
         mean = xp.sum(means * sizes, axis=0) / max(1, sum(counts))
         return xp.stack([mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)])
 
     mean, squares = across(form, own, 1, combine)
     return mean[:, None], (squares / form.shape[1])[:, None]
+
+
+def _column(form: Form, counts: tuple[int, ...]) -> Array:
+    """The numbers as a column, which stays where it is: to bring it to a device waits for all that goes on there."""
+    kept = form.grid.attached.setdefault(_column, {})
+    key = form.library, form.dtype, counts
+    if key not in kept:
+        kept[key] = form.library.from_numpy(np.asarray(counts)[:, None], form.dtype)
+    return kept[key]
 
 
 def beside(numbers: Array, dim: int) -> Array:

@@ -143,6 +143,7 @@ class DistMatrix(StoredMatrix):
         labels, as in `from_global`."""
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = grid.library(library_of(local))
+            grid.transport.check_place(library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
             placement = shards(shape, layout, grid)
             box = placement.box(grid.rank)
@@ -151,7 +152,6 @@ class DistMatrix(StoredMatrix):
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
-            grid.transport.check_place(library, local)
             local = library.plain(local)
         return cls(grid, local, shape, layout)
 

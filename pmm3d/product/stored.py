@@ -29,7 +29,6 @@ class StoredMatrix:
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(memory)
         grid.everyone.settle(self.library)
-        grid.transport.check_place(self.library, memory)
         self.dtype = self.library.dtype(memory)
 
     @property

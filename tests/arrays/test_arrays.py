@@ -20,12 +20,19 @@ from pmm3d.arrays import (
     sum_in_order,
 )
 from pmm3d.arrays.device_library import DeviceLibrary
+from pmm3d.arrays.numpy_library import SUMMED
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.layout import MATRIX_DTYPES, itemsize
 
 TYPES = [(library, dtype) for library in LIBRARIES for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 TYPES.append(("torch", "bfloat16"))
 SCALES = [(1, 0), (1, 1), (2, -1), (-3, 0), (1, 2)]
+
+
+class AsOnDevice(TorchLibrary):
+    """torch's path for devices, on host memory."""
+
+    on_host = False
 
 
 def test_arrays_know_their_library():
@@ -206,6 +213,16 @@ def test_a_library_without_a_device_says_what_it_lacks(monkeypatch):
 def test_bfloat16_of_cupy_leads_to_torch():
     with pytest.raises(DTypeError, match='cupy matrices have .*; got bfloat16. take library="torch" or "torch:cuda"'):
         check_matrix_dtype("bfloat16", DeviceLibrary("standin"))
+
+
+@pytest.mark.parametrize("library", ["standin", AsOnDevice("cpu")], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
+    """Of which each is exact here, the last one shorter."""
+    face, values = library_named(library), np.arange(2 * SUMMED + 100).reshape(4, -1) % 5 * (1 + 1j)
+    values = values.astype(dtype) if dtype == "complex64" else values.real.astype(dtype)
+    assert abs(float(face.square_sum(to_library(values, library))) / np.sum(np.abs(values.astype("complex128"))**2)
+               - 1) < 1e-6
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -97,3 +97,13 @@ def test_random_matrices_of_a_device_are_made_there(monkeypatch):
     monkeypatch.setattr(random, "NumpyLibrary", None)
     made = random.drawn(library_named("standin"), Box(0, 4, 0, 5), "float32", 5, 1, "uniform")
     assert np.array_equal(to_numpy(made, "standin"), filled(Box(0, 4, 0, 5), "float32", 1, columns=5))
+
+
+@pytest.mark.parametrize("box", [Box(0, 40, 0, 33), Box(2**40, 2**40 + 7, 2**33, 2**33 + 50), Box(3, 3, 0, 5)], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2.0**-53])
+def test_the_mask_of_a_device_is_the_hosts(box, p):
+    masks = [np.zeros(box.shape, "uint8"), to_library(np.zeros(box.shape, "uint8"), "standin")]
+    for mask in masks:
+        random.fill_kept(mask, box, 2**34, p, seed=-5, stream=3)
+    assert np.array_equal(masks[0], to_numpy(masks[1], "standin"))
+    assert p > 0.9 or not masks[0].size or 0 < masks[0].mean() < 1

@@ -51,6 +51,23 @@ def report_of(done):
     return done.stderr.partition(HANGS)[2]
 
 
+def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
+    """Also in the calls in which nothing is compared, and where the others wait already."""
+    done = job(2, """
+        import standin
+        from mpi4py import MPI
+        from pmm3d import Grid
+        with Grid(MPI.COMM_WORLD, (2, 1, 1), device_transport="staged") as grid:
+            here = standin.zeros((8, 2))
+            with standin.Device(1):
+                there = standin.zeros((8, 2))
+            grid.x.sum_into(here, here).wait()
+            grid.x.sum_into(here, there if grid.rank == 1 else here).wait()
+    """, 60, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    assert done.returncode != 0 and HANGS not in done.stderr
+    assert "GridError: an array of device 1 is used where device 0 is current" in done.stderr
+
+
 def test_a_rank_that_never_calls_is_named_with_its_stack(goes_wrong):
     said = report_of(goes_wrong(4, "if grid.rank == 3: time.sleep(600)\na @ b"))
     assert "ranks 0-2 wait in agreement on matmul #7 on axis all for " in said and "job1.py:16 in <module>" in said

@@ -17,6 +17,8 @@ from pmm3d.comm import engine, pinned, staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
+WITHOUT_EVENTS = [(CupyStream, "record", lambda stream: SimpleNamespace(done=True)),
+                  (CupyStream, "wait_for", lambda stream, event: None)]
 pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(120)]
 
 
@@ -100,17 +102,27 @@ def test_messages_and_work_are_in_order(comm, monkeypatch, program, transport):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("program", [collectives, products, step])
 def test_messages_in_a_stream_and_work_are_in_order(comm, monkeypatch, program):
-    """Those of NCCL, which the stand-in knows as work that reads and writes."""
+    """Those of NCCL, which the stand-in knows as work that reads and writes. The host stands still at its making only.
+    """
     monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    nccl = standin_nccl.NcclCommunicator
+    for counter in ("travelled", "stood_still"):
+        monkeypatch.setattr(nccl, counter, 0)
     for order in order_of(comm, monkeypatch, program, "nccl"):
         assert order.faults == [] and order.produced == 0
+        assert nccl.travelled > 8 and nccl.stood_still == nccl.made > 0
+
+
+@pytest.mark.parallel([2])
+def test_without_its_events_a_message_in_a_stream_is_seen_without_order(comm, monkeypatch):
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    for order in order_of(comm, monkeypatch, gathered_and_summed, "nccl", *WITHOUT_EVENTS):
+        assert any("two streams on the same bytes, without order" in fault for fault in order.faults)
 
 
 @TRANSPORTS
 def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypatch, transport):
-    taken = [(CupyStream, "record", lambda stream: SimpleNamespace(done=True)),
-             (CupyStream, "wait_for", lambda stream, event: None)]
-    for order in order_of(comm, monkeypatch, gathered_and_summed, transport, *taken):
+    for order in order_of(comm, monkeypatch, gathered_and_summed, transport, *WITHOUT_EVENTS):
         assert any("Isend before the work" in fault for fault in order.faults)
 
 
@@ -147,7 +159,7 @@ def waits_in(call) -> int:
 
 @TRANSPORTS
 def test_the_host_does_not_stand_still_for_the_device(comm, transport):
-    """Not for a product, but for the norm of the gradients."""
+    """Nor at the end of a product, whose result is a stream's."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True):
         a = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"))
         b = DistMatrix.from_global(grid, to_library(integers((12, 12)), "standin"), layout=Layout.B)

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import standin_names
+import torch
 from samples import integers, to_library, to_numpy
 
 from pmm3d import Grid, OutOfMemoryError
+from pmm3d.arrays import library_named
 from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.comm import engine, pinned, staging
 from pmm3d.comm.engine import Engine
@@ -165,7 +167,7 @@ def test_what_failed_lives_on(comm, monkeypatch):
             pending, _ = shifted(grid.x, comm.rank, rows=100)
             with pytest.raises(MemoryError, match="none is left"):
                 pending.wait()
-        (kept,) = grid.transport.failed
+        (kept,) = grid.transport.pinned.failed
         lane = next(lane for lane in kept._lanes if isinstance(lane, staging.Receiving))
         assert lane._asked is not None and grid.transport.pinned is lane.pinned and grid.x.kept
     assert grid.transport.pinned is not None
@@ -190,6 +192,31 @@ def sleeps_in(monkeypatch, moves):
     ledger = Ledger()
     Engine(ledger, nobody, transport, False, False).start(collective(), ledger.begin("x", "shift", 1, range(2))).wait()
     return len(sleeps)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("transport", ["staged", "nccl", "direct"])
+def test_one_rank_needs_no_memory_for_messages(comm, transport):
+    with Grid(comm, (1, 1, 1), device_transport=transport) as grid:
+        for collective in (grid.x.all_to_all, grid.everyone.all_reduce, grid.x.shift):
+            assert np.array_equal(to_numpy(collective(to_library(sent(0), "standin")).wait(), "standin"), sent(0))
+        assert grid.transport.pinned is None
+
+
+@pytest.mark.parallel([1])
+def test_torch_pins_by_the_runtime_of_cuda(comm, monkeypatch):
+    """An error of the runtime, which it keeps for whoever asks next, is taken by a kernel of nobody's."""
+    asked, answers, kernels = [], [0, 2], []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(
+        cudaHostRegister=lambda *what: asked.append(what) or answers.pop(0), cudaHostUnregister=asked.append))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: kernels.append(device) or torch.ones(1))
+    library, memory = library_named("torch:cuda"), np.zeros(4096, np.uint8)
+    library.pin(memory)
+    library.unpin(memory)
+    assert asked == [(memory.ctypes.data, 4096, 1), memory.ctypes.data] and not kernels
+    with pytest.raises(MemoryError, match="cudaHostRegister of 4,096 bytes: error 2"):
+        library.pin(memory)
+    assert kernels == ["cuda"]
 
 
 @pytest.mark.parallel([1])

@@ -171,7 +171,7 @@ def test_a_view_keeps_its_batch(some_grid, path):
 def test_arrays_go_round_once_nobody_refers_to_them(some_grid, write):
     path = write(x=np.zeros((4000, 300), "float32"), y=np.zeros(4000, int))
     with DataSet(some_grid, path) as data, data.loader(500, prefetch=2) as loader:
-        addresses = {x.local.ctypes.data for _ in range(3) for x, _ in loader}
+        addresses = {np.asarray(x.local).ctypes.data for _ in range(3) for x, _ in loader}
         batch = 500 * 300 * 4 // (1 if some_grid.size == 1 else 2)
         assert len(addresses) <= 4 and loader._work.allocated <= 4 * (batch + 500 * 8)
 

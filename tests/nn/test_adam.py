@@ -1,11 +1,13 @@
 """An optimizer's change of a weight, in one pass of each library's kernel as by numpy's expressions."""
 
+from contextlib import contextmanager, nullcontext
+
 import numpy as np
 import pytest
 from samples import to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.arrays import library_named
+from pmm3d.arrays import NumpyLibrary, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.adam import AdamStep
@@ -34,7 +36,21 @@ def test_kernels_of_torch_take_adams_steps(dtype, error, library=AsOnDevice("cpu
             assert np.abs(to_numpy(found, library) - expected).max() <= error * max(1, np.abs(expected).max())
 
 
-def stepped(grid, library, dtype, kind, options, steps=3):
+class Still(optim.SGD):
+    def update(self, xp, weight, gradient, *state):
+        weight -= 0 * gradient
+
+
+@contextmanager
+def on_device():
+    """torch's tensors take the path for devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchLibrary, "on_host", False)
+        patch.setattr(TorchLibrary, "memory", NumpyLibrary())
+        yield
+
+
+def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
     """Weights, and what is kept of them, after some steps."""
     made = library_named(library)
     drawn = np.random.default_rng(0)
@@ -45,7 +61,10 @@ def stepped(grid, library, dtype, kind, options, steps=3):
         gradient = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
         (nn.Tensor(gradient) * weight).backward(
             DistMatrix.from_global(grid, made.from_numpy(np.ones((9, 7)), dtype)))
-        optimizer.step(factor=0.5)
+        with stepping():
+            optimizer.step(factor=0.5)
+        if kind is not Still:
+            weight.local[0, 0] = 3
     return [to_numpy(weight.local, library), *(to_numpy(each.local, library) for each in optimizer.matrices().values())]
 
 
@@ -60,6 +79,18 @@ def test_kernels_take_the_steps_of_each_optimizer(comm, dtype, error, kind, opti
         host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
     assert len(host) == len(there)
     for expected, found in zip(host, there):
+        assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("dtype, error", [("bfloat16", 2e-7), ("float16", 2e-7), ("float32", 1e-6)])
+def test_torch_takes_the_same_steps_on_a_device(comm, dtype, error, kind, options):
+    with Grid(comm) as grid:
+        host, there = (stepped(grid, "torch", dtype, kind, options, stepping=each) for each in (nullcontext, on_device))
+    if dtype != "float32":
+        host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
+    for expected, found in zip(host, there, strict=True):
         assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
 
 
@@ -86,10 +117,6 @@ def test_a_step_on_a_device_is_one_call(comm, monkeypatch, dtype):
 
 @pytest.mark.parallel([1])
 def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
-    class Still(optim.SGD):
-        def update(self, xp, weight, gradient, *state):
-            weight -= 0 * gradient
-
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         for dtype in ("float16", "float32"):
             start, end = (stepped(grid, "standin", dtype, Still, {}, steps=steps)[0] for steps in (0, 2))

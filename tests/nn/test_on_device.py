@@ -135,8 +135,38 @@ def test_kernels_of_the_libraries_are_the_functions(function):
         x, g = to_library(values, library), to_library(gradient, library)
         out = value(x)
         found.append((to_numpy(out, library), to_numpy(slope(g, out if function.of_output else x), library)))
+        half = to_library(values.astype("float16"), library)
+        assert library_named(library).dtype(value(half)) == library_named(library).dtype(slope(half, half)) == "float16"
     for other in found[1:]:
         assert np.allclose(found[0], other, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parallel([1])
+def test_a_mask_is_drawn_and_used_in_two_kernels(comm, calls):
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype="float16", library="standin"))
+        del calls[:]
+        nn.dropout(x, 0.3, seed=5)
+        kernels = [work for work in calls if "ElementwiseKernel" in getattr(work, "__qualname__", "")]
+        others = [work for work in calls if "ElementwiseKernel" not in getattr(work, "__qualname__", "")
+                  and "__del__" not in getattr(work, "__qualname__", "")]
+        assert len(kernels) == 2 and len(others) <= 2  # the numbers of rows and of columns
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_loss_is_the_hosts(comm, dtype):
+    """Its slope to the bit."""
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype=dtype, library="standin"), requires_grad=True)
+        y = DistMatrix.random(grid, (50, 40), dtype="float32", seed=2, library="standin")
+        loss = nn.mse(x, y)
+        loss.backward()
+        host = nn.Tensor(DistMatrix.from_global(grid, to_numpy(x.local, "standin")), requires_grad=True)
+        wanted = nn.mse(host, DistMatrix.from_global(grid, to_numpy(y.local, "standin")))
+        wanted.backward()
+        assert abs(loss.item() - wanted.item()) < 1e-6 and np.array_equal(
+            to_numpy(x.grad.local, "standin"), host.grad.local)
 
 
 @pytest.mark.parallel([1, 2])

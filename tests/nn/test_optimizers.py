@@ -6,7 +6,7 @@ from networks import CLASSES, GRIDS, batch_of, bits, loss_of, network_of, on_eac
 from test_nn_torch import torch_network
 from torch_reference import by_rank_0, torch_loss
 
-from pmm3d import Grid, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 
@@ -50,6 +50,25 @@ def np_comm():
     from mpi4py import MPI
 
     return MPI.COMM_SELF
+
+
+@pytest.mark.parallel([1])
+def test_the_memory_of_two_optimizers_adds_up(comm):
+    with Grid(comm) as grid:
+        net, memory = nn.MLP(grid, [4, 6, 2]), grid.ledger.memory
+        halves = net.parameters()[:2], net.parameters()[2:]
+        optimizers = [optim.AdamW(half) for half in halves]
+        x = DistMatrix.random(grid, (4, 4), dtype="float32")
+        for step in range(2):
+            nn.mse(net(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert (memory["weights"], memory["gradients"], memory["state"]) == (176, 176, 352)
+        del optimizers[0], optimizer
+        again = optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+        nn.mse(net(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward()
+        again.step()
+        assert memory["weights"] == 176 and memory["state"] == 176 + 8 * 14
 
 
 @pytest.mark.parallel([1, 2, 8])

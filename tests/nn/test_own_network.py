@@ -6,6 +6,7 @@ import logging
 import h5py
 import numpy as np
 import pytest
+from samples import TESTED
 
 from pmm3d import Pmm3dError
 from pmm3d.nn.training import build
@@ -90,7 +91,7 @@ def configured(folder):
     def make(name, **sections):
         data = {"file": str(folder / "data.h5"), "batch_size": 20, "validation": 0.0} | sections.pop("data", {})
         training = {"folder": str(folder / "run"), "epochs": 1, "log_every": 1} | sections.pop("training", {})
-        network = {"build": f"{folder}/{name}"} | sections.pop("network", {})
+        network = {"build": f"{folder}/{name}", "library": TESTED} | sections.pop("network", {})
         return checked({"data": data, "training": training, "network": network, **sections})
 
     return make
@@ -126,7 +127,7 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets
     ("model.py:few", r"model.py:few raised an error: TypeError: few\(\) takes 2 positional arguments but 3 were given"),
     ("model.py:nothing", r"model.py:nothing returned NoneType; needed is a pmm3d.nn.Module"),
     ("model.py:wide", r"the network has 4 outputs; the data needs 3: the function is called with"),
-    ("model.py:double", r"first.weight is of float64 in numpy, the batches of float32 in numpy: set network.dtype"),
+    ("model.py:double", rf"first.weight is of float64 in {TESTED}, the batches of float32 in {TESTED}: set network."),
     ("model.py:other_grid", r"the network is on another Grid"),
 ])
 def test_what_is_wrong_with_it_is_said(configured, comm, fails, name, text):

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from networks import INPUT, on_each_grid, spread
-from samples import integers, to_library, to_numpy
+from samples import bits_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import DTypeError
@@ -38,6 +38,7 @@ def test_what_is_left_out_follows_compute():
     assert Precision("float16", master="float64").whole == Precision("float64")
 
 
+@pytest.mark.numpy_only("what numpy has not, torch has")
 @pytest.mark.parallel([1])
 def test_a_layer_that_cannot_be_had_is_refused(comm):
     with Grid(comm) as grid:
@@ -63,7 +64,7 @@ def test_a_layer_norm_takes_its_own_type(comm, fails):
             layer = nn.LayerNorm(grid, 4, dtype="float64" if dtype == "float64" else "float32")
             x = spread(grid, values, INPUT, dtype=dtype)
             layer(x).backward(spread(grid, values, layer(x).layout, dtype=dtype))
-            wanted[dtype] = [each.grad.gather() for each in layer.parameters()]
+            wanted[dtype] = [to_numpy(each.grad.gather()) for each in layer.parameters()]
         assert [each.dtype for each in wanted["float16"]] == ["float32", "float32"]
         assert (wanted["float16"][1] == wanted["float64"][1]).all()
         assert np.abs(wanted["float16"][0] - wanted["float64"][0]).max() < 2.0**-9 * np.abs(values).sum(0).max()
@@ -90,14 +91,14 @@ def test_a_factor_is_not_rounded_before_it_multiplies(comm):
     with Grid(comm) as grid:
         x = nn.Tensor(spread(grid, values, Layout(), dtype="float16"), requires_grad=True)
         for out, factor in ((x * (1 / 3), 1 / 3), (x / 3, 1 / 3), (nn.scale(x, 1e-7), 1e-7), (0.02 * x * 1e6, None)):
-            assert out.gather().tobytes() == rounded(factor or 1e6, values if factor else rounded(0.02)).tobytes()
+            assert bits_of(out.gather()) == rounded(factor or 1e6, values if factor else rounded(0.02)).tobytes()
         (x / 3).backward(spread(grid, values, Layout(), dtype="float16"))
-        assert x.grad.gather().tobytes() == rounded(1 / 3).tobytes()
-        kept = nn.dropout(nn.Tensor(x.value), 0.3, seed=1).gather()
+        assert bits_of(x.grad.gather()) == rounded(1 / 3).tobytes()
+        kept = to_numpy(nn.dropout(nn.Tensor(x.value), 0.3, seed=1).gather())
         assert kept.any() and (kept[kept != 0] == rounded(1 / 0.7)[kept != 0]).all()
         column = nn.Tensor(spread(grid, np.full((7, 1), 5.0), Layout(), dtype="float16"), requires_grad=True)
         nn.mean(column, 0).backward(spread(grid, np.full((1, 1), 5.0), Layout(), dtype="float16"))
-        assert (column.grad.gather() == rounded(1 / 7, np.full((7, 1), 5.0))).all()
+        assert (to_numpy(column.grad.gather()) == rounded(1 / 7, np.full((7, 1), 5.0))).all()
         assert rounded(1 / 7, np.full((1, 1), 5.0)) != np.float16(5) * np.float16(1 / 7)
 
 
@@ -113,8 +114,8 @@ def test_a_quotient_by_a_large_number_has_a_gradient(comm):
 
 @pytest.mark.parallel([2])
 def test_what_overflows_warns_nobody(comm):
-    """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: an error
-    there would have ended it, and all ranks would have waited."""
+    """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: where
+    warnings are errors, it would depend on who adds."""
     with Grid(comm, "ddp") as grid, warnings.catch_warnings():
         warnings.simplefilter("error")
         layer = nn.Linear(grid, 2, 2, precision="float16")
@@ -123,9 +124,8 @@ def test_what_overflows_warns_nobody(comm):
         assert not np.isfinite(layer.weight.grad.gather()).any()
         pending = grid.everyone.all_reduce(np.full((1, 2), 6e4, "float16"))
         with grid.engine.background():
-            while not pending.done and grid.engine._helper.is_alive():
+            while not pending.done:
                 pass
-        assert grid.engine._helper is None or grid.engine._helper.is_alive()
         assert (pending.wait() == np.inf).all()
 
 

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, on_each_grid, spread, weights_of
-from samples import to_library
+from samples import to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import DataSet
@@ -120,12 +120,12 @@ def test_metrics_of_ones_own_are_means_over_rows(comm):
             x, y = batch_of(CLASSES, step, count)
             batches.append((spread(grid, x), spread(grid, y, batch_layout(None))))
             with nn.no_grad(grid):
-                logits = net(batches[-1][0]).gather()
+                logits = to_numpy(net(batches[-1][0]).gather())
             top = np.argsort(-logits, axis=1)[:, :2]
             expected += np.sum(top == y)
 
         def in_two(out, y):
-            logits, labels = out.gather(), y.gather()
+            logits, labels = to_numpy(out.gather()), to_numpy(y.gather())
             return float(np.mean(np.any(np.argsort(-logits, axis=1)[:, :2] == labels, axis=1)))
 
         figures = evaluate(net, batches, nn.cross_entropy, {"top 2": in_two})

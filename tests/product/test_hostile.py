@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from samples import TESTED
 
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, OutOfMemoryError, Pmm3dError, matmul
 
@@ -75,8 +76,8 @@ OF_MATRICES = [
     ("dtype text", empty((2, 2), dtype="float31"), DTypeError, "names no element type"),
     ("dtype nothing", empty((2, 2), dtype=None), DTypeError, "None names no element type"),
     ("dtype number", empty((2, 2), dtype=8), DTypeError, "8 names no element type"),
-    ("dtype record", empty((2, 2), dtype="f4,f4"), DTypeError, "numpy matrices have the types"),
-    ("dtype object", empty((2, 2), dtype=object), DTypeError, "numpy matrices have the types"),
+    ("dtype record", empty((2, 2), dtype="f4,f4"), DTypeError, f"{TESTED} matrices have the types"),
+    ("dtype object", empty((2, 2), dtype=object), DTypeError, f"{TESTED} matrices have the types"),
     ("library nothing", empty((2, 2), library=None), Pmm3dError, "unknown array library None"),
     ("library number", empty((2, 2), library=3), Pmm3dError, "unknown array library 3"),
     ("library module", empty((2, 2), library="os"), Pmm3dError, "unknown array library 'os'"),

@@ -178,7 +178,7 @@ def test_random_matrices_are_the_same_on_every_grid(comm, grid):
 
 def test_random_matrices_have_their_distribution(some_grid):
     grid = some_grid
-    drawn = lambda **options: DistMatrix.random(grid, (400, 250), **options).gather()
+    drawn = lambda **options: to_numpy(DistMatrix.random(grid, (400, 250), **options).gather())
     whole = {name: drawn(distribution=name) for name in ("uniform", "normal", "integers")}
     assert np.all(np.abs(whole["uniform"]) < 1) and abs(whole["uniform"].var() - 1 / 3) < 0.01
     assert abs(whole["normal"].mean()) < 0.02 and abs(whole["normal"].var() - 1) < 0.02

@@ -1,5 +1,6 @@
 """The Makefile, as far as no environment is needed."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -18,9 +19,15 @@ def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code)
         assert (text in done.stdout) == bool(code)
 
 
-def test_all_tests_are_two_runs_beside_each_other_and_one_with_arguments():
-    planned = lambda *words: subprocess.run(["make", "-n", "test", *words], cwd=ROOT, capture_output=True, text=True,
-                                            check=True).stdout
+def test_all_tests_are_runs_beside_each_other_and_one_with_arguments():
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS", "N")}
+
+    def planned(*words):
+        return subprocess.run(["make", "-n", "test", *words], cwd=ROOT, env=environ, capture_output=True, text=True,
+                              check=True).stdout
+
     both, one = planned(), planned("ARGS=-x")
-    assert both.count("-m pytest") == 2 and '-m "not parallel"' in both and "-m parallel" in both
-    assert one.count("-m pytest") == 1 and one.rstrip().endswith("-m pytest -x")
+    assert both.count("-m pytest") == 3 and '-m "not parallel"' in both and "-m parallel" in both
+    named = [word for word in both.split() if word.startswith("tests/")]
+    assert "PMM3D_TESTED_LIBRARY=torch" in both and named and all((ROOT / name).is_file() for name in named)
+    assert one.count("-m pytest") == 1 and "-m pytest -x\n" in one
