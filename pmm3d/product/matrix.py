@@ -143,6 +143,7 @@ class DistMatrix(StoredMatrix):
         labels, as in `from_global`."""
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = grid.library(library_of(local))
+            grid.transport.check_place(library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
             placement = shards(shape, layout, grid)
             box = placement.box(grid.rank)
