@@ -66,7 +66,7 @@ def test_what_comes_is_what_was_sent(comm, monkeypatch, without):
     if without == "all" or (without == "one" and comm.rank == 1):
         monkeypatch.delattr(os, "memfd_create")
     with Grid(comm, (comm.size // 2, 2, 1), device_transport="staged") as grid:
-        for rows, dtype in ((40, "float64"), (7, "float32"), (1, "complex128"), (400, "float16")):
+        for rows, dtype in ((40, "float64"), (1, "complex128"), (150, "float16")):
             going = [shifted(axis, axis.index, rows, dtype) for axis in (grid.y, grid.everyone)]
             whole = [sent(rank, rows, dtype) for rank in range(comm.size)]
             total = grid.everyone.all_reduce(to_library(whole[comm.rank], "standin"))
