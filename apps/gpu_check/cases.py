@@ -122,11 +122,14 @@ def _bits(library: str, name: str) -> Iterator[Case]:
 
 
 def _bridges(library: str, ranks: int) -> Iterator[Case]:
-    for precision in ("float32", "tf32", "bfloat16") if library.startswith("torch") else ():
-        for grid, data in NETWORKS[ranks] if _has(library, precision) else ():
+    precisions = ("float32", "bfloat16", "tf32") if ranks == 1 else ("float32", "bfloat16")
+    for number, precision in enumerate(precisions if library.startswith("torch") else ()):
+        grid, data = NETWORKS[ranks][number % len(NETWORKS[ranks])]
+        if _has(library, precision):
             yield Case(f"bridge: {library}, {precision}, {_written(grid)} data {data}", ranks, library,
                        "gpu_check.bridge.bridge_step",
-                       {"grid": grid, "data": data, "precision": precision, "transport": "auto"})
+                       {"grid": grid, "data": data, "precision": precision, "transport": "auto"},
+                       needs=_trial(library, "auto", ranks))
 
 
 def _on_device(library: str) -> bool:
@@ -153,11 +156,11 @@ def _staged(library: str, sizes: Sizes) -> Iterator[Case]:
 
 
 def _of_each(library: str, ranks: int, precisions: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(precision, transport): each precision by the transport that is found; float32, and the library's type of 2
-    bytes, by each of them."""
+    """(precision, transport): each precision by the transport that is found, but for the ranks that come last; float32,
+    and the library's type of 2 bytes, by each of them."""
     transports = TRANSPORTS if _on_device(library) and ranks > 1 else ()
     for transport in ("auto", *transports):
-        for precision in precisions if transport == "auto" else ("float32", _low(library)):
+        for precision in precisions if transport == "auto" and ranks != LAST else ("float32", _low(library)):
             if _has(library, precision):
                 yield precision, transport
 

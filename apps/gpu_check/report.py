@@ -13,7 +13,7 @@ from .outcome import ABSENT, FAILED, NOT_RUN, OK, Outcome
 WORDS = {OK: "ok", FAILED: "FAILED", ABSENT: "absent", NOT_RUN: "NOT RUN"}
 LINES_OF_OUTPUT = 12
 """Of a job that a case took down, in the text; the JSON has more."""
-COMPARED = ("product", "training", "function")
+COMPARED = ("product", "training", "bridge", "function")
 
 
 @dataclass

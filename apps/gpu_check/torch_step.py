@@ -6,29 +6,24 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from .outcome import Absent
-
 LOW = ("bfloat16", "float16")
 
 
 def torch() -> Any:
-    """The module. Raises Absent where there is none."""
-    try:
-        return import_module("torch")
-    except ImportError as error:
-        raise Absent(f"torch is not there: {error}") from None
+    """The module: late, since there are Pythons with cupy alone."""
+    return import_module("torch")
 
 
 def device_of(library: str) -> str:
     """torch's name of the device that a library's arrays live on."""
-    return "cuda" if library == "cupy" or library.startswith("torch:cuda") else "cpu"
+    return "cuda" if library.startswith("torch:cuda") else "cpu"
 
 
 def training_step(library: str, precision: str, layers: int, width: int, batch: int, lr: float) -> Callable[[], None]:
     """A function that does one step of linear layers with ReLU between them, mean squared error, SGD.
 
-    In 2-byte precisions weights and activations are of that type, and the optimizer steps float32 master weights, as in
-    pmm3d.
+    In 2-byte precisions weights and activations are of that type, and the optimizer steps float32 master weights,
+    in whose place pmm3d has as many bytes of remainders.
     """
     xp = torch()
     dtype, device = getattr(xp, precision), device_of(library)

@@ -26,16 +26,18 @@ CLIP = 0.3
 """Of the gradient's norm: two or three of the five are clipped."""
 OVERFLOWING = 2.0**30
 """A loss scale at which gradients of float16 are not finite."""
+EXACT = "weights with remainders"
 OF_STATES = 5.0
 """How many times as large an error the optimizer's states may have: they are gradients, after both passes."""
 
 
 def training(comm: MPI.Intracomm, case: Case) -> tuple[str, dict[str, Any]]:
-    """Five steps: their losses, all weights as one vector, master weights and each state of the optimizer."""
+    """Five steps: their losses, all weights as one vector, in low precision with what rounding took from them too, and
+    each state of the optimizer."""
     options, precision = case.options, case.options["precision"]
     found, skipped = _trained(comm, options, case.library, precision)
     expected, _ = _trained(comm, options, "numpy", "float64")
-    expected["master"] = expected["weights"]
+    expected[EXACT] = expected["weights"]
     errors = {what: relative_error(vector, expected[what]) for what, vector in found.items()}
     if options["overflow"] and not skipped:
         raise Wrong(f"no step was skipped, though the loss scale began at {OVERFLOWING:g}")
@@ -60,7 +62,10 @@ def _trained(comm: MPI.Intracomm, options: dict[str, Any], library: str, precisi
         losses: list[float] = []
         while len(losses) < STEPS:
             losses += _step(net, opt, scale if precision == "float16" else None, x, y)
-        return {"losses": np.array(losses), "weights": _vector(net.state_dict()), **_states(opt)}, scale.skipped
+        vectors = {"losses": np.array(losses), "weights": _vector(net.state_dict()), **_states(opt)}
+    if "remainder" in vectors:
+        vectors[EXACT] = vectors["weights"] + vectors.pop("remainder")
+    return vectors, scale.skipped
 
 
 def _step(net: nn.Module, opt: optim.Optimizer, scale: optim.LossScale | None, x: DistMatrix,
@@ -77,7 +82,7 @@ def _step(net: nn.Module, opt: optim.Optimizer, scale: optim.LossScale | None, x
 
 
 def _states(opt: optim.Optimizer) -> dict[str, np.ndarray]:
-    """By kind: "momentum"; "mean" and "square"; of low precision "master" too."""
+    """By kind: "momentum"; "mean" and "square"; of low precision "remainder" too."""
     kinds: dict[str, dict[str, DistMatrix]] = {}
     for name, matrix in opt.matrices().items():
         kinds.setdefault(name.rpartition("/")[2], {})[name] = matrix

@@ -68,6 +68,7 @@ class Tensor:
         self.node = Node(self.form, leaf=self) if requires_grad else node
 
     def _take(self, value: DistMatrix) -> None:
+        value = value.resolved
         self._value, self.form = value, Form.of(value)
         self.grid, self.layout, self.shape = value.grid, value.layout, value.shape
         self.dtype, self.library, self.tape = value.dtype, value.library, Tape.of(value.grid)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from numbers import Complex, Real
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, dtype_named, library_of
+from ..arrays import Array, dtype_named, library_of
 from ..comm import Grid
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
@@ -111,7 +110,7 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
         if matrix is not None and matrix.grid is not a.grid:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
                             f"bring it over with {name}.redistribute(layout, grid)")
-    check_device(a.grid, "matmul", a.library, *(matrix.memory for matrix in (a, b, out) if matrix is not None))
+    a.grid.transport.check_place(a.library, *(matrix.memory for matrix in (a, b, out) if matrix is not None))
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
     if a.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"matmul: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
@@ -133,22 +132,12 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
         raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
 
 
-def check_device(grid: Grid, what: str, library: NumpyLibrary, *arrays: Array) -> None:
-    """Raises GridError for arrays on another device than the grid has on this rank, or than is current: what is new,
-    and the streams, are of that one."""
-    if not library.on_host:
-        known = grid.transport.device
-        check_one_device(what, *arrays, others=[library.current_stream().device, *([known.number] if known else [])])
-
-
-def check_one_device(what: str, *arrays: Array, others: Sequence[int] = ()) -> None:
-    """Raises GridError for arrays on several devices, or on others than those of these numbers."""
-    found = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None}
-                   | set(others))
+def check_one_device(what: str, *arrays: Array) -> None:
+    """Raises GridError for arrays on several devices."""
+    found = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None})
     if len(found) > 1:
-        raise GridError(f"{what}: the matrices of a call lie on one device of each rank, the current one; here they "
-                        f"are on {', '.join(map(str, found))}. Make them on one: pmm3d.arrays.take_device makes it "
-                        "current")
+        raise GridError(f"{what}: the matrices of a call lie on one device of each rank; here they are on the devices "
+                        f"{', '.join(map(str, found))}. Make them on one: pmm3d.arrays.take_device makes it current")
 
 
 def _no_matrix(name: str, value: Any) -> str:

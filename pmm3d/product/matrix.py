@@ -25,7 +25,6 @@ from ..layout import EMPTY, Layout, Whole
 from ..model.move import Move
 from .checks import (
     array_signature,
-    check_device,
     check_root,
     compared_dtype,
     contents,
@@ -75,7 +74,7 @@ class DistMatrix(StoredMatrix):
         """Arbitrary contents."""
         with together(grid, "DistMatrix.empty", shape, compared_dtype(dtype), layout, library_kind(library)):
             library = grid.library(library)
-            check_device(grid, "DistMatrix.empty", library)
+            grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
             local = library.empty(box.shape, check_matrix_dtype(dtype_named(dtype), library))
         return cls(grid, local, shape, layout)
@@ -92,7 +91,7 @@ class DistMatrix(StoredMatrix):
             return cls._scattered(grid, array, layout, root)
         with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
             library = grid.library(library_of(array))
-            check_device(grid, "DistMatrix.from_global", library, array)
+            grid.transport.check_place(library, array)
             check_matrix_dtype(library.dtype(array), library, labels=True)
             box = shards(tuple(array.shape), layout, grid).box(grid.rank)
             local = library.copy(array[box.within(EMPTY)])
@@ -114,7 +113,7 @@ class DistMatrix(StoredMatrix):
         with ExitStack() as borrowed:
             with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
-                check_device(grid, "DistMatrix.from_global", library, *([array] if has_array else []))
+                grid.transport.check_place(library, *([array] if has_array else []))
                 work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
                 local = library.empty(plan.target.box(grid.rank).shape, dtype)
             library = library_of(local)
@@ -132,7 +131,7 @@ class DistMatrix(StoredMatrix):
         """
         with together(grid, "DistMatrix.from_function", shape, compared_dtype(dtype), layout, library_kind(library)):
             library = grid.library(library)
-            check_device(grid, "DistMatrix.from_function", library)
+            grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
@@ -144,7 +143,6 @@ class DistMatrix(StoredMatrix):
         labels, as in `from_global`."""
         with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
             library = grid.library(library_of(local))
-            check_device(grid, "DistMatrix.from_local", library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
             placement = shards(shape, layout, grid)
             box = placement.box(grid.rank)
@@ -163,7 +161,7 @@ class DistMatrix(StoredMatrix):
         shape = 0, 0
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library)):
             library = grid.library(library)
-            check_device(grid, "DistMatrix.from_file", library)
+            grid.transport.check_place(library)
             with _opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = shards(shape, layout, grid).box(grid.rank)
@@ -180,7 +178,7 @@ class DistMatrix(StoredMatrix):
         passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution
         with together(grid, "DistMatrix.random", *passed):
             library = grid.library(library)
-            check_device(grid, "DistMatrix.random", library)
+            grid.transport.check_place(library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             box = shards(shape, layout, grid).box(grid.rank)
             local = random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
@@ -220,7 +218,7 @@ class DistMatrix(StoredMatrix):
         with ExitStack() as borrowed:
             with self.grid.together("redistribute", self.signature, layout, described, signature_of(out)):
                 self._check_target(layout, grid, out)
-                check_device(grid, "redistribute", self.library, *(each.memory for each in (self, out or self)))
+                grid.transport.check_place(self.library, *(each.memory for each in (self, out or self)))
                 if out is None:
                     memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
                     out = type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
@@ -258,7 +256,7 @@ class DistMatrix(StoredMatrix):
             return summed(self).gather(root)
         with ExitStack() as borrowed:
             with self.grid.together("gather", self.signature, root):
-                check_device(self.grid, "gather", self.library, self.memory)
+                self.grid.transport.check_place(self.library, self.memory)
                 if root is not None:
                     check_root("gather", root, self.grid)
                 whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))

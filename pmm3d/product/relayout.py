@@ -13,7 +13,6 @@ from ..comm.forms import Awaited, exchange_work, following, gather_work, reduce_
 from ..comm.transport import Collective, Link
 from ..layout import Box, Coords, GridShape, Layout, Placement, Step, transitions
 from ..model.move import ROUND_BYTES, Move
-from .checks import check_device
 from .redistribute import memory_to_move, move, move_into
 from .stored import StoredMatrix, shards
 
@@ -225,7 +224,7 @@ def summed(matrix: Matrix) -> Matrix:
         return matrix.over(matrix.stored, layout, grid)
     with ExitStack() as borrowed:
         with grid.together("the sum of partial sums", matrix.signature):
-            check_device(grid, "the sum of partial sums", matrix.library, matrix.memory)
+            grid.transport.check_place(matrix.library, matrix.memory)
             memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
             total = matrix.over(memory, layout, grid)
             fill = redistribution(matrix, total, borrowed)

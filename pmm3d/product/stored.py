@@ -75,6 +75,11 @@ class StoredMatrix:
         order = "F" if self.order == "C" else "C"
         return type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
 
+    @property
+    def resolved(self: Stored) -> Stored:
+        """This matrix; of a conjugated view a copy, which can be written to. Nothing moves."""
+        return type(self)(self.grid, self.local, self.shape, self.layout, self.order) if self.conjugated else self
+
     def placement(self) -> Placement:
         """Who holds what. Raises LayoutError for partial sums, of which nobody has the elements."""
         return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape)

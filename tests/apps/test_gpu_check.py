@@ -9,11 +9,11 @@ import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import standin  # noqa: F401
 
 from pmm3d.arrays.device_library import DeviceLibrary
+from pmm3d.nn.kernels import OnePass
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = [sys.executable, "-m", "pmm3d.launcher", "-n"]
@@ -56,10 +56,6 @@ def package(monkeypatch):
             "outcome": outcome, "rates": rates, "report": report, "training": training}
 
 
-def nothing_changed(optimizer, xp, weight, gradient, *state):
-    """A kernel that is called and does nothing."""
-
-
 def rule_that_is_wrong_on_a_device(function):
     return function._replace(slope=lambda g, kept, library: (
         function.slope(g, kept, library) * (1 if library.kind == "numpy" else 1.001)))
@@ -77,16 +73,16 @@ def test_normal_numbers_may_differ_from_the_hosts_by_rounding(comm, package, mon
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("optimizer,precision", [("SGD", "float32"), ("AdamW", "bfloat16"), ("AdamW", "float16")])
-def test_an_optimizer_that_is_wrong_on_a_device_is_found(comm, package, monkeypatch, optimizer, precision):
-    kind = getattr(package["training"].optim, optimizer)
+@pytest.mark.parametrize("optimizer,precision", [("SGD", "float32"), ("AdamW", "float32"), ("AdamW", "float16")])
+def test_an_optimizer_whose_kernel_is_wrong_on_a_device_is_found(comm, package, monkeypatch, optimizer, precision):
     options = {"grid": (1, 1, 1), "data": 1, "precision": precision, "transport": "auto", "optimizer": optimizer,
                "overflow": precision == "float16"}
-    case, right = package["outcome"].Case("", 1, "torch", "", options), kind.update
+    case, right = package["outcome"].Case("", 1, "standin", "", options), OnePass.change
     said, figures = package["training"].training(comm, case)
     assert ("steps skipped" in said) == (figures["skipped"] > 0) == options["overflow"]
-    monkeypatch.setattr(kind, "update", lambda self, xp, *arrays: (
-        right if isinstance(arrays[0], np.ndarray) else nothing_changed)(self, xp, *arrays))
+    assert ("weights with remainders" in figures["errors of states"]) == (precision == "float16")
+    monkeypatch.setattr(OnePass, "change", lambda self, library, *arrays: (
+        library.kind == "standin" or right(self, library, *arrays)))  # a kernel that does nothing
     with pytest.raises(package["outcome"].Wrong, match=r"losses and weights: relative error \d.\de-01;"):
         package["training"].training(comm, case)
 
@@ -233,7 +229,8 @@ def test_a_full_run_has_every_precision_and_transport_for_both_libraries(package
             transports = {"auto"} | ({"direct", "staged", "nccl"} if ranks > 1 else set())
             found = {each[2:] for each in of if each[:2] == (library, ranks)}
             assert {transport for _, transport in found} == transports
-            assert len({precision for precision, transport in found if transport == "auto"}) == count
+            of_auto = {precision for precision, transport in found if transport == "auto"}
+            assert len(of_auto) == (2 if ranks == 4 else count)
             assert all(("float32", transport) in found for transport in transports)
         optimizers = {(case.options["precision"], case.options["optimizer"]) for case in cases
                       if case.library == library and case.name.startswith("training")}

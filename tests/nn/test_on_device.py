@@ -171,10 +171,10 @@ def test_a_loss_is_the_hosts(comm, dtype):
 
 @pytest.mark.parallel([1, 2])
 def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
-    made = []
-    for number in (0, 1):
-        with standin.Device(number):
-            made.append(DistMatrix(some_grid, to_library(np.ones((4, 4)), "standin"), (4, 4), Layout()))
-    for call in (lambda: made[0] @ made[1], lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
+    made = [DistMatrix.empty(some_grid, (4, 4), layout=Layout(), library="standin") for _ in range(2)]
+    with standin.Device(1):
+        made[1].local = to_library(np.ones((4, 4)), "standin")
+    for call in (lambda: nn.Tensor(made[0]) + nn.Tensor(made[1]),
                  lambda: nn.linear(nn.Tensor(made[0]), nn.Tensor(made[1]))):
-        fails(GridError, "on one device of each rank, the current one; here they are on 0, 1. Make them on one", call)
+        fails(GridError, "on one device of each rank; here they are on the devices 0, 1. Make them on one", call)
+    fails(GridError, "an array of device 1 is used where device 0 is current", lambda: made[0] @ made[1])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from differences import assert_gradients_are_differences, drawn
 from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
-from samples import TESTED, to_numpy
+from samples import TESTED, integers, to_numpy
 from torch_reference import by_rank_0
 
-from pmm3d import DTypeError, Grid, GridError, LayoutError, nn
+from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
 pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
@@ -258,3 +258,14 @@ def test_what_is_refused(comm, fails):
         for value in ("2", None, 1j, np.ones((6, 8))):
             for operation in (lambda: x * value, lambda: value + x, lambda: x / value):
                 fails(TypeError, "", operation)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
+    """What is written to it is in it, and not in the matrix that it was a view of."""
+    whole = integers((4, 6), "complex128")
+    matrix = DistMatrix.from_global(some_grid, whole)
+    weight = nn.Parameter(matrix.H)
+    assert np.array_equal(weight.gather(), whole.conj().T)
+    weight.local[...] += 1j
+    assert np.array_equal(weight.gather(), whole.conj().T + 1j) and np.array_equal(matrix.gather(), whole)

@@ -220,21 +220,20 @@ def test_arrays_on_another_device_than_the_grids_are_refused_by_every_rank(comm,
     """On the last rank alone, whether that device is current or not."""
     with Grid(comm, (2, 1, 1), device_transport="direct") as grid:
         rows, shape = Layout("x"), (4, 4)
-        kept = DistMatrix.empty(grid, shape, layout=rows, library="standin")
+        kept, stray = (DistMatrix.empty(grid, shape, layout=rows, library="standin") for _ in range(2))
+        sums = DistMatrix.empty(grid, (2, 4), layout=Layout(sums="x"), library="standin")
         with standin.Device(comm.rank):
-            local = to_library(np.ones((2, 4)), "standin")
-            stray = DistMatrix(grid, local, shape, rows)
-            new = [lambda: DistMatrix.empty(grid, shape, library="standin"),
-                   lambda: DistMatrix.random(grid, shape, library="standin"),
-                   lambda: DistMatrix.from_function(grid, shape, lambda i, j: i + j, library="standin"),
-                   lambda: DistMatrix.from_global(grid, kept.memory, root=1)]
-            calls = [lambda: DistMatrix.from_local(grid, local, shape, layout=rows), stray.gather,
+            stray.local = sums.local = local = to_library(np.ones((2, 4)), "standin")
+            for call in (lambda: DistMatrix.empty(grid, shape, library="standin"),
+                         lambda: DistMatrix.random(grid, shape, library="standin"),
+                         lambda: DistMatrix.from_function(grid, shape, lambda i, j: i + j, library="standin"),
+                         lambda: DistMatrix.from_global(grid, kept.memory),
+                         lambda: DistMatrix.from_global(grid, kept.memory, root=1)):
+                fails(GridError, "1 of 2 ranks.* rank 1: .*arrays of device 1, where this rank's are on device 0", call)
+        for call in (lambda: DistMatrix.from_local(grid, local, shape, layout=rows), stray.gather, sums.gather,
                      lambda: stray.redistribute(Layout.B), lambda: kept.redistribute(rows, out=stray),
-                     lambda: stray @ stray, DistMatrix(grid, local, (2, 4), Layout(sums="x")).gather]
-            for call in (*new, *calls):
-                fails(GridError, "1 of 2 ranks.* rank 1: .* one device of each rank.* here they are on 0, 1", call)
-        for call in calls:
-            fails(GridError, "1 of 2 ranks.* rank 1: .* one device of each rank.* here they are on 0, 1", call)
+                     lambda: stray @ stray, lambda: kept.H @ stray):
+            fails(GridError, "1 of 2 ranks.* rank 1: .*array of device 1 is used where device 0 is current", call)
 
 
 @pytest.mark.deadline(90)
