@@ -176,6 +176,7 @@ def named(grid, features, outputs):
 """
 
 
+@pytest.mark.numpy_only("its configuration names no library")
 @pytest.mark.parallel([1, 2])
 def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, shared_path, fails):
     """As it is exported; its layers say float16 themselves."""
@@ -202,6 +203,7 @@ def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, sh
         fails(Pmm3dError, "first.weight is of float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 
+@pytest.mark.numpy_only("reads arrays of numpy")
 @pytest.mark.parallel([2])
 def test_a_warm_start_has_all_digits(comm, shared_path):
     """What weights of 16 bits lack of those in a file is what their optimizer begins with."""

@@ -112,6 +112,7 @@ def test_a_quotient_by_a_large_number_has_a_gradient(comm):
         assert abs(y.grad.gather().item() * -150 - 1) < 2.0**-9
 
 
+@pytest.mark.numpy_only("warnings are numpy's")
 @pytest.mark.parallel([2])
 def test_what_overflows_warns_nobody(comm):
     """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: where

@@ -1,5 +1,6 @@
 """Activations whole along the axis that was summed, or sharded over it (Megatron's sequence parallelism)."""
 
+import math
 from functools import cache, partial
 
 import numpy as np
@@ -128,7 +129,7 @@ def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm, 
 def between_layers(grid, kind):
     """(elements that this rank holds, layout) of what each layer but the last gives, and what the network does."""
     net, found = network_of(grid, LARGE, norm=False, dropout=0.5, **kind), []
-    with nn.Tape.of(grid).set(inspect=lambda layer, out: found.append((layer, out.local.size, out.layout))):
+    with nn.Tape.of(grid).set(inspect=lambda layer, out: found.append((layer, math.prod(out.local.shape), out.layout))):
         out = net(spread(grid, batch_of(LARGE, 0)[0]))
     assert out.layout.on(grid.shape) == net.output_layout.on(grid.shape)
     return [(size, layout) for layer, size, layout in found if layer is not net][:-1]
