@@ -18,7 +18,7 @@ from pmm3d.tools import launcher
 
 STARTUP = 180.0  # seconds until every rank has imported and collected the tests
 AFTER_FAILURE = 5.0  # seconds left to the other ranks once one has failed or is gone
-AT_EXIT = 20.0  # seconds from the last test to the end of mpiexec
+AT_EXIT = 60.0  # seconds from the last test to the end of mpiexec
 LOOK_EVERY = 0.01  # seconds between two looks at the ranks' files
 
 
