@@ -32,7 +32,7 @@ endif
 
 STAMP := $(VENV)/.installed
 # Tests that name no library make arrays of this one.
-ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(VENV)/bin/python -m pytest
+ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/torch
 FEW_ON_TORCH := $(addprefix tests/,product/test_matmul.py product/test_product.py comm/test_forms.py \
   io/test_checkpoint.py nn/test_finite_differences.py nn/test_nn_gradients.py nn/test_nn_torch.py nn/test_operations.py)
 # Targets side by side: what each prints is shown when it ends, where make can (from version 4 on).
@@ -47,8 +47,8 @@ SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm system-packages bench gpu-check docs clean \
-  distclean
+.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm system-packages bench \
+  gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -69,16 +69,16 @@ setup: $(STAMP) ## build the environment in .venv; once, and again when its vers
 
 test: setup site-launcher ## all tests, and some again on torch, two runs at a time; with ARGS one run of all
 ifeq ($(strip $(ARGS)),)
-	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) test-mpi test-unit test-few-torch
+	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) N= test-mpi test-unit test-few-torch
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
 
 test-unit: setup ## the tests in one process
-	$(VENV)/bin/python -m pytest -m "not parallel" $(ARGS)
+	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/unit -m "not parallel" $(ARGS)
 
 test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
-	$(VENV)/bin/python -m pytest -m parallel $(if $(N),--ranks $(N)) $(ARGS)
+	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
 test-torch: setup site-launcher ## those of products, collectives, files and networks on several ranks, on arrays of torch; N=4
 	$(ON_TORCH) -m parallel $(if $(N),--ranks $(N)) $(addprefix tests/,product comm io nn) $(ARGS)

@@ -26,8 +26,9 @@ def test_all_tests_are_runs_beside_each_other_and_one_with_arguments():
         return subprocess.run(["make", "-n", "test", *words], cwd=ROOT, env=environ, capture_output=True, text=True,
                               check=True).stdout
 
-    both, one = planned(), planned("ARGS=-x")
+    both, one = planned("N=4"), planned("ARGS=-x")
     assert both.count("-m pytest") == 3 and '-m "not parallel"' in both and "-m parallel" in both
+    assert "--ranks 4" not in both and both.count("cache_dir=.pytest_cache/") == 3
     named = [word for word in both.split() if word.startswith("tests/")]
     assert "PMM3D_TESTED_LIBRARY=torch" in both and named and all((ROOT / name).is_file() for name in named)
     assert one.count("-m pytest") == 1 and "-m pytest -x\n" in one
