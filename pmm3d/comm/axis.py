@@ -160,11 +160,13 @@ class Axis:
             return ""
         if (known := self._modes.get(library.kind)) is not None:
             return known
-        from .settling import nccl_of, settle  # for arrays of a device only
+        from .settling import DIRECT, nccl_of, settle  # for arrays of a device only
 
         settled = self._engine.transport.settled.get(library.kind)
         mode: str = settled or self.begin("trial of device memory", lambda link: settle(link, library)).wait()
-        if mode == "nccl" and self._nccl is None:
+        if self.size == 1:
+            mode = DIRECT  # nothing is sent
+        elif mode == "nccl" and self._nccl is None:
             self._nccl = self.begin("making of NCCL's communicator", lambda link: nccl_of(link, library)).wait()
         self._modes[library.kind] = mode
         return mode

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -148,12 +149,13 @@ class Engine:
         """Let others run: first by yielding the core, then by sleeping, known to the watchdog.
 
         begun   when the wait began;   since: when something came last, or else the same"""
-        waited = time.perf_counter() - since
-        if waited < self._yields:
+        now = time.perf_counter()
+        if now - begun >= self._yields:
+            self._watch.waits(pending.record, begun)
+        if now - since < self._yields:
             os.sched_yield()
-            return
-        self._watch.waits(pending.record, begun)
-        time.sleep(min(max(SLEEP_SECONDS, waited * SLEPT), LONGEST_SLEEP))
+        else:
+            time.sleep(min(max(SLEEP_SECONDS, (now - since) * SLEPT), LONGEST_SLEEP))
 
     @contextmanager
     def background(self) -> Iterator[None]:
@@ -171,8 +173,10 @@ class Engine:
         if not self._active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
         if self._helper is None:
-            self._helper = threading.Thread(target=self._drive, name="pmm3d progress", daemon=True)
+            self._helper = threading.Thread(target=_drive, args=(weakref.ref(self), self._computing),
+                                            name="pmm3d progress", daemon=True)
             self._helper.start()
+            weakref.finalize(self, self._computing.set).atexit = False
         self._computing.set()
         return True
 
@@ -182,16 +186,15 @@ class Engine:
         with self._lock:
             pass
 
-    def _drive(self) -> None:
-        """Of the helper thread, in which numpy warns nobody: what a sum rounds is for its caller to look at."""
-        with np.errstate(all="ignore"):
-            while not self._closed:
-                self._computing.wait()
-                with self._lock:
-                    if self._computing.is_set() and not self._closed:
-                        self.transport.bind()
-                        self._progress()
-                time.sleep(HELPER_SECONDS)
+    def help(self) -> bool:
+        """Of the helper thread: make progress, if that is wanted; False once the engine is closed. What is wrong with
+        the device is told to whoever waits."""
+        with self._lock:
+            if self._computing.is_set() and not self._closed:
+                for step in (self.transport.bind, self._progress):
+                    with suppress(Exception):
+                        step()
+        return not self._closed
 
     def idle(self) -> bool:
         return not self._active
@@ -206,6 +209,19 @@ class Engine:
         self._computing.set()
         if self._helper is not None:
             self._helper.join()
+
+
+def _drive(engine_of: weakref.ref[Engine], computing: threading.Event) -> None:
+    """The helper thread, which does not keep the engine, and in which numpy warns nobody: what a sum rounds is for its
+    caller to look at."""
+    with np.errstate(all="ignore"):
+        while True:
+            computing.wait()
+            engine = engine_of()
+            if engine is None or not engine.help():
+                return
+            del engine
+            time.sleep(HELPER_SECONDS)
 
 
 def _mpi_error(record: Record, error: MPI.Exception) -> Pmm3dError:

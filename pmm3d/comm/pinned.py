@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,12 @@ SMALL_BYTES = 2**16
 SLOTS, FEWEST_SLOTS, SMALL_SLOTS = 16, 4, 128
 """Pieces that leave at once; half as many come through memory of this rank's own, and small ones have theirs."""
 HOST_BYTES = 2**30
-"""Of pieces that leave, for all ranks of a host, unless that is less than FEWEST_SLOTS for each."""
+"""Of pieces that leave, for all ranks of a host, in one grid: each grid has its own. Unless that is less than
+FEWEST_SLOTS for each."""
 STATES_BYTES = 2**12
-"""The state of each slot, a byte, comes before all of them."""
+"""The state of each slot, a byte, comes before all of them; MARK_BYTES of random bits, by which others know the memory,
+end the page."""
+MARK_BYTES = 8
 FREE, TAKEN, READ = range(3)
 """A slot's states: READ is said by the process that it was meant for."""
 
@@ -51,6 +57,10 @@ class Slots:
             return None
         self._states[slot] = TAKEN
         return slot
+
+    @property
+    def used_up(self) -> bool:
+        return FREE not in self._states.tobytes()
 
     def state(self, slot: int, state: int) -> None:
         self._states[slot] = state
@@ -81,59 +91,96 @@ class Pinned:
         self.of_peers: dict[int, Slots] = {}
         self.readers: frozenset[int] = frozenset()
         self.problem, self.descriptor, self.moved, self.failed = "", -1, 0, list[Any]()
-        self._pinned: list[np.ndarray] = []
+        self._own, self._shown, self._seen = ExitStack(), ExitStack(), ExitStack()
+        for of_others in (self._shown, self._seen):
+            self._own.callback(of_others.close)
+        self._released = weakref.finalize(self, self._own.close)
+        self._released.atexit = False
         try:
             self.descriptor = os.memfd_create("pmm3d")
+            self._shown.callback(os.close, self.descriptor)
             os.ftruncate(self.descriptor, self.nbytes)
-            memory = self._mapped(self.descriptor)
+            memory = _mapped(self.descriptor, self.nbytes)
+            _mark_of(memory)[0] = int.from_bytes(os.urandom(MARK_BYTES), "big", signed=True)
+            self._pin(memory, self._own)
         except Exception as problem:
             self.problem = f"{type(problem).__name__}: {problem}"
             self.hide()
             memory = library.pinned().empty((self.nbytes,), "uint8")
             memory[:STATES_BYTES] = FREE
-        self.leaving, self.coming, self.small = self._slots(memory)
+        self._memory = memory
+        self.leaving, self.coming, self.small = self._slots(memory, self._sizes())
 
-    def see(self, rank: int, pid: int, descriptor: int, inode: int) -> None:
-        """Have the memory of another process. Raises OSError, or the device's error, if that cannot be."""
+    def place(self) -> list[int]:
+        """Where others find the memory, and by what they know it: descriptor, device and inode, mark."""
+        if self.descriptor < 0:
+            return [-1] * 4
+        return [self.descriptor, *_file(os.fstat(self.descriptor)), int(_mark_of(self._memory)[0])]
+
+    def see(self, rank: int, pid: int, place: Sequence[int]) -> None:
+        """Have what leaves another process, of as many ranks of a host. Raises OSError, or another error of the system
+        or the device, if that cannot be. Nothing is opened but what the other one says that it has there."""
+        descriptor, *file, mark = place
         if descriptor < 0:
             raise OSError(f"rank {rank} has none to share")
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        path, other = f"/proc/{pid}/fd/{descriptor}", OSError(f"rank {rank} has other memory there")
+        if _file(os.stat(path)) != file:
+            raise other
+        opened, leaving = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK), self._sizes()[:1]
         try:
-            if os.fstat(opened).st_ino != inode:
-                raise OSError(f"rank {rank} has other memory there")
-            self.of_peers[rank] = self._slots(self._mapped(opened))[0]
+            memory = _mapped(opened, STATES_BYTES + sum(slots * size for slots, size in leaving))
         finally:
             os.close(opened)
+        if _mark_of(memory)[0] != mark:
+            raise other
+        self._pin(memory, self._seen)
+        (self.of_peers[rank],) = self._slots(memory, leaving)
 
-    def inode(self) -> int:
-        return os.fstat(self.descriptor).st_ino if self.descriptor >= 0 else -1
+    def forget_peers(self) -> None:
+        """Give back what was seen of other processes."""
+        self.of_peers.clear()
+        self._seen.close()
 
     def hide(self) -> None:
-        """No other process can have the memory from now on; those that have it keep it."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        """The memory is not shown any more; processes that have it keep it. Before Python 3.13 its mapping keeps a
+        descriptor, by which other processes of this user could have it to the end."""
+        self._shown.close()
+        self.descriptor = -1
 
     def close(self) -> None:
-        """Give the memory back. Nobody copies from or to it any more."""
-        self.hide()
-        for memory in self._pinned:
-            with suppress(Exception):
-                self._library.unpin(memory)
-        self._pinned.clear()
+        """Give the memory back, as happens too when this is dropped. Nobody copies from or to it any more."""
+        self.descriptor = -1
+        self._released()
 
-    def _mapped(self, descriptor: int) -> np.ndarray:
-        memory = np.frombuffer(mmap.mmap(descriptor, self.nbytes), np.uint8)
+    def _pin(self, memory: np.ndarray, given_back_by: ExitStack) -> None:
         self._library.pin(memory)
-        self._pinned.append(memory)
-        return memory
+        given_back_by.callback(_unpin, self._library, memory)
 
     def _sizes(self) -> tuple[tuple[int, int], ...]:
         return tuple(zip(self._counts, (PIECE_BYTES, PIECE_BYTES, SMALL_BYTES)))
 
-    def _slots(self, memory: np.ndarray) -> tuple[Slots, ...]:
+    def _slots(self, memory: np.ndarray, sizes: Sequence[tuple[int, int]]) -> tuple[Slots, ...]:
         found, begin, state = [], STATES_BYTES, 0
-        for count, size in self._sizes():
+        for count, size in sizes:
             found.append(Slots(memory[begin : begin + count * size], memory[state : state + count]))
             begin, state = begin + count * size, state + count
         return tuple(found)
+
+
+def _mapped(descriptor: int, nbytes: int) -> np.ndarray:
+    if sys.version_info >= (3, 13):
+        return np.frombuffer(mmap.mmap(descriptor, nbytes, trackfd=False), np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+
+
+def _mark_of(memory: np.ndarray) -> np.ndarray:
+    return memory[STATES_BYTES - MARK_BYTES : STATES_BYTES].view(np.int64)
+
+
+def _file(status: os.stat_result) -> list[int]:
+    return [status.st_dev, status.st_ino]
+
+
+def _unpin(library: NumpyLibrary, memory: np.ndarray) -> None:
+    with suppress(Exception):
+        library.unpin(memory)

@@ -37,7 +37,7 @@ def prepare(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]
 
 def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]:
     """Generator: ranks see the memory of the others on their host. near: rank -> pid of those that may."""
-    rows = yield from agree(link, "staged transport", "", Terms(""), numbers=[pinned.descriptor, pinned.inode()])
+    rows = yield from agree(link, "staged transport", "", Terms(""), numbers=pinned.place())
     assert rows is not None
     others = [rank for rank in near if rank != link.rank]
     with link.transport.current():
@@ -48,14 +48,16 @@ def _share(link: Link, pinned: Pinned, near: dict[int, int]) -> Collective[None]
     if error is None and seen[others].all():
         pinned.readers = frozenset(others)
     else:
+        with link.transport.current():
+            pinned.forget_peers()
         pinned.problem = pinned.problem or str(error or f"rank {others[int(np.argmin(seen[others]))]} could not")
 
 
 def _see_all(pinned: Pinned, near: dict[int, int], rows: np.ndarray) -> Exception | None:
-    """What is in the way, if anything is. rows: of each rank, its descriptor and inode."""
+    """What is in the way, if anything is. rows: of each rank, the place of its memory."""
     try:
         for rank, pid in near.items():
-            pinned.see(rank, pid, *rows[rank].tolist())
+            pinned.see(rank, pid, rows[rank].tolist())
     except Exception as error:
         return error
     return None

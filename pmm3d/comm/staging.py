@@ -4,14 +4,17 @@ that have come are copied to it.
 Exchanges of all axes share the slots of `pinned`, and none waits for another's. What is no larger than a small piece
 goes at once. Of a larger message a piece that has a slot is told by a token: the receiver copies from that slot, or,
 where it does not see the sender's memory, gets the bytes after the token. Where all slots are taken, by messages that
-other ranks are not ready for, a message goes on in small pieces. A slot for what comes is held only while bytes that
-have left the other rank arrive, so that it is free again whatever else is under way.
+other ranks are not ready for, a message goes on in small pieces, and where small slots are used up too, one by one
+through ordinary memory: the host stands still while a device copies there. A slot for what comes is held only while
+bytes that have left the other rank arrive, so that it is free again whatever else is under way. What an exchange that
+failed had stays with it: later ones do with ordinary memory where no slot is left.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,23 +166,25 @@ class Sending(Lane):
         slots, left = self.pinned.leaving, self.nbytes()
         large = left > pinned.SMALL_BYTES
         slot = slots.take() if large else None
+        give: Callable[[], None]
         if slot is not None:
-            nbytes, give = min(left, pinned.PIECE_BYTES), lambda: slots.state(slot, FREE)
+            nbytes, give = min(left, pinned.PIECE_BYTES), partial(slots.state, slot, FREE)
             host = slots.buffer(slot, nbytes)
-        elif large and (self.first or self.second):
+        elif (self.first or self.second) and (large or self.pinned.small.used_up):
             return False  # one of its own is under way: it may get that slot
         else:
             nbytes = min(left, pinned.SMALL_BYTES)
             buffer, give = self.small()
             host = buffer[:nbytes]
         piece = self.cut(nbytes)
-        self.first.append(Staged([self._copy_down(piece, host)], piece, host, give, slot))
+        try:
+            with self.streams.down.current():
+                self.library.to_host(piece, host)
+        except BaseException:
+            give()  # no copy has begun
+            raise
+        self.first.append(Staged([self.streams.down.record()], piece, host, give, slot))
         return True
-
-    def _copy_down(self, piece: Array, host: np.ndarray) -> Any:
-        with self.streams.down.current():
-            self.library.to_host(piece, host)
-        return self.streams.down.record()
 
     def go_on(self, staged: Staged) -> Staged:
         host, awaited = staged.host, list[Any]()
@@ -257,9 +262,12 @@ class Receiving(Lane):
             self.second.append(Staged([self._copy_up(piece, host)], piece, host, give))
         else:
             slots = self.pinned.coming
-            if (free := slots.take()) is None:
+            if (free := slots.take()) is not None:
+                host, give = slots.buffer(free, nbytes), lambda: slots.state(free, FREE)
+            elif self.pinned.failed:
+                host, give = np.empty(nbytes, np.uint8), _nothing
+            else:
                 return False
-            host, give = slots.buffer(free, nbytes), lambda: slots.state(free, FREE)
             self.first.append(Staged([self._receive(host)], self.cut(nbytes), host, give))
         return True
 

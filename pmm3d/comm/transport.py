@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -152,7 +152,8 @@ class Transport:
         """Give back what device memory went through. Nothing is under way any more."""
         if self.pinned is not None:
             self.workspace.allocated -= self.pinned.nbytes
-            self.pinned.close()
+            with suppress(Exception), self.current():
+                self.pinned.close()
             self.pinned = None
 
 

@@ -151,7 +151,8 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
             if self._bind is not None:
-                self._bind()
+                with suppress(Exception):  # whoever waits is told of it; the others still get their answers
+                    self._bind()
             self.poll()
 
     def poll(self) -> None:

@@ -50,6 +50,14 @@ def test_collectives_of_all_axes_take_turns(comm, grid):
     assert first.done and np.array_equal(to_numpy(first.wait(), "standin"), comm.size * (integers((8, 3)) + 1))
 
 
+def test_an_axis_of_one_rank_has_no_communicator(grid):
+    """Also where all ranks had settled before."""
+    mine = integers((8, 3))
+    for axis in (grid.everyone, grid.x):
+        assert axis.all_reduce(to_library(mine, "standin")).wait().shape == mine.shape
+    assert np.array_equal(to_numpy(grid.x.all_gather(to_library(mine, "standin")).wait(), "standin"), mine)
+
+
 def test_results_are_not_kept_for_the_next_call(grid):
     result = weakref.ref(grid.y.all_gather(to_library(np.ones((8, 3)), "standin")).wait())
     gc.collect()

@@ -3,6 +3,7 @@ had once, by all or by none, and what becomes of it."""
 
 import gc
 import os
+import time
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.comm import engine, pinned, staging
 from pmm3d.comm.engine import Engine
 from pmm3d.comm.ledger import Ledger
+from pmm3d.comm.watch import Watch
 
 pytestmark = pytest.mark.parallel([2])
 
@@ -81,8 +83,11 @@ def test_what_comes_is_what_was_sent(comm, monkeypatch, without):
 def test_a_rank_that_cannot_see_the_others_memory_takes_the_messages(comm, monkeypatch):
     see = pinned.Pinned.see
     monkeypatch.setattr(pinned.Pinned, "see", lambda own, *who: refused() if comm.rank == 0 else see(own, *who))
+    gc.collect()
+    registered = len(standin_names.PINNED)
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         assert shifted(grid.x, comm.rank)[1]() and not grid.transport.pinned.readers
+        assert len(standin_names.PINNED) == registered + 1 and not grid.transport.pinned.of_peers
         said = "none is left" if comm.rank == 0 else "rank 0 could not"
         assert f"not shared between processes ({said})" in grid.transport.why
 
@@ -102,6 +107,24 @@ def test_without_a_slot_messages_go_on_in_small_pieces(comm, staged, monkeypatch
     found = in_pieces(monkeypatch)
     assert None not in taken and shifted(staged.x, comm.rank)[1]()
     assert found == [(32, False)] * 30
+
+
+def test_through_ordinary_memory_small_messages_go_one_by_one(comm, staged, monkeypatch):
+    """The host stands still while a device copies there: it does not begin another such copy."""
+    assert shifted(staged.x, comm.rank)[1]()
+    while staged.transport.pinned.small.take() is not None:
+        pass
+    others, go_on = [], staging.Sending.go_on
+    monkeypatch.setattr(staging.Sending, "go_on", lambda lane, piece: others.append(
+        len(lane.first) + len(lane.second)) or go_on(lane, piece))
+    library, other = library_named("standin"), 1 - comm.rank
+    leaving, coming = ([to_library(integers((1, 3), seed=seed) * sign, "standin") for seed in range(5)]
+                       for sign in (1, 0))
+    staged.x.begin("five messages", lambda link: link.exchange(
+        library, [(other, array) for array in leaving], [(other, array) for array in coming]), library=library).wait()
+    assert all(np.array_equal(to_numpy(array, "standin"), integers((1, 3), seed=seed))
+               for seed, array in enumerate(coming))
+    assert others == [0] * 5
 
 
 @pytest.mark.parametrize("hidden", [True, False])
@@ -146,15 +169,66 @@ def mapped() -> int:
     return sum("memfd:pmm3d" in line and "(deleted)" in line for line in lines)
 
 
-def test_shared_memory_is_gone_with_its_grid(comm):
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_shared_memory_is_gone_with_its_grid(comm, monkeypatch, end):
+    """Unregistered while it is mapped; with close(), where its device is current. Of others only what leaves is had."""
     gc.collect()
-    before, registered = mapped(), len(standin_names.PINNED)
+    before, registered, streams, unpin = mapped(), len(standin_names.PINNED), [], DeviceLibrary.unpin
+    monkeypatch.setattr(DeviceLibrary, "unpin", lambda own, memory: streams.append(
+        own.current_stream().key) or unpin(own, memory))
+    grid = Grid(comm, (comm.size, 1, 1), device_transport="staged")
+    assert shifted(grid.x, comm.rank)[1]()
+    flag = SimpleNamespace(done=False)
+    pending = grid.x.begin("flag", lambda link: iter([[flag]]))
+    with grid.engine.background():
+        flag.done = True
+    assert pending.wait() is None and grid.engine._helper is not None
+    assert mapped() == before + 2 and grid.transport.pinned.descriptor == -1
+    sizes = list(standin_names.PINNED.values())[registered:]
+    assert sizes == [grid.transport.pinned.nbytes, 4096 + 16 * 64]
+    own = grid.transport._streams.last.key
+    if end == "closed":
+        grid.close()
+    del grid, pending
+    gc.collect()
+    assert wait_for(lambda: mapped() == before) and len(standin_names.PINNED) == registered
+    assert len(streams) == 2 and (end == "dropped" or streams == [own, own])
+
+
+@pytest.mark.parallel([1])
+def test_memory_of_others_is_known_before_it_is_opened(monkeypatch):
+    library = library_named("standin")
+    own, other = (pinned.Pinned(library, 1) for _ in range(2))
+    descriptor, device, inode, mark = other.place()
+    own.see(1, os.getpid(), other.place())
+    assert own.of_peers[1].take() == 0 and other.leaving.take() == 1
+    own.forget_peers()
+    with pytest.raises(OSError, match="rank 1 has other memory there"):
+        own.see(1, os.getpid(), [descriptor, device, inode, mark + 1])
+    monkeypatch.setattr(os, "open", refused)
+    for place in ([descriptor, device, inode + 1, mark], [descriptor, device + 1, inode, mark]):
+        with pytest.raises(OSError, match="rank 1 has other memory there"):
+            own.see(1, os.getpid(), place)
+    assert not own.of_peers
+
+
+def test_without_the_slots_of_what_failed_messages_still_come(comm, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         assert shifted(grid.x, comm.rank)[1]()
-        assert mapped() == before + 2 and len(standin_names.PINNED) == registered + 2
-        assert grid.transport.pinned.descriptor == -1
-    gc.collect()
-    assert mapped() == before and len(standin_names.PINNED) == registered
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceLibrary, "from_host", refused)
+            with pytest.raises(MemoryError, match="none is left"):
+                shifted(grid.x, comm.rank, rows=100)[0].wait()
+        while grid.transport.pinned.coming.take() is not None:
+            pass
+        pending, right = shifted(grid.everyone, comm.rank, rows=100)
+        assert wait_for(pending.test) and right()
+
+
+def wait_for(condition) -> bool:
+    """Whether it becomes true within many looks."""
+    return any(condition() or time.sleep(1e-4) for _ in range(100_000))
 
 
 def test_what_failed_lives_on(comm, monkeypatch):
@@ -168,16 +242,19 @@ def test_what_failed_lives_on(comm, monkeypatch):
             with pytest.raises(MemoryError, match="none is left"):
                 pending.wait()
         (kept,) = grid.transport.pinned.failed
+        slots = grid.transport.pinned.leaving
+        assert [slots.take() for _ in range(pinned.SLOTS)] == list(range(pinned.SLOTS))  # no copy had begun
         lane = next(lane for lane in kept._lanes if isinstance(lane, staging.Receiving))
         assert lane._asked is not None and grid.transport.pinned is lane.pinned and grid.x.kept
     assert grid.transport.pinned is not None
 
 
 def sleeps_in(monkeypatch, moves):
-    """How often a wait sleeps, of a clock that goes on by a millisecond a look, for what is done after 200 looks."""
-    clock, sleeps, looks = count(), [], count()
+    """How often a wait sleeps, and is told to the watchdog, of a clock that goes on by a millisecond a look, for what
+    is done after 200 looks."""
+    clock, sleeps, looks, told = count(), [], count(), []
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 1e3, sleep=sleeps.append))
-    nobody = SimpleNamespace(begun={}, waits=lambda *_: None, done=lambda: None)
+    nobody = SimpleNamespace(begun={}, waits=lambda *what: told.append(what), done=lambda: None)
     transport = SimpleNamespace(moved=0, current=nullcontext)
 
     class Piece:
@@ -191,7 +268,7 @@ def sleeps_in(monkeypatch, moves):
 
     ledger = Ledger()
     Engine(ledger, nobody, transport, False, False).start(collective(), ledger.begin("x", "shift", 1, range(2))).wait()
-    return len(sleeps)
+    return len(sleeps), len(told)
 
 
 @pytest.mark.parallel([1])
@@ -221,7 +298,21 @@ def test_torch_pins_by_the_runtime_of_cuda(comm, monkeypatch):
 
 @pytest.mark.parallel([1])
 def test_a_wait_for_pieces_that_move_does_not_sleep(comm, monkeypatch):
-    assert sleeps_in(monkeypatch, moves=True) == 0 < sleeps_in(monkeypatch, moves=False)
+    """The watchdog is told of it all the same: where it has no thread, it answers others then."""
+    (none, told), (sleeps, _) = (sleeps_in(monkeypatch, moves) for moves in (True, False))
+    assert none == 0 < sleeps and told > 100
+
+
+@pytest.mark.parallel([1])
+def test_threads_go_on_where_the_device_cannot_be_bound():
+    polled, stop = [], iter([False, False, True])
+    watch = SimpleNamespace(_stop=SimpleNamespace(wait=lambda _: next(stop)), _bind=refused,
+                            poll=lambda: polled.append("watch"))
+    Watch._run(watch)
+    transport = SimpleNamespace(bind=refused, moved=0, current=lambda: polled.append("engine") or nullcontext())
+    helped = Engine(Ledger(), None, transport, False, False)
+    helped._computing.set()
+    assert helped.help() and polled == ["watch", "watch", "engine"]
 
 
 def test_pieces_that_move_are_told(comm, staged):
