@@ -96,7 +96,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
-        self._noted, self._left = 0, dict[Parameter, tuple[int, int]]()
+        self._noted, self._left = 0, dict[Parameter, tuple[int, int, int]]()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))
@@ -386,11 +386,11 @@ class Optimizer:
         return self.shard_over_data and "data" not in parameter.layout.splitting
 
 
-def _versions(parameter: Parameter) -> tuple[int, int]:
-    """They count what is written to a parameter: by who counts up its version, and by torch's operations on its shard.
-    What other libraries or messages write there without a count is taken for a change of the optimizer's: the
-    remainder stays."""
-    return parameter.version, getattr(parameter.shard, "_version", 0)
+def _versions(parameter: Parameter) -> tuple[int, int, int]:
+    """They count what is written to a parameter: by who counts up its version, by products and `redistribute` whose
+    `out` its value is, and by torch's operations on its shard. What other libraries write to its memory is not seen:
+    the remainder stays."""
+    return parameter.version, parameter.stored.fills, getattr(parameter.shard, "_version", 0)
 
 
 def clipping(norm: float, clip: float | None) -> float:

@@ -225,6 +225,7 @@ class DistMatrix(StoredMatrix):
                     out = type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
                 fill = redistribution(self, out, borrowed)
             fill()
+        out.fills += 1
         return out
 
     def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:

@@ -88,6 +88,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
             _multiply(mine, native_a, native_b, native_c, alpha, beta, tf32, rest.again())
         if native_c is not c:
             move_into(native_c, c, rest, plan.rounds)
+    out.fills += 1
     return out
 
 

@@ -21,7 +21,10 @@ class StoredMatrix:
     grid, layout, shape (rows, columns), dtype (a name such as "float32")
     memory    this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
               `order` is "F" (after .T). Where the matrix is `conjugated` (after .H), the conjugates of its elements
+    fills     how often it was the `out` of a product or of `redistribute`, whose messages no array library counts
     """
+
+    fills = 0
 
     def __init__(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout, order: str = "C",
                  conjugated: bool = False):

@@ -6,10 +6,11 @@ import pytest
 from networks import INPUT, on_each_grid, spread, weights_of
 from samples import integers
 
-from pmm3d import DistMatrix, Grid, nn
+from pmm3d import DistMatrix, Grid, matmul, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
+from pmm3d.nn.optimizer import _versions
 
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "numpy")]
@@ -92,6 +93,18 @@ def test_what_is_written_to_a_weight_counts(comm):
             assert 0 < np.abs(lacking).max() < 2.0**-10 and np.abs(whole(layer.weight.value) - value).max() < 0.5
 
     on_each_grid(comm, check, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([1, 2])
+def test_messages_into_a_weight_are_counted(comm):
+    """An optimizer sees that it was written to."""
+    with Grid(comm, "fsdp") as grid:
+        weight = nn.Linear(grid, 8, 4, bias=False).weight
+        seen, other = {_versions(weight)}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
+        other.redistribute(weight.layout, out=weight.value)
+        seen.add(_versions(weight))
+        matmul(DistMatrix.random(grid, (8, 8), dtype="float32"), other, out=weight.value)
+        assert len(seen | {_versions(weight)}) == 3
 
 
 @pytest.mark.parallel([1, 2, 4])
