@@ -217,7 +217,7 @@ def test_without_the_slots_of_what_failed_messages_still_come(comm, monkeypatch)
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
         assert shifted(grid.x, comm.rank)[1]()
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceLibrary, "from_host", refused)
+            patch.setattr(DeviceLibrary, "to_host", refused)
             with pytest.raises(MemoryError, match="none is left"):
                 shifted(grid.x, comm.rank, rows=100)[0].wait()
         while grid.transport.pinned.coming.take() is not None:
