@@ -31,8 +31,10 @@ class OneOfMany:
     """What a Grid asks of a communicator, answered at once as if all other ranks had said the same as this one, each
     NODE of them on a node of their own.
 
-    calls   how often each function of MPI was called;   received: bytes that came from others
+    calls   how often each function of MPI was called;   received: bytes that came from others;   kept: see OwnedComm
     """
+
+    kept = False
 
     def __init__(self, size: int, rank: int, calls: Counter[str] | None = None, dims: tuple[int, ...] = ()):
         self.size, self.rank, self.dims = size, rank, dims

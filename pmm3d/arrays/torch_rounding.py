@@ -44,10 +44,18 @@ class Rounding:
     def release(self, setting: Any) -> None:
         with self._changed:
             self._holders -= 1
-            if not self._holders:
+            if self._holders:
+                return
+            try:
                 if self._before != self._value:
                     setting.fp32_precision = self._before
+            finally:
                 self._changed.notify_all()
+
+    def of_user(self, setting: Any) -> str:
+        """What the setting is without those who hold it."""
+        with self._changed:
+            return str(self._before if self._holders else setting.fp32_precision)
 
 
 ON_HOST, ON_DEVICE = Rounding(), Rounding()

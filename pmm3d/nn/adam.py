@@ -6,7 +6,8 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from ..arrays import Array, NumpyLibrary
-from .kernels import OnePass, has_kernel
+from .kernels import OnePass
+from .torch_kernels import has_kernel
 
 FORMULA = ("h = h + decay * x; m = first * m + fresh_first * h; v = second * v + fresh_second * h * h; "
            "d = loss * x + rate * m / (sqrt(v) / scale + eps);")

@@ -68,7 +68,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
             for name, weight in network.matrices().items() if name in remainders}
     import_safetensors(network.grid, path, matrices | wide, transpose=matrices.keys() - vectors, vectors=vectors)
     for name, remainder in remainders.items():
-        convert(matrices[torch_name(name)], remainder, [wide[torch_name(name)]])
+        convert(matrices[torch_name(name)], remainder, [wide.pop(torch_name(name))])
     network.loaded()
 
 

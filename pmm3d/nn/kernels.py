@@ -20,12 +20,6 @@ SPLIT = ("T kept = T(w); r = chosen(T(W(kept + T(0.99975) * r)) == kept, r, T(0)
 CHOSEN = "template<typename U> __device__ U chosen(bool first, U one, U other) { return first ? one : other; }"
 
 
-def has_kernel(library: NumpyLibrary, *arrays: Array) -> bool:
-    """Whether torch has kernels of its optimizers for such arrays: on a device, all of one type."""
-    types = {library.dtype(array) for array in arrays}
-    return library.name == "torch" and not library.on_host and len(types) == 1 and types < set(TYPES)
-
-
 class OnePass(NamedTuple):
     """What an optimizer does to each element.
 
@@ -42,9 +36,10 @@ class OnePass(NamedTuple):
                states: Sequence[Array]) -> bool:
         """Change a weight and what belongs to it, if the library makes a kernel for such arrays: whether it did.
         factor: of the gradient."""
-        own = weight if remainder is None else remainder
-        types = {library.dtype(array) for array in (own, *states)}
-        if library.slice_elements is not None or library.name != "cupy" or types - set(TYPES) or len(types) > 1:
+        if library.slice_elements is not None or library.name != "cupy":
+            return False
+        types = {library.dtype(array) for array in (weight if remainder is None else remainder, *states)}
+        if types - set(TYPES) or len(types) > 1:
             return False
         kernel = _kernel(library, self.formula, tuple(self.states), tuple(self.numbers), remainder is not None)
         kernel(gradient, factor, *self.numbers.values(), weight, *([] if remainder is None else [remainder]), *states)

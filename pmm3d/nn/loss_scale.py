@@ -64,7 +64,8 @@ class LossScale:
 
         clip   the largest 2-norm of the gradient, of all parameters of all optimizers, scaled back
 
-        Raises, on every rank, Pmm3dError for a second step after one backward pass, or for gradients of another scale;
+        Raises, on every rank, Pmm3dError for a step without a backward pass of its own, or for gradients of another
+        scale;
         NonFiniteGradientError when it skips the fiftieth step in a row.
         """
         if clip is not None:
@@ -79,6 +80,9 @@ class LossScale:
         if not optimizers:
             raise Pmm3dError("LossScale.step: of which optimizers? scale.step(optimizer)")
         passes = Parallel.of(optimizers[0].grid).passes
+        if not passes:
+            raise Pmm3dError("LossScale.step: there was no backward pass yet: loss.backward(scale=scale.value) comes "
+                             "before it")
         if passes == self._passes:
             raise Pmm3dError("LossScale.step: a second step after one backward pass, whose gradients may be of another "
                              "scale than the next: scale.step(first, second) steps several optimizers at once")

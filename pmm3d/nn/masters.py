@@ -23,17 +23,18 @@ NEARLY = 1 - 2.0**-12
 def joined(library: NumpyLibrary, weight: Array, remainder: Array) -> Array:
     """The true weights, in float64. Where somebody wrote to a weight, so that it is not what they are rounded to, it
     counts alone."""
-    own = _own(library, weight, remainder)
-    return library.astype(weight, EXACT) + library.xp.where(own, remainder, 0)
+    wide = library.astype(weight, EXACT)
+    return wide + library.xp.where(_own(library, weight, wide, remainder), remainder, 0)
 
 
-def _own(library: NumpyLibrary, weight: Array, remainder: Array) -> Array:
-    return library.astype(library.astype(weight, EXACT) + NEARLY * remainder, library.dtype(weight)) == weight
+def _own(library: NumpyLibrary, weight: Array, wide: Array, remainder: Array) -> Array:
+    return library.astype(wide + NEARLY * remainder, library.dtype(weight)) == weight
 
 
 def forget_written(library: NumpyLibrary, weight: Array, remainder: Array) -> None:
     """As `joined` sees to weights that somebody wrote to: their remainders become 0."""
-    remainder[...] = library.xp.where(_own(library, weight, remainder), remainder, 0)
+    own = _own(library, weight, library.astype(weight, EXACT), remainder)
+    remainder[...] = library.xp.where(own, remainder, 0)
 
 
 def part(library: NumpyLibrary, exact: Array, weight: Array, remainder: Array) -> None:

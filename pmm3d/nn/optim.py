@@ -9,9 +9,10 @@ from typing import Any
 from ..arrays import Array, library_of
 from ..errors import Pmm3dError
 from .adam import AdamStep
-from .kernels import OnePass, has_kernel
+from .kernels import OnePass
 from .loss_scale import LossScale
 from .optimizer import NonFiniteGradientError, Optimizer, Option, Parameters
+from .torch_kernels import has_kernel
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "NonFiniteGradientError", "Optimizer", "Schedule", "Step"]
 
@@ -25,6 +26,7 @@ class SGD(Optimizer):
         ('momentum',)
     """
 
+    takes_remainders = True
     momentum, nesterov = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, *, nesterov: bool = False,
@@ -75,6 +77,7 @@ class Adam(Optimizer):
     """
 
     state_names = ("mean", "square")
+    takes_remainders = True
     betas, eps = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),

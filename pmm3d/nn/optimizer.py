@@ -20,9 +20,10 @@ from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, array_namespace, chunks, computing
 from .gradients import State
-from .kernels import OnePass, has_kernel
+from .kernels import OnePass
 from .masters import REMAINDER, carry, forget_written, joined, part, state_name
 from .parameter import Parameter
+from .torch_kernels import has_kernel
 
 Group = dict[str, Any]
 """"params", and the options that they are changed with: "lr", "weight_decay" and those of the kind of optimizer."""
@@ -75,6 +76,10 @@ class Optimizer:
     state_names: tuple[str, ...] = ()
     decoupled = False
     """Whether weight_decay shrinks the weight beside the step, or is a part of the gradient."""
+    takes_remainders = False
+    """Whether `update` reads the weight for nothing but weight_decay, and only adds to it: it is then given, on devices
+    of torch, what a weight of low precision lacks in its place. Of a subclass that defines `update` again it is to be
+    said again."""
     lr, weight_decay = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = False,
@@ -97,10 +102,13 @@ class Optimizer:
             parameter.accumulated.owners.add(self._splits(parameter))
 
     def __init_subclass__(cls) -> None:
-        """An update of one's own is what is done on a device too: it is not passed over for a kernel's formula."""
+        """What a class says of its update does not hold for one that comes before it, be it from a mixin: that is what
+        is done on a device too, with the weights themselves."""
         super().__init_subclass__()
-        if "update" in vars(cls) and "one_pass" not in vars(cls):
-            setattr(cls, "one_pass", Optimizer.one_pass)  # noqa: B010, an assignment would be a method's
+        for name in ("one_pass", "takes_remainders"):
+            first = next(each for each in cls.__mro__ if {"update", name} & vars(each).keys())
+            if name not in vars(first):
+                setattr(cls, name, getattr(Optimizer, name))
 
     def _grouped(self, given: list[Any], options: dict[str, Any], decay_vectors: bool) -> list[Group]:
         groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
@@ -136,6 +144,9 @@ class Optimizer:
                 loss's scale off
         check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
                 infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
+
+        The gradients serve as work memory: an array that was taken from one before may be another after the step, and
+        after one that an `update` ended with an error they are to be forgotten (`zero_grad`).
 
         Raises Pmm3dError, on every rank and with the weights as they were, for gradients that are not summed yet (see
         `no_sync`), and for a factor that is none."""
@@ -303,13 +314,14 @@ class Optimizer:
         formula = self.one_pass()
         if formula is not None and formula.change(library, factor, weight, gradient, remainder, states):
             return
-        self._written = self._left.get(parameter) != _versions(parameter)
+        written = self._left.get(parameter) != _versions(parameter)
         for chunk in chunks(library, weight.shape[0], DEVICE_ELEMENTS) if library.has_data else ():
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
-                               None if remainder is None else remainder[chunk], [array[chunk] for array in states])
+                               None if remainder is None else remainder[chunk], [array[chunk] for array in states],
+                               written)
 
     def _change_slice(self, parameter: Parameter, factor: float, weight: Array, gradient: Array,
-                      remainder: Array | None, states: list[Array]) -> None:
+                      remainder: Array | None, states: list[Array], written: bool) -> None:
         """By `update`. The gradient is let go after the step: it may be scaled where it is."""
         xp, library, types = array_namespace(weight), parameter.library, parameter.precision
         if types.gradient != types.master:
@@ -319,7 +331,9 @@ class Optimizer:
         if remainder is None:
             self.update(xp, weight, gradient, *states)
             return
-        if self.one_pass() is not None and has_kernel(library, gradient, remainder, *states):
+        if self.takes_remainders and has_kernel(library, gradient, remainder, *states):
+            if written:
+                forget_written(library, weight, remainder)
             self._change_remainder(parameter, weight, gradient, remainder, states)
             return
         exact = joined(library, weight, remainder)
@@ -330,8 +344,6 @@ class Optimizer:
                           states: list[Array]) -> None:
         """By torch's kernels, for which the remainder is the weight; that takes in what it then has too much of."""
         library, group, decay = parameter.library, self.group, self.weight_decay
-        if self._written:
-            forget_written(library, weight, remainder)
         if decay and self.decoupled:
             remainder.mul_(1 - self.lr * decay).add_(weight, alpha=-self.lr * decay)
         elif decay:
@@ -375,7 +387,9 @@ class Optimizer:
 
 
 def _versions(parameter: Parameter) -> tuple[int, int]:
-    """They count what is written to a parameter, of torch's tensors without exception."""
+    """They count what is written to a parameter: by who counts up its version, and by torch's operations on its shard.
+    What other libraries or messages write there without a count is taken for a change of the optimizer's: the
+    remainder stays."""
     return parameter.version, getattr(parameter.shard, "_version", 0)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays import Array, NumpyLibrary
+from ..arrays.numpy_library import DEVICE_ELEMENTS
+from ..errors import CheckpointError, Pmm3dError
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
-from .masters import EXACT, MASTER, REMAINDER, is_state, part, state_name
+from .masters import EXACT, MASTER, REMAINDER, is_state, joined, part, state_name
 
 if TYPE_CHECKING:
     from ..io import Checkpoints
@@ -26,9 +28,11 @@ class Stored(NamedTuple):
 
     @classmethod
     def of(cls, found: Checkpoint, name: str) -> Stored:
-        types = {each: dtype for each, (_, dtype) in found.contents.items()}
-        besides = next((each for each in (state_name(name, REMAINDER), state_name(name, MASTER)) if each in types), "")
-        return cls(name, types.get(name, ""), besides, types.get(besides, ""))
+        entries = found.manifest["matrices"]
+        besides = next((each for each in (state_name(name, REMAINDER), state_name(name, MASTER)) if each in entries),
+                       "")
+        dtype, wide = (entries[each]["dtype"] if each in entries else "" for each in (name, besides))
+        return cls(name, dtype, besides, wide)
 
     def converts(self, weight: DistMatrix, remainder: DistMatrix | None) -> bool:
         """Whether a weight of that type, and its remainder, are calculated from what is stored, not read as such."""
@@ -37,18 +41,31 @@ class Stored(NamedTuple):
         return weight.dtype in LOW_PRECISION or self.wide == weight.dtype
 
     def sources(self, weight: DistMatrix) -> dict[str, DistMatrix]:
-        """New matrices like the weight, by the names of what is to be read into them."""
+        """New matrices like the weight, by the names of what is to be read into them, all in one library."""
         copied = self.besides == state_name(self.name, MASTER)
         types = {} if copied else {self.name: self.dtype}
         types |= {self.besides: self.wide} if self.besides else {}
-        return {name: DistMatrix.empty(weight.grid, weight.shape, dtype=dtype, layout=weight.layout,
-                                       library=_holding(weight, dtype)) for name, dtype in types.items()}
+        library = _holding(weight, self.dtype)
+        return {name: DistMatrix(weight.grid, library.empty(weight.box.shape, dtype), weight.shape, weight.layout)
+                for name, dtype in types.items()}
+
+
+class Conversion(NamedTuple):
+    """A weight and its remainder, and what they are calculated from, by its names in the checkpoint."""
+
+    weight: DistMatrix
+    remainder: DistMatrix | None
+    sources: dict[str, DistMatrix]
 
 
 def _holding(weight: DistMatrix, dtype: str) -> NumpyLibrary:
-    """The library of the weight, or torch's where that has no such type."""
-    other = dtype == "bfloat16" and weight.library.name != "torch"
-    return weight.grid.library("torch") if other else weight.library
+    """The library of the weight, or torch's where that has no such type. Raises CheckpointError if that is not here."""
+    if dtype != "bfloat16" or weight.library.name == "torch":
+        return weight.library
+    try:
+        return weight.grid.library("torch")
+    except Pmm3dError as error:
+        raise CheckpointError(f"the checkpoint's weights are of bfloat16, which torch reads: {error}") from None
 
 
 def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
@@ -60,38 +77,56 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
     float32 copies of older checkpoints. check, partial as in `Checkpoints.fill`; what another type has no use for may
     be left over all the same. Raises CheckpointError, on every rank, for what does not fit.
     """
-    plain, converted, spare = dict(matrices), list[tuple[DistMatrix, DistMatrix | None, dict[str, DistMatrix]]](), set()
-    for name, weight in matrices.items():
-        stored, remainder = Stored.of(found, name), matrices.get(state_name(name, REMAINDER))
-        if is_state(name):
-            continue
-        if stored.converts(weight, remainder):
-            sources = stored.sources(weight)
-            converted.append((weight, remainder, sources))
-            plain = {each: matrix for each, matrix in plain.items()
-                     if each not in (name, state_name(name, REMAINDER))} | sources
-            spare.add(name)
-        elif remainder is None and stored.dtype == weight.dtype:
-            spare.add(stored.besides)
-    meta = keeper.fill(found, plain, check=check, partial=partial or found.contents.keys() - plain.keys() <= spare)
-    for weight, remainder, sources in converted:
-        convert(weight, remainder, [*sources.values()])
+    plain, path = dict(matrices), str(found.path)
+    with keeper.grid.together("load: types", path, always=True):
+        conversions, spare = _planned(found, plain)
+        for conversion in conversions:
+            plain.update(conversion.sources)
+    meta = keeper.fill(found, plain, check=check,
+                       partial=partial or found.manifest["matrices"].keys() - plain.keys() <= spare)
+    plain.clear()
+    with keeper.grid.together("load: converting", path, always=True):
+        while conversions:
+            weight, remainder, sources = conversions.pop()
+            convert(weight, remainder, [*sources.values()])
     return meta
 
 
-def convert(weight: DistMatrix, remainder: DistMatrix | None, terms: list[DistMatrix]) -> None:
-    """Split the sum of the terms into a weight and its remainder, which may be spread over more axes."""
-    library = weight.library
-    exact = sum(_exact(library, term) for term in terms)
-    if remainder is None:
-        weight.local[...] = exact
-        return
-    lacking = library.copy(exact)
-    part(library, exact, weight.local, lacking)
-    remainder.local[...] = lacking[remainder.box.within(weight.box)]
+def _planned(found: Checkpoint, plain: dict[str, DistMatrix]) -> tuple[list[Conversion], set[str]]:
+    """What is calculated, which is taken out of those that are read as they are; and the names of what may be left over
+    in the checkpoint."""
+    conversions, spare = list[Conversion](), set[str]()
+    for name, weight in [(name, matrix) for name, matrix in plain.items() if not is_state(name)]:
+        stored, remainder = Stored.of(found, name), plain.get(state_name(name, REMAINDER))
+        if stored.converts(weight, remainder):
+            conversions.append(Conversion(weight, remainder, stored.sources(weight)))
+            plain.pop(name)
+            plain.pop(state_name(name, REMAINDER), None)
+            spare.add(name)
+        elif remainder is None and stored.dtype == weight.dtype:
+            spare.add(stored.besides)
+    return conversions, spare
 
 
-def _exact(library: NumpyLibrary, term: DistMatrix) -> Array:
-    if term.library == library:
-        return library.astype(term.local, EXACT)
-    return library.from_numpy(term.library.to_numpy(term.local), EXACT)
+def convert(weight: DistMatrix, remainder: DistMatrix | None, terms: Sequence[DistMatrix]) -> None:
+    """Fill a weight and its remainder, which may be spread over more axes, from one that is stored, of another type
+    maybe, and the remainder of that if there is one. Works through a slice of rows at a time."""
+    library, box = weight.library, weight.box
+    step = max(1, (library.slice_elements or DEVICE_ELEMENTS) // max(1, box.shape[1]))
+    for start in range(box.r0, box.r1, step):
+        piece = box._replace(r0=start, r1=min(start + step, box.r1))
+        within = piece.within(box)
+        exact = _exact(library, [term.local[within] for term in terms], terms[0].library)
+        if remainder is None:
+            weight.local[within] = exact
+            continue
+        lacking, own = library.copy(exact), piece & remainder.box
+        part(library, exact, weight.local[within], lacking)
+        if own.size:
+            remainder.local[own.within(remainder.box)] = lacking[own.within(piece)]
+
+
+def _exact(library: NumpyLibrary, terms: Sequence[Array], holding: NumpyLibrary) -> Array:
+    """What the terms are together, in float64 and in that library."""
+    exact = joined(holding, *terms) if len(terms) > 1 else holding.astype(terms[0], EXACT)
+    return exact if holding == library else library.from_numpy(holding.to_numpy(exact), EXACT)

@@ -65,7 +65,7 @@ class OperandPanels:
 
     def conjugate(self, panel: Array) -> None:
         """Conjugate it where it lies, in work memory, if that is not left to the BLAS."""
-        if self._packs and not self.conjugated:
+        if self._packs and not self.conjugated and 0 not in panel.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self._library.conjugate_in_place(panel)
 

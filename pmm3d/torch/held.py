@@ -11,6 +11,7 @@ from zlib import crc32
 import torch
 
 from ..arrays.numpy_library import dtype_name
+from ..arrays.torch_rounding import ON_DEVICE, TF32
 from ..comm import Grid
 from ..layout import Layout
 from ..nn.gradients import State
@@ -87,7 +88,7 @@ class Held:
 
 def precision_of(tensor: torch.Tensor) -> Precision:
     """Of what type its gradient is, the same, as torch wants it; and how GEMMs round, as torch's own do now."""
-    rounds = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    rounds = ON_DEVICE.of_user(torch.backends.cuda.matmul) == TF32
     return _precision(dtype_name(tensor.dtype), rounds and tensor.is_cuda and tensor.dtype == torch.float32)
 
 

@@ -1,6 +1,7 @@
 """C = alpha A B + beta C by each library's own BLAS: every way of lying in memory, in every type."""
 
 import threading
+import time
 from itertools import product
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from samples import integers, to_library, to_numpy
 from pmm3d import DTypeError
 from pmm3d.arrays import Workspace, cublas, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
+from pmm3d.arrays.torch_rounding import Rounding
 from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
 
 
@@ -193,6 +195,22 @@ def test_threads_that_want_float32_and_tf32_take_turns(monkeypatch, settings):
     TORCH_DEVICE.gemm(*(torch.ones(2, 2) for _ in range(3)), 1, 0, None, tf32=True)
     other.join()
     assert seen == ["tf32", "none"] and settings[0].fp32_precision == "none"
+
+
+def test_a_setting_that_cannot_be_put_back_keeps_nobody_waiting():
+    class Setting:
+        fp32_precision = property(lambda self: "bf16", lambda self, value: None if value != "bf16" else 1 / 0)
+
+    rounding, setting = Rounding(), Setting()
+    rounding.hold(setting, "ieee")
+    other = threading.Thread(target=lambda: rounding.hold(setting, "tf32"), daemon=True)
+    other.start()
+    while not rounding._changed._waiters:
+        time.sleep(0.01)
+    with pytest.raises(ZeroDivisionError):
+        rounding.release(setting)
+    other.join(20)
+    assert not other.is_alive()
 
 
 def test_what_torch_and_cublas_are_asked_for(monkeypatch):

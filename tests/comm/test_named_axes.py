@@ -5,11 +5,11 @@ import pickle
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 from samples import to_library
 
 import pmm3d.comm.grid as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, GridShape, Layout, LayoutError, matmul
+from pmm3d.comm.communicator import OwnedComm
 from pmm3d.layout import Coords
 
 LONGEST = {1: ((1, 1, 1), 1, {"seq": 1}), 2: ((1, 1, 1), 1, {"seq": 2}), 4: ((1, 2, 1), 1, {"seq": 2}),
@@ -74,7 +74,7 @@ def test_an_idle_rank_is_alone_on_named_axes_too(comm):
 
 @pytest.mark.parallel([2])
 def test_axes_of_one_rank_need_no_communicator_among_the_ranks(comm, monkeypatch):
-    class Watched(MPI.Intracomm):
+    class Watched(OwnedComm):
         def Split(self, color=0, key=0):
             return Watched(super().Split(color, key))
 

@@ -1,6 +1,7 @@
 """An optimizer's change of a weight, in one pass of each library's kernel as by numpy's expressions."""
 
 from contextlib import contextmanager, nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -41,6 +42,26 @@ class Still(optim.SGD):
         weight -= 0 * gradient
 
 
+class Clamped(optim.SGD):
+    """What it does to a weight depends on the weight, and it has a kernel for it too."""
+
+    def update(self, xp, weight, gradient, *state):
+        super().update(xp, weight, gradient, *state)
+        weight[...] = weight.clip(-0.5, 0.5)
+
+    def one_pass(self):
+        return super().one_pass()
+
+
+class NoChange:
+    def update(self, xp, weight, gradient, *state):
+        weight -= 0 * gradient
+
+
+class Mixed(NoChange, optim.AdamW):
+    """Its update is a mixin's."""
+
+
 @contextmanager
 def on_device():
     """torch's tensors take the path for devices."""
@@ -63,7 +84,7 @@ def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
             DistMatrix.from_global(grid, made.from_numpy(np.ones((9, 7)), dtype)))
         with stepping():
             optimizer.step(factor=0.5)
-        if kind is not Still:
+        if kind not in (Still, Mixed):
             weight.local[0, 0] = 3
     return [to_numpy(weight.local, library), *(to_numpy(each.local, library) for each in optimizer.matrices().values())]
 
@@ -83,7 +104,7 @@ def test_kernels_take_the_steps_of_each_optimizer(comm, dtype, error, kind, opti
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize("kind, options", [*OPTIMIZERS, (Clamped, {})], ids=str)
 @pytest.mark.parametrize("dtype, error", [("bfloat16", 2e-7), ("float16", 2e-7), ("float32", 1e-6)])
 def test_torch_takes_the_same_steps_on_a_device(comm, dtype, error, kind, options):
     with Grid(comm) as grid:
@@ -118,9 +139,10 @@ def test_a_step_on_a_device_is_one_call(comm, monkeypatch, dtype):
 @pytest.mark.parallel([1])
 def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        for dtype in ("float16", "float32"):
-            start, end = (stepped(grid, "standin", dtype, Still, {}, steps=steps)[0] for steps in (0, 2))
+        for dtype, kind in product(("float16", "float32"), (Still, Mixed)):
+            start, end = (stepped(grid, "standin", dtype, kind, {}, steps=steps)[0] for steps in (0, 2))
             assert np.array_equal(start, end)
+    assert optim.AdamW.takes_remainders and not any(each.takes_remainders for each in (Still, Mixed, Clamped))
 
 
 def test_numbers_of_a_kernel_are_rounded_once():

@@ -1,6 +1,7 @@
 """Runs of `pmm3d train` in low precision: configuration, checkpoints, skipped steps, and what is learned."""
 
 import json
+import sys
 
 import h5py
 import numpy as np
@@ -9,6 +10,7 @@ from safetensors.numpy import load_file
 from samples import to_numpy
 
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
+from pmm3d.errors import CheckpointError
 from pmm3d.io import Checkpoints
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.exchange import export_torch, fill_weights, find_checkpoint, load_weights
@@ -120,6 +122,54 @@ def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
             state.resume(Checkpoints(grid, shared_path / name))
             found = sum(to_numpy(matrix.gather()).astype("float64") for matrix in state.matrices().values())
             assert np.array_equal(found, values)
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_was_written_to_a_weight_counts_in_another_precision(comm, shared_path):
+    """It is not what its weights and remainders are together: those were not trained since. Slices of rows too."""
+    with Grid(comm, "fsdp") as grid:
+        low = nn.Linear(grid, 700, 96, bias=False, precision="float16")
+        state = TrainState(low, optim.SGD(low.parameters(), lr=0.1, shard_over_data=True))
+        for name, matrix in state.matrices().items():
+            matrix.local[...] = 0 if name == "weight" else 2.0**-12
+        low.weight.local[:, 50:] = 1
+        wanted = low.weight.gather().astype("float32")
+        wanted[:, 50:] += 2.0**-12
+        Checkpoints(grid, shared_path).save(1, state.matrices())
+        full = nn.Linear(grid, 700, 96, bias=False)
+        load_weights(full, shared_path)
+        assert np.array_equal(full.weight.gather(), wanted)
+
+
+@pytest.mark.numpy_only("takes torch away from one rank")
+@pytest.mark.parallel([1, 2])
+def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared_path, monkeypatch, fails):
+    with Grid(comm, "ddp") as grid:
+        low, full = nn.Linear(grid, 4, 6, precision="bfloat16", library="torch"), nn.Linear(grid, 4, 6)
+        kept = optim.SGD(low.parameters(), lr=0.1).matrices()
+        Checkpoints(grid, shared_path).save(1, {**low.matrices(), **kept})
+        before = full.weight.gather()
+        if grid.rank == comm.size - 1:
+            monkeypatch.setitem(sys.modules, "torch", None)
+        fails(CheckpointError, "weights are of bfloat16, which torch reads: torch arrays need torch: pip install",
+              lambda: load_weights(full, shared_path))
+        monkeypatch.undo()
+        assert np.array_equal(full.weight.gather(), before)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_scale_goes_on_where_it_was(comm, shared_path):
+    """Also of a state that is resumed before there is a Trainer."""
+    with Grid(comm, "ddp") as grid:
+        layer = nn.Linear(grid, 4, 6, precision="float16")
+        made = lambda: TrainState(layer, optim.SGD(layer.parameters(), lr=0.1))
+        first, keeper = made(), Checkpoints(grid, shared_path)
+        first.scale.takes(np.inf)
+        first.save(keeper)
+        again = made()
+        again.resume(keeper)
+        assert again.scale.state() == first.scale.state() and again.scale.skipped == 1
+        assert TrainState(nn.Linear(grid, 4, 6), first.optimizer).scale is None
 
 
 @pytest.mark.parallel([1, 2])

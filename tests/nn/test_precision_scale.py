@@ -97,6 +97,8 @@ def test_one_scale_for_two_optimizers(comm, fails):
             net, scale = nn.MLP(grid, SIZES, nn.relu, precision="float16"), optim.LossScale(start=2.0**8, every=1)
             own = net.parameters()
             optimizers = [optim.SGD(own[: 4 // parts], lr=0.1), optim.SGD(own[2:], lr=0.1)][:parts]
+            if not found:
+                fails(Pmm3dError, "there was no backward pass yet", lambda: scale.step(*optimizers))
             for wrong in (False, True, False):
                 nn.mse(net(x), y).backward(scale=scale.value)
                 if wrong and grid.rank == 0:

@@ -127,6 +127,16 @@ def test_conjugate_transposes(grid):
         assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
 
 
+@pytest.mark.parallel([1, 2])
+def test_an_empty_panel_is_not_conjugated(comm):
+    """It is a view of a shard that may not be written to."""
+    with Grid(comm, (1, 1, 1), data=comm.size) as grid:
+        tall, flat = (np.zeros(shape, "complex64") for shape in ((4, 0), (0, 4)))
+        tall.flags.writeable = flat.flags.writeable = grid.rank > 0
+        a, b = (DistMatrix.from_local(grid, each, each.shape, layout=Layout()) for each in (tall, flat))
+        assert np.array_equal(matmul(a.H.T, b).gather(), np.zeros((4, 4)))
+
+
 def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 

@@ -206,6 +206,7 @@ def test_forward_passes_that_need_no_gradient_are_no_uses(comm):
 
 def test_tf32_is_torchs_own_setting():
     """Of float32 on a device alone."""
+    from pmm3d.arrays.torch_rounding import ON_DEVICE
     from pmm3d.torch.held import precision_of
 
     of = lambda **facts: precision_of(SimpleNamespace(**{"dtype": torch.float32, "is_cuda": True} | facts)).tf32
@@ -215,6 +216,9 @@ def test_tf32_is_torchs_own_setting():
     try:
         matmul.fp32_precision = "tf32"
         assert of() and not of(is_cuda=False) and not of(dtype=torch.bfloat16)
+        ON_DEVICE.hold(matmul, "ieee")  # as another thread does for its GEMM
+        assert of()
+        ON_DEVICE.release(matmul)
     finally:
         matmul.fp32_precision = before
 

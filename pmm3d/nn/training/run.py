@@ -7,7 +7,6 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Pmm3dError
-from ..loss_scale import LossScale
 from .metrics import METRICS
 from .passes import Loss, Metrics, Passes
 from .run_log import RunLog
@@ -77,9 +76,6 @@ class Run:
         if self.state.loader is None:
             raise Pmm3dError("a training needs batches: TrainState(loader=)")
         self.grid, self.loader = self.state.network.grid, self.state.loader
-        types = {parameter.precision.compute for parameter in self.state.network.parameters()}
-        if self.state.scale is None and "float16" in types:
-            self.state.scale = LossScale()
         self.figures: dict[str, float] = {}
         self.passes = Passes()
         self.saved: int | None = None

@@ -31,7 +31,8 @@ Facts = dict[str, Any]
 class TrainState:
     """The weights, what the optimizer keeps, where schedule and loader are. Its methods are collective.
 
-    schedule, loader   None where there is none;   scale   of the loss, of float16, or None
+    schedule, loader   None where there is none
+    scale              of the loss; left out, a new LossScale for a network of float16, for others None
 
     A checkpoint fits on any grid, and another precision: weights of low precision become float32 with what the
     optimizer kept of them, and the other way round. What a run has learned comes from it: weights, the optimizer's
@@ -55,6 +56,11 @@ class TrainState:
     schedule: Schedule | None = None
     loader: Loader | None = None
     scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        types = {parameter.precision.compute for parameter in self.network.parameters()}
+        if self.scale is None and "float16" in types:
+            self.scale = LossScale()
 
     @property
     def step(self) -> int:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Trainer(Run):
     """Trains a network on the batches of a loader.
 
-    state         the TrainState: network, optimizer, schedule and loader, as in a loop of one's own; with weights of
-                  float16 and no scale it gets a `LossScale`
+    state         the TrainState: network, optimizer, schedule, loader and, of float16, loss scale, as in a loop of
+                  one's own
     recipe        how to train: `Recipe`
     validation    a second loader, or None
     checkpoints   a `pmm3d.io.Checkpoints`, or None
