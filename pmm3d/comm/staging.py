@@ -178,13 +178,17 @@ class Sending(Lane):
             host = buffer[:nbytes]
         piece = self.cut(nbytes)
         try:
-            with self.streams.down.current():
-                self.library.to_host(piece, host)
+            copied = self._copy_down(piece, host)
         except BaseException:
             give()  # no copy has begun
             raise
-        self.first.append(Staged([self.streams.down.record()], piece, host, give, slot))
+        self.first.append(Staged([copied], piece, host, give, slot))
         return True
+
+    def _copy_down(self, piece: Array, host: np.ndarray) -> Any:
+        with self.streams.down.current():
+            self.library.to_host(piece, host)
+        return self.streams.down.record()
 
     def go_on(self, staged: Staged) -> Staged:
         host, awaited = staged.host, list[Any]()

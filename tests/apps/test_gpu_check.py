@@ -205,9 +205,10 @@ def test_without_a_gpu_that_can_be_used_it_says_so(tmp_path, driver, code, said)
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{driver}\n")
     tool.chmod(0o755)
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = subprocess.run(["make", "-s", "gpu-check", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120, env=os.environ | variables)
+                          text=True, timeout=120, env=environ)
     assert (done.returncode, (done.stderr if code else done.stdout).startswith(said)) == (code, True), done
 
 
