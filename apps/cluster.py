@@ -249,7 +249,8 @@ def run(options: argparse.Namespace) -> int:
             raise ClusterError(f"the cluster {options.on!r} has {cluster.nodes} nodes, not {nodes}")
         command = mpi_command(wheel, nodes, options.ranks_per_node, options.program)
         environment = mpi_environment(wheel, nodes * options.ranks_per_node, dict(os.environ))
-        return launcher.run(cluster.enter(command), environment, options.timeout)
+        tied = ["setpriv", "--pdeathsig", "TERM"]  # a signal ends nsenter, which tells nobody
+        return launcher.run(cluster.enter([*tied, *command]), environment, options.timeout)
     finally:
         if not options.on:
             cluster.end()
