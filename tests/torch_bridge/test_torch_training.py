@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from networks import MANY_GRIDS, alone, on_each_grid
+from networks import ALL_GRIDS, MANY_GRIDS, alone, on_each_grid
 
 from pmm3d.nn import Overlap, no_sync
 
@@ -92,7 +92,7 @@ def test_an_mlp_learns_as_the_plain_one_does_on_every_grid(comm):
         error = np.abs(losses_on(grid, net, 20, clip=0.2) - expected).max()
         found[repr(grid.shape)] = max(error, differences(full_state_dict(net), plain.state_dict()))
 
-    on_each_grid(comm, check, MANY_GRIDS[comm.size])
+    on_each_grid(comm, check, ALL_GRIDS[comm.size])
     assert max(found.values()) < 1e-6, found
 
 
