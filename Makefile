@@ -69,6 +69,7 @@ setup: $(STAMP) ## build the environment in .venv; once, and again when its vers
 
 test: setup site-launcher ## all tests, and some again on torch, two runs at a time; with ARGS one run of all
 ifeq ($(strip $(ARGS)),)
+	@echo 'test: two runs side by side, each is shown when it ends; up to an hour on 2 cores. One that shows how far it is: make test-mpi'
 	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) N= test-mpi test-unit test-few-torch
 else
 	$(VENV)/bin/python -m pytest $(ARGS)

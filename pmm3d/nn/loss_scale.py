@@ -65,8 +65,7 @@ class LossScale:
         clip   the largest 2-norm of the gradient, of all parameters of all optimizers, scaled back
 
         Raises, on every rank, Pmm3dError for a step without a backward pass of its own, or for gradients of another
-        scale;
-        NonFiniteGradientError when it skips the fiftieth step in a row.
+        scale; NonFiniteGradientError when it skips the fiftieth step in a row.
         """
         if clip is not None:
             check_clip(clip)
