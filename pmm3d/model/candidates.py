@@ -1,0 +1,53 @@
+"""Grids that could serve a job, with what each would take: what every planner returns and every table shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..layout import GridShape
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid, and what the job takes on it.
+
+    seconds   of the product or of the step, on the slowest rank
+    terms     what of the seconds goes where; they add up: "gemm", "passes", "overhead", and by axis ("x", "y", "z",
+              "data", "all") what is waited for its collectives
+    memory    bytes by kind on the fullest rank; they add up
+    bytes     that the busiest rank receives
+    preset    "ddp", "fsdp", "hsdp", "megatron" if it is the grid of one
+    why_not   what speaks against it, if it was dropped
+    """
+
+    grid: GridShape
+    seconds: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    preset: str = ""
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Candidates, the best first, and those that were dropped.
+
+    what         that they are for, in words: "4096 x 4096 x 4096 float64", "a step of digits.toml"
+    flop         of all ranks together
+    dtype        whose peak the share is of
+    considered   grids looked at, of how many ranks
+    """
+
+    what: str
+    ranks: int
+    candidates: list[Candidate]
+    dropped: list[Candidate]
+    flop: float
+    dtype: str
+    considered: int
+
+    def share_of_peak(self, candidate: Candidate, peak: float) -> float:
+        """Of so many flop/s a rank."""
+        return self.flop / (candidate.seconds * self.ranks * peak) if candidate.seconds and peak else 0.0
