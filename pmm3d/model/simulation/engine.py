@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate, chain
 from math import inf, isnan, nan
-from typing import NamedTuple
 
 from ...errors import Pmm3dError
 from .task import PROCESSOR, SHARED, Task
@@ -38,82 +38,99 @@ def simulate(tables: Sequence[Sequence[Task]]) -> Timeline:
     begun, ended = order.run()
     if order.left:
         raise Pmm3dError(order.circle(ended))
-    split = [0]
-    for table in tables:
-        split.append(split[-1] + len(table))
-    return Timeline(tables, *([times[a:b] for a, b in zip(split, split[1:])] for times in (begun, ended)))
+    return Timeline(tables, *([times[start:end] for start, end in zip(order.starts, order.starts[1:])]
+                              for times in (begun, ended)))
 
 
-class _Meeting(NamedTuple):
-    """Tasks that begin together, or one on a shared resource; numbers over all tables."""
+class _Meeting:
+    """Tasks that begin together, or one on a shared resource; numbers over all tables.
 
-    members: list[int]
-    shared: set[str]
+    waited   members that cannot begin yet
+    """
+
+    __slots__ = ("members", "shared", "waited")
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.shared: set[str] = set()
+        self.waited = 0
 
 
 class _Order:
     """Of the tasks of all tables, numbered through: which wait for which, and what has been found so far.
 
-    left   tasks without times
+    left      tasks without times
+    missing   number of earlier tasks, without times, that a task comes after
+    until     of a processor's task, the next of it, or the end of the table: all between come after it
+    next      of another, the next of its resource
+    named     the tasks that name it in `after`
     """
 
     def __init__(self, tables: Sequence[Sequence[Task]]):
+        self.tables = tables
+        self.starts = list(accumulate(map(len, tables), initial=0))
         self.tasks = [task for table in tables for task in table]
         self.left = len(self.tasks)
-        self.ready = [0.0] * self.left
-        self.before: list[list[int]] = []
-        self.then: list[list[int]] = [[] for _ in self.tasks]
-        self.starts: list[int] = []
-        for table in tables:
-            self._chain(table)
-        self.missing = [len(before) for before in self.before]
-        for number, before in enumerate(self.before):
-            for earlier in before:
-                self.then[earlier].append(number)
+        self.missing = [len(task.after) for task in self.tasks]
+        self.until = [0] * self.left
+        self.next: dict[int, int] = {}
+        self.named: dict[int, list[int]] = {}
         self.meetings: dict[int, _Meeting] = {}
+        for start, end in zip(self.starts, self.starts[1:]):
+            self._chain(start, end)
+        self._meet()
+
+    def _chain(self, start: int, end: int) -> None:
+        """Each task of a table after the last one of the processor, the last one of its resource, those it names."""
+        missing, processor, last = self.missing, -1, dict[str, int]()
+        for number in range(start, end):
+            task = self.tasks[number]
+            for earlier in task.after:
+                self.named.setdefault(start + earlier, []).append(number)
+            missing[number] += processor >= 0
+            if task.resource == PROCESSOR:
+                if processor >= 0:
+                    self.until[processor] = number + 1
+                processor = number
+            else:
+                earlier = last.get(task.resource, -1)
+                if earlier >= 0:
+                    self.next[earlier] = number
+                    missing[number] += 1
+                last[task.resource] = number
+        if processor >= 0:
+            self.until[processor] = end
+
+    def _meet(self) -> None:
+        """Find the tasks that do not begin alone."""
         by_key: dict[Hashable, _Meeting] = {}
         for number, task in enumerate(self.tasks):
             shared = task.resource.startswith(SHARED)
             if task.meets is None and not shared:
                 continue
-            found = by_key.setdefault(task.meets, _Meeting([], set())) if task.meets is not None else _Meeting([], set())
+            found = by_key.setdefault(task.meets, _Meeting()) if task.meets is not None else _Meeting()
             found.members.append(number)
+            found.waited += 1
             if shared:
                 found.shared.add(task.resource)
             self.meetings[number] = found
 
-    def _chain(self, table: Sequence[Task]) -> None:
-        """Each task after the last one of the processor, the last one of its resource, and those that it names."""
-        start = len(self.before)
-        self.starts.append(start)
-        last: dict[str, int] = {}
-        for number, task in enumerate(table, start):
-            before = [start + earlier for earlier in task.after]
-            if PROCESSOR in last:
-                before.append(last[PROCESSOR])
-            if task.resource != PROCESSOR and task.resource in last:
-                before.append(last[task.resource])
-            last[task.resource] = number
-            self.before.append(before)
-
     def run(self) -> tuple[list[float], list[float]]:
         """When tasks begin and end. What needs no shared resource is found at once; then the earliest that asks for one
         gets it: whoever asks later cannot begin before."""
-        begun, ended = [nan] * len(self.tasks), [nan] * len(self.tasks)
-        missing, ready, meetings = self.missing, self.ready, self.meetings
-        to_come = {id(meeting): len(meeting.members) for meeting in meetings.values()}
+        tasks, missing, until = self.tasks, self.missing, self.until
+        begun, ended, ready = [nan] * len(tasks), [nan] * len(tasks), [0.0] * len(tasks)
         free: dict[str, float] = {}
         asked: list[tuple[float, int]] = []
         found = [number for number, count in enumerate(missing) if not count]
         while found or asked:
             if found:
                 number = found.pop()
-                meeting = meetings.get(number)
-                if meeting is None:
-                    together, begin = [number], ready[number]
-                else:
-                    to_come[id(meeting)] -= 1
-                    if to_come[id(meeting)]:
+                meeting = self.meetings.get(number)
+                together, begin = [number], ready[number]
+                if meeting:
+                    meeting.waited -= 1
+                    if meeting.waited:
                         continue
                     together, begin = meeting.members, max(ready[member] for member in meeting.members)
                     if meeting.shared:
@@ -121,16 +138,12 @@ class _Order:
                         continue
             else:
                 begin, number = heappop(asked)
-                together, shared = meetings[number]
-                begin = max(begin, *(free.get(resource, 0.0) for resource in shared))
-                for member in together:
-                    task = self.tasks[member]
-                    if task.resource in shared:
-                        free[task.resource] = max(free.get(task.resource, 0.0), begin + task.seconds)
-            for member in together:
-                begun[member] = begin
-                end = ended[member] = begin + self.tasks[member].seconds
-                for later in self.then[member]:
+                together, begin = self._taken(number, begin, free)
+            for number in together:
+                begun[number] = begin
+                end = ended[number] = begin + tasks[number].seconds
+                for later in chain(range(number + 1, until[number]), self.named.get(number, ()),
+                                   (self.next[number],) if number in self.next else ()):
                     if end > ready[later]:
                         ready[later] = end
                     missing[later] -= 1
@@ -139,30 +152,52 @@ class _Order:
             self.left -= len(together)
         return begun, ended
 
+    def _taken(self, number: int, begin: float, free: dict[str, float]) -> tuple[list[int], float]:
+        """The tasks that get what they share, and when. free: resource -> when it is."""
+        meeting = self.meetings[number]
+        begin = max(begin, *(free.get(resource, 0.0) for resource in meeting.shared))
+        for member in meeting.members:
+            task = self.tasks[member]
+            if task.resource in meeting.shared:
+                free[task.resource] = max(free.get(task.resource, 0.0), begin + task.seconds)
+        return meeting.members, begin
+
+    def _before(self, number: int) -> list[int]:
+        """The tasks that one comes after."""
+        table, place = self._place(number)
+        start, task = number - place, self.tasks[number]
+        found = [start + earlier for earlier in task.after]
+        for resource in {PROCESSOR, task.resource}:
+            found += [at for at in range(start, number) if self.tasks[at].resource == resource][-1:]
+        return found
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Table and number in it."""
+        table = bisect_right(self.starts, number) - 1
+        return table, number - self.starts[table]
+
     def circle(self, ended: Sequence[float]) -> str:
         """What to say of tasks that wait for each other, one of which has no end."""
         number = next(number for number, end in enumerate(ended) if isnan(end))
         way: dict[int, str] = {}
         while number not in way:
-            earlier = next((earlier for earlier in self.before[number] if isnan(ended[earlier])), None)
+            earlier = next((earlier for earlier in self._before(number) if isnan(ended[earlier])), None)
             if earlier is None:
                 earlier = next(member for member in self.meetings[number].members
-                               if any(isnan(ended[before]) for before in self.before[member]))
+                               if any(isnan(ended[before]) for before in self._before(member)))
                 way[number] = "meets"
             else:
                 way[number] = "comes after"
             number = earlier
         circle = list(way)[list(way).index(number):]
-        said = [f"{self.said(task)} {way[task]}" for task in circle[:NAMED]]
+        said = [f"{self._said(task)} {way[task]}" for task in circle[:NAMED]]
         if len(circle) > NAMED:
             said.append(f"... ({len(circle) - NAMED} more) ...")
-        return (f"the tables wait for each other for ever: {' '.join(said)} {self.said(number)}. Put tasks that meet in the "
+        return (f"the tables wait for each other for ever: {' '.join(said)} {self._said(number)}. Put tasks that meet in the "
                 f"same order into all tables, or on different resources")
 
-    def said(self, number: int) -> str:
-        """A task by its place and name."""
-        table = bisect_right(self.starts, number) - 1
-        return _said(table, number - self.starts[table], self.tasks[number])
+    def _said(self, number: int) -> str:
+        return _said(*self._place(number), self.tasks[number])
 
 
 def _said(table: int, number: int, task: Task) -> str:
