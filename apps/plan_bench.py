@@ -74,7 +74,7 @@ class Bench:
         if self._before and not self.options.machines:
             self.machines[where] = self._before["machines"][where]
         else:
-            self.machines[where] = place.tune(self.options.machines or self.folder, f"{where}.toml".replace(" ", "-"))
+            self.machines[where] = place.tune(self.options.machines or self.folder)
         return machine_from(self.machines[where], where)
 
     def measure(self, place: Here, kind: str, **asked: Any) -> list[measured.Measurement]:
@@ -156,8 +156,8 @@ def simulation(bench: Bench) -> None:
                    for name in bench.options.networks for what, section in OVERLAPS.items()}
         for one in bench.measure(place, "steps", networks=configs, grids=[*grids]):
             said = {grid: simulated(configs[one["what"]], grid, machine) for grid in one["rounds"]}
-            bench.found.append(Compared(one["what"], str(place), one["rounds"], said, spent=one["spent"], kind="steps"))
-    print(compared.simulated_table(bench.found))
+            bench.found.append(Compared(one["what"], str(place), one["rounds"], said, kind="steps", spent=one["spent"]))
+        print(compared.grid_by_grid([one for one in bench.found if one.where == str(place)]) + "\n")
 
 
 def memory(bench: Bench) -> None:
@@ -165,9 +165,58 @@ def memory(bench: Bench) -> None:
 
     write_data(MEMORY, bench.folder)
     for ranks in bench.options.ranks or (8,):
-        grids = [name_of(grid) for grid in grids_4d(ranks) if preset(grid)]
-        configs = {f"{preset_named(grid)}, {what}": {"settings": settings(MEMORY, bench.folder, others), "grid": grid}
+        grids = [grid for grid in grids_4d(ranks) if preset(grid) or min(grid[:3]) > 1]
+        configs = {f"{preset(grid)} {name_of(grid)}, {what}".strip():
+                   {"settings": settings(MEMORY, bench.folder, others), "grid": name_of(grid)}
                    for grid in grids for what, others in OPTIONS.items()}
         held = Here(ranks).measure("memory", configs=configs)
-        said = {name: memory_of(config["settings"], config["grid"], ranks) for name, config in configs.items()}
-        print(compared.memory_table(said, held))
+        said = {name: memory_of(config["settings"], config["grid"]) for name, config in configs.items()}
+        print(compared.memory_table(said, held) + "\n")
+
+
+def scaling(bench: Bench) -> None:
+    raise NotImplementedError
+
+
+COMMANDS: dict[str, Callable[[Bench], None]] = {"products": products, "steps": steps, "cluster": across_nodes,
+                                                "simulation": simulation, "scaling": scaling, "memory": memory}
+
+
+def parsed(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="(products: 4 8; else 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="over all grids (5)")
+    parser.add_argument("--products", type=Product.named, nargs="+", metavar="MxNxK:DTYPE", default=PRODUCTS,
+                        help=f"({' '.join(map(str, PRODUCTS))})")
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=[*NETWORKS], metavar="NAME",
+                        help=f"({' '.join(NETWORKS)})")
+    parser.add_argument("--nodes", type=int, nargs="+", default=(2, 4), metavar="N", help="of cluster (2 4)")
+    parser.add_argument("--rate", default="4gbit", help="of the links of cluster (4gbit)")
+    parser.add_argument("--machines", type=Path, metavar="FOLDER", help="of machine files, which are written if missing")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="an earlier --json: measure nothing, predict anew")
+    parser.add_argument("--every-grid", action="store_true", help="list all grids, with the parts of their time")
+    parser.add_argument("--json", type=Path, help="keep all figures here")
+    parser.add_argument("--plot", type=Path, help="draw measured against predicted times here")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == [MEASURE]:
+        measured.run(*map(Path, words[1:]))
+        return 0
+    options = parsed(words)
+    try:
+        with TemporaryDirectory(prefix="plan-bench-") as folder:
+            bench = Bench(options, Path(folder))
+            COMMANDS[options.command](bench)
+            bench.keep()
+    except (ProgramError, ClusterError, Pmm3dError) as problem:
+        print(f"plan_bench: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,9 @@ from .cases import grid_named, preset
 TOP = 3
 CLOSE = 1.10
 """How much longer than the best the first choice may take."""
+NEAR = 0.10
+"""By which a simulated step may differ from the measured one."""
+KINDS = ("weights", "gradients", "state", "work")
 
 
 class Compared:
@@ -166,6 +169,36 @@ def every_grid(one: Compared) -> str:
         cells = [f"{1e3 * each:.2f}" for each in seconds]
         rows.append([grid, *cells[:4], f"{said / real:.2f}", *cells[4:]])
     return f"{one.what}, {one.where}, ms\n\n{markdown(rows)}"
+
+
+def grid_by_grid(found: Sequence[Compared]) -> str:
+    """A row for each grid, a column for each of what was measured on it: measured ms (predicted / measured)."""
+    rows = [["grid", *(one.what for one in found)]]
+    for grid in found[0].measured:
+        rows.append([grid, *(f"{1e3 * one.measured[grid]:.2f} ({one.predicted[grid] / one.measured[grid]:.2f})"
+                             for one in found)])
+    ratios = [one.predicted[grid] / seconds for one in found for grid, seconds in one.measured.items()]
+    near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+    return (f"measured, ms (predicted / measured)\n\n{markdown(rows)}\n\nwithin {NEAR:.0%} on {near} of {len(ratios)}; "
+            f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}")
+
+
+Held = Mapping[str, int]
+"""Bytes by kind on a rank."""
+
+
+def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence[Held]]) -> str:
+    """A row for each run; the bytes of the fullest rank, and the largest difference on any."""
+    rows, least, most = [["", *KINDS, "held", "predicted", "differs by"]], 0.0, 0.0
+    for name, ranks in held.items():
+        sums = [[sum(rank[kind] for kind in KINDS) for rank in side] for side in (ranks, said[name])]
+        differences = [its / own - 1 for own, its in zip(*sums)]
+        least, most = min(least, *differences), max(most, *differences)
+        fullest = sums[0].index(max(sums[0]))
+        cells = [f"{ranks[fullest][kind] / 2**20:.2f}" for kind in KINDS]
+        rows.append([name, *cells, *(f"{side[fullest] / 2**20:.2f}" for side in sums),
+                     f"{max(differences, key=abs):+.2%}"])
+    return f"MiB\n\n{markdown(rows)}\n\npredicted - held on all ranks of all runs: {least:+.2%} to {most:+.2%}"
 
 
 def draw(found: Sequence[Compared], path: Path) -> None:

@@ -36,9 +36,11 @@ class Here:
         if code := self.status(program):
             raise ProgramError(f"{' '.join(program)} on {self} ended with status {code}")
 
-    def tune(self, machine: Path) -> str:
-        """The text of a machine file: that one, or a new one, measured there."""
+    def tune(self, folder: Path) -> str:
+        """The text of the machine file of this place in a folder; it is measured there if there is none."""
+        machine = folder / f"{self}.toml".replace(" ", "-")
         if not machine.exists():
+            folder.mkdir(parents=True, exist_ok=True)
             print(f"measuring the machine on {self}", file=sys.stderr, flush=True)
             self.run(["-m", "pmm3d", "tune", "machine", "--output", str(machine)])
         return machine.read_text()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pmm3d.comm.replay import tasks
 from pmm3d.model.candidates import Candidate
-from pmm3d.model.machines import Machine
+from pmm3d.model.machines import Machine, groups_of
 from pmm3d.model.ranking import rank_products
-from pmm3d.nn.training.config import Config, checked
-from pmm3d.nn.training.planning import rank_training, step_of
+from pmm3d.model.simulation import simulate
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.planning import rank_training
 
 from .cases import Product, grid_named, name_of
 from .compared import Compared
@@ -28,10 +31,10 @@ def of_step(settings: Mapping[str, Any], ranks: int, machine: Machine) -> list[C
     return found.candidates + found.dropped
 
 
-def memory_of(config: Config, grid: str, ranks: int) -> list[dict[str, int]]:
-    """Bytes by kind on each rank."""
-    shape = grid_named(grid)
-    return [dict(step_of(config, shape, ranks, rank).memory) for rank in range(ranks)]
+def memory_of(settings: Mapping[str, Any], grid: str) -> list[dict[str, int]]:
+    """Bytes by kind on each rank of a grid of one node."""
+    steps, shape = DrySteps(checked({**settings})), grid_named(grid)
+    return [steps.of(shape, shape.size, rank).memory for rank in range(shape.size)]
 
 
 def beside(measurement: Measurement, where: str, candidates: Iterable[Candidate]) -> Compared:
@@ -41,3 +44,11 @@ def beside(measurement: Measurement, where: str, candidates: Iterable[Candidate]
     return Compared(measurement["what"], where, measurement["rounds"],
                     {grid: candidate.seconds for grid, candidate in known.items()}, spent=measurement["spent"],
                     terms={grid: dict(candidate.terms) for grid, candidate in known.items()})
+
+
+def simulated(settings: Mapping[str, Any], grid: str, machine: Machine) -> float:
+    """Seconds of a step of all ranks of a grid, each by its own dry run."""
+    steps, shape, per_node = DrySteps(checked({**settings})), grid_named(grid), machine.ranks_per_node
+    groups = groups_of(shape, per_node)
+    return simulate([tasks(steps.of(shape, per_node, rank).actions, machine, groups)
+                     for rank in range(shape.size)]).seconds
