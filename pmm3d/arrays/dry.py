@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layout import MATRIX_DTYPES, itemsize
 from .blas import AS_THEY_ARE, Conjugated
-from .dry_array import COMPARISONS, Axis, DryArray, common_dtype
+from .dry_array import COMPARISONS, Axis, DryArray, common_dtype, dtype_of
 from .dry_run import DryRun, Held
 from .low_precision import WorkArrays, check_gemm_types, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
@@ -93,13 +93,23 @@ class DryLibrary(NumpyLibrary):
     def share_memory(self, one: Array, other: Array) -> bool:
         return np.shares_memory(_place(one), _place(other))
 
+    def passed(self, name: str, *arrays: Array) -> None:
+        self.run.passed(name, sum([array.nbytes for array in arrays]))
+
     def astype(self, array: DryArray, dtype: str) -> DryArray:
-        return self.temporary(array.shape, dtype)
+        return self.temporary(array.shape, dtype).filled("cast", (array,))
 
     def copy(self, array: Array) -> DryArray:
-        return self.empty(tuple(array.shape), self.dtype(array))
+        made = self.empty(tuple(array.shape), self.dtype(array))
+        self.passed("copy", array, made)
+        return made
 
     conjugate = copy
+
+    def square_sum(self, array: Array) -> float:
+        """1, as all numbers are."""
+        self.passed("norm", array)
+        return 1.0
 
     def plain(self, array: Array) -> DryArray:
         return array if isinstance(array, DryArray) and self.is_contiguous(array) else self.copy(array)
@@ -128,7 +138,7 @@ class DryLibrary(NumpyLibrary):
         elif a.dtype != c.dtype and self.gemm_copies:
             rounded_gemm(self, a, b, c, alpha, beta, work)
         else:
-            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype)
+            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype, a.turned + b.turned)
 
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
         """The result of a function of that name."""
@@ -138,7 +148,9 @@ class DryLibrary(NumpyLibrary):
             shape, dtype = first.shape, str(first.dtype)
         else:
             shape, dtype = np.broadcast_shapes(*(array.shape for array in arrays)), common_dtype(arrays)
-        return self.temporary(shape, "bool" if name in COMPARISONS else dtype)
+        made = self.temporary(shape, "bool" if name in COMPARISONS else dtype)
+        self.passed(name, made, *arrays)
+        return made
 
 
 def _place(array: Array) -> np.ndarray:
@@ -162,7 +174,7 @@ class DryNamespace:
                                  "concat and what makes new arrays")
 
         def function(*operands: Any, out: DryArray | None = None, **options: Any) -> DryArray:
-            return self._library.elementwise(name, operands) if out is None else out
+            return self._library.elementwise(name, operands) if out is None else out.filled(name, operands)
 
         return function
 
@@ -182,20 +194,20 @@ class DryNamespace:
     def stack(self, arrays: Sequence[DryArray], axis: int = 0) -> DryArray:
         shape = list(arrays[0].shape)
         shape.insert(axis % (len(shape) + 1), len(arrays))
-        return self._library.temporary(tuple(shape), common_dtype(arrays))
+        return self._library.temporary(tuple(shape), common_dtype(arrays)).filled("copy", arrays)
 
     def concat(self, arrays: Sequence[DryArray], axis: int = 0) -> DryArray:
         shape = list(arrays[0].shape)
         shape[axis] = sum(array.shape[axis] for array in arrays)
-        return self._library.temporary(tuple(shape), common_dtype(arrays))
+        return self._library.temporary(tuple(shape), common_dtype(arrays)).filled("copy", arrays)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float64", **options: Any) -> DryArray:
-        return self._library.temporary((shape,) if isinstance(shape, int) else tuple(shape), "uint8").astype(dtype)
+        return self._library.temporary((shape,) if isinstance(shape, int) else tuple(shape), dtype_of(dtype))
 
     zeros = ones = empty
 
     def empty_like(self, array: DryArray, dtype: Any = None) -> DryArray:
-        return array.astype(array.dtype if dtype is None else dtype)
+        return self._library.temporary(array.shape, array.dtype if dtype is None else dtype_of(dtype))
 
     zeros_like = ones_like = empty_like
 

@@ -20,16 +20,12 @@ COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_e
 Operation = Callable[[Any, Any], Any]
 
 
-def _arithmetic(self: DryArray, other: Any) -> DryArray:
-    return self.library.elementwise("", (self, other))
+def _arithmetic(name: str) -> Operation:
+    return lambda self, other: self.library.elementwise(name, (self, other))
 
 
-def _comparison(self: DryArray, other: Any) -> DryArray:
-    return self.library.elementwise("equal", (self, other))
-
-
-def _in_place(self: DryArray, other: Any) -> DryArray:
-    return self
+def _in_place(name: str) -> Operation:
+    return lambda self, other: self.filled(name, (self, other))
 
 
 class DryArray:
@@ -81,7 +77,7 @@ class DryArray:
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if self.elements.flags.c_contiguous:
             return self._view(self.elements.reshape(wanted))
-        return self.library.temporary(self.shape, self.dtype).reshape(wanted)
+        return self.copy().reshape(wanted)
 
     def __getitem__(self, key: Any) -> DryArray:
         if isinstance(key, slice):
@@ -91,7 +87,7 @@ class DryArray:
             if not any(one is Ellipsis for one in keys):
                 keys = *keys, Ellipsis  # else numpy would read a single element
             return self._view(self.elements[keys])
-        return self.library.temporary(self._chosen(keys), self.dtype)
+        return self.library.temporary(self._chosen(keys), self.dtype).filled("take", (), 2)
 
     def _chosen(self, keys: tuple[Any, ...]) -> tuple[int, ...]:
         """The shape of what arrays of indices choose, which stand side by side."""
@@ -112,7 +108,27 @@ class DryArray:
         return *shape[:place], *np.broadcast_shapes(*indices), *shape[place:], *rest
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """There is nothing to change."""
+        """A pass: there is nothing to change."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(hasattr(one, "shape") or isinstance(one, list) for one in keys):
+            self.library.temporary(self._chosen(keys), self.dtype).filled("put", (value,))
+            return
+        part = self[key]
+        if not isinstance(value, DryArray):
+            self.library.passed("fill", part)
+        elif value.shape != part.shape or self.library.address(value) != self.library.address(part):
+            part.filled("copy", (value,))
+
+    def filled(self, name: str, operands: Sequence[Any], times: int = 1) -> DryArray:
+        """This array, written down as the result of a pass over others, and over itself so many times."""
+        self.library.passed(name, *[self] * times, *(each for each in operands if hasattr(each, "nbytes")))
+        return self
+
+    @property
+    def turned(self) -> str:
+        """For BLAS: "t" if the columns of the matrix lie without gaps and its rows do not, else "n"."""
+        rows, cols = self.elements.strides
+        return "t" if rows == self.elements.itemsize != cols else "n"
 
     def __len__(self) -> int:
         return len(self.elements)
@@ -138,30 +154,42 @@ class DryArray:
         dims = range(self.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
         gone = {dim % self.ndim for dim in dims}
         shape = [1 if dim in gone else size for dim, size in enumerate(self.shape) if keepdims or dim not in gone]
-        return self.library.temporary(tuple(shape), dtype)
+        return self.library.temporary(tuple(shape), dtype).filled("sum", (self,))
 
     def clip(self, *bounds: Any) -> DryArray:
-        return self.library.temporary(self.shape, self.dtype)
+        return self.library.elementwise("clip", (self,))
 
-    copy = conj = erf = clip
+    def copy(self) -> DryArray:
+        return self.library.elementwise("copy", (self,))
+
+    def conj(self) -> DryArray:
+        return self.library.elementwise("conj", (self,))
+
+    def erf(self) -> DryArray:
+        return self.library.elementwise("erf", (self,))
 
     def astype(self, dtype: Any) -> DryArray:
-        return self.library.temporary(self.shape, dtype if dtype == "bfloat16" else dtype_name(dtype))
+        return self.library.temporary(self.shape, dtype_of(dtype)).filled("cast", (self,))
 
     def __matmul__(self, other: DryArray) -> DryArray:
         product = self.library.temporary((self.shape[0], other.shape[1]), self.dtype)
-        self.library.run.multiplied(*product.shape, self.shape[1], self.dtype)
+        self.library.run.multiplied(*product.shape, self.shape[1], self.dtype, self.turned + other.turned)
         return product
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _arithmetic
-    __pow__ = __rpow__ = __mod__ = __floordiv__ = __and__ = __or__ = __xor__ = _arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = _comparison
-    __eq__ = __ne__ = _comparison  # type: ignore[assignment]
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _in_place
+    __add__ = __radd__ = _arithmetic("add")
+    __sub__ = __rsub__ = _arithmetic("subtract")
+    __mul__ = __rmul__ = _arithmetic("multiply")
+    __truediv__ = __rtruediv__ = __mod__ = __floordiv__ = _arithmetic("divide")
+    __pow__ = __rpow__ = _arithmetic("pow")
+    __and__ = __or__ = __xor__ = _arithmetic("logical")
+    __lt__ = __le__ = __gt__ = __ge__ = _arithmetic("equal")
+    __eq__ = __ne__ = _arithmetic("equal")
+    __iadd__, __isub__, __imul__ = map(_in_place, ("add", "subtract", "multiply"))
+    __itruediv__, __ipow__ = map(_in_place, ("divide", "pow"))
     __hash__ = None  # type: ignore[assignment]
 
     def __neg__(self) -> DryArray:
-        return self.clip()
+        return self.library.elementwise("negative", (self,))
 
     __abs__ = __pos__ = __invert__ = __neg__
 
@@ -201,6 +229,11 @@ class DryArray:
 
     def _view(self, elements: np.ndarray) -> DryArray:
         return DryArray(elements, self.dtype, self.library, self.held)
+
+
+def dtype_of(dtype: Any) -> str:
+    """The name of a type."""
+    return "bfloat16" if dtype == "bfloat16" else dtype_name(dtype)
 
 
 def common_dtype(arrays: Sequence[Any]) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 
 from ..layout import aligned, itemsize
 
+LEAST_PASS = 2**12
+"""Bytes below which a pass that is none of a named operation takes no longer than Python beside it: it is left out."""
 SPACE = 2**62
 """Bytes of addresses that the arrays of a dry run are given, none of them twice."""
 FIRST_ADDRESS = 2**21
@@ -21,9 +23,13 @@ FIRST_ADDRESS = 2**21
 class Action:
     """One thing that a rank does.
 
-    what   "gemm": C (m, n) of A (m, k) and B, of that dtype
+    what   "gemm": C (m, n) of A (m, k) and B, of that dtype; its form says whether A and B, as they are given, lie by
+           rows ("n") or are transposed views ("t"): "nn", "nt", "tn", "tt"
+           "pass": `operation` reads and writes arrays of `nbytes` in all, be it in one pass over memory or in several:
+           "relu", "layer_norm backward", "adamw", "copy"
            "begin": a collective, by `axis`, `operation`, `phase` of the ledger, the bytes that this rank sends and
-           receives in it, and its number in the run
+           receives in it, its number in the run, its turn among the collectives along the axis, which is the same on
+           all its ranks, and the numbers of those that must end before it sends anything
            "wait": for the collective of that number
     """
 
@@ -38,10 +44,17 @@ class Action:
     sent: int = 0
     received: int = 0
     number: int = 0
+    form: str = ""
+    nbytes: int = 0
+    turn: int = 0
+    after: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.what == "gemm":
-            return f"gemm {self.m} x {self.n} x {self.k} {self.dtype}"
+            turned = f" {self.form}" if self.form not in ("", "nn") else ""
+            return f"gemm {self.m} x {self.n} x {self.k} {self.dtype}{turned}"
+        if self.what == "pass":
+            return f"{self.operation}: reads and writes {self.nbytes:,} bytes"
         if self.what == "wait":
             return f"wait for #{self.number}"
         phase = f" ({self.phase})" if self.phase else ""
@@ -77,10 +90,11 @@ class DryRun:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
+        self._pass: Action | None
         self.held: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.most: dict[str, int] = {}
-        self.kind = "other"
+        self.kind, self._named, self._pass = "other", "", None
         self._total = self._largest = self._used = 0
         self._addresses = np.asarray(_Addresses())
 
@@ -104,10 +118,41 @@ class DryRun:
         self._used += aligned(nbytes)
         return self._addresses[start : start + nbytes].view(f"V{size}").reshape(shape)
 
-    def multiplied(self, m: int, n: int, k: int, dtype: str) -> None:
+    def multiplied(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> None:
         """Write a GEMM down, if there is anything to multiply."""
         if m * n * k:
-            self.actions.append(Action("gemm", m, n, k, dtype))
+            self.actions.append(Action("gemm", m, n, k, dtype, form=form))
+
+    @contextmanager
+    def passing(self, name: str) -> Iterator[None]:
+        """All passes in this context are one action of that name."""
+        outer = self.name_passes(name)
+        try:
+            yield
+        finally:
+            self.name_passes(*outer)
+
+    def name_passes(self, name: str, action: Action | None = None) -> tuple[str, Action | None]:
+        """From now on passes are of that name, and belong to that action, or to a new one; what was so before."""
+        before = self._named, self._pass
+        self._named, self._pass = name, action
+        return before
+
+    def passed(self, name: str, nbytes: int) -> None:
+        """Write down that arrays of so many bytes were read and written, under the name in force, or under this one;
+        passes under no name in force, one after the other of the same function, are one action."""
+        if self._named:
+            if self._pass is not None:
+                self._pass.nbytes += nbytes
+            elif nbytes:
+                self._pass = Action("pass", operation=self._named, nbytes=nbytes)
+                self.actions.append(self._pass)
+        elif nbytes >= LEAST_PASS:
+            last = self.actions[-1] if self.actions else None
+            if last is not None and last.what == "pass" and last.operation == name:
+                last.nbytes += nbytes
+            else:
+                self.actions.append(Action("pass", operation=name, nbytes=nbytes))
 
     def taken(self, kind: str, nbytes: int) -> None:
         now = self.held[kind] = self.held.get(kind, 0) + nbytes

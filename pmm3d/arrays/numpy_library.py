@@ -166,6 +166,9 @@ class NumpyLibrary:
         """The conjugates, as a new array."""
         return self.xp.conj(array)
 
+    def passed(self, name: str, *arrays: Array) -> None:
+        """In a dry run: that these arrays were read or written, in an operation of that name. Else nothing."""
+
     def conjugate_in_place(self, array: Array) -> None:
         self.xp.conj(array, out=array)
 

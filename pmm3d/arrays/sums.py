@@ -35,12 +35,20 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
         add(library, [part[chunk] for part in parts], out[chunk], beta)
 
 
+def add_up(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
+    """As `sum_in_order`, beside a collective and not as a part of it: of its own in a dry run."""
+    if library.has_data:
+        sum_in_order(library, parts, out, beta)
+    else:
+        library.passed("add", out, *([] if beta == 0 else [out]), *parts)
+
+
 def rounded_gemm(library: NumpyLibrary, a: Array, b: Array, c: Array, alpha: complex, beta: complex,
                  work: WorkArrays) -> None:
     """C = alpha A B + beta C with a low-precision product, rounded once, and a float32 accumulator C."""
     with work.borrow(tuple(c.shape), library.dtype(a), library) as product:
         library.gemm(a, b, product, alpha, 0, work)
-        sum_in_order(library, [product], c, beta)
+        add_up(library, [product], c, beta)
 
 
 def _add_widened(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex) -> None:

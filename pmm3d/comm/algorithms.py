@@ -33,7 +33,7 @@ def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, cou
         return out[starts[first] : starts[first + 1]]
 
     def copy_own() -> None:
-        if part.shape[0] and library.address(rows(rank)) != library.address(part):
+        if library.has_data and part.shape[0] and library.address(rows(rank)) != library.address(part):
             rows(rank)[...] = part
 
     partner = group.partner(rank)
@@ -138,7 +138,7 @@ def _sum_whole(link: Link, library: NumpyLibrary, array: Array, out: Array, work
                                  [(stage.peers[other], parts[other]) for other in stage.others])
         complete = link.size == len(parts)
         sums = _added(library, parts, out if complete and stage.digit < 2 else received, work, complete)
-    if sums is not out:
+    if sums is not out and library.has_data:
         out[...] = sums
     if partner is not None:
         yield from link.exchange(library, [(partner, out)], [])

@@ -32,6 +32,9 @@ class DryLedger(Ledger):
     def holding(self, kind: str) -> AbstractContextManager[None]:
         return self.run.holding(kind)
 
+    def passing(self, name: str) -> AbstractContextManager[None]:
+        return self.run.passing(name)
+
 
 class DryComm(WatchedComm):
     """No communicator of MPI: what this rank says, all of so many ranks say."""
@@ -104,7 +107,7 @@ class DryPending(Pending):
     def __init__(self, engine: DryEngine, generator: Collective[Any], record: Record):
         super().__init__(engine, generator, record)
         axis, phase, operation = record.key
-        self.action = Action("begin", axis=axis, operation=operation, phase=phase)
+        self.action = Action("begin", axis=axis, operation=operation, phase=phase, turn=record.number)
 
     def test(self) -> bool:
         """Time does not pass in a dry run: to ask is to wait."""
@@ -141,6 +144,7 @@ class DryEngine(Engine):
             self.ledger.end(record)
             return pending
         pending.action.number = next(self._numbers)
+        pending.action.after = tuple(each.action.number for each in pending._requests if isinstance(each, DryPending))
         self.run.actions.append(pending.action)
         self._active.append(pending)
         return pending

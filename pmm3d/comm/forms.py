@@ -13,7 +13,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
-from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
+from ..arrays import Array, NumpyLibrary, Slab, add_up
 from ..layout import aligned, itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.volumes import all_reduce_volume, reduce_volume
@@ -110,7 +110,7 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
             array = out
         return (yield from sum_arrays(link, library, array, out, work))
     yield from sum_arrays(link, library, array, array, work)
-    sum_in_order(library, [array], out, beta)
+    add_up(library, [array], out, beta)
     return out
 
 

@@ -118,6 +118,10 @@ class Ledger:
         """Arrays made in this context are of that kind ("weights", "gradients", "state"): counted in a dry run."""
         return nullcontext()
 
+    def passing(self, name: str) -> AbstractContextManager[None]:
+        """Passes over memory in this context are of an operation of that name ("relu"): written down in a dry run."""
+        return nullcontext()
+
     def computed(self, operation: str, begun: float) -> None:
         """Count the time since `begun` as computation."""
         ended, key = time.perf_counter(), ("", self._phase, operation)

@@ -43,8 +43,10 @@ class Slope(NamedTuple):
     needs: tuple[int, ...] = ()
     of: Callable[..., Array] | None = None
 
-    def along(self, form: Form, gradient: Array, kept: dict[int, Array]) -> Array:
-        return gradient if self.of is None else _by_elements(form, self.of, gradient, *map(kept.get, self.needs))
+    def along(self, name: str, form: Form, gradient: Array, kept: dict[int, Array]) -> Array:
+        if self.of is None:
+            return gradient
+        return _by_elements(name + " backward", form, self.of, gradient, *map(kept.get, self.needs))
 
 
 AS_IT_IS, NEGATIVE = Slope(), Slope((), lambda g: -g)
@@ -117,7 +119,7 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     x, factor = as_tensor(x), float(factor)
     check_type("scale", x.form)
     scaled = partial(elementwise, x.form, factor_of(x.form, factor))
-    return x.made(scaled(x.shard), (x,), lambda gradient: (scaled(gradient),))
+    return x.made(scaled(x.shard, name="scale"), (x,), lambda gradient: (scaled(gradient, name="scale backward"),))
 
 
 def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
@@ -132,8 +134,8 @@ def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
     form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
     if form is other:
         return x
-    return x.made(elementwise(other, _as_it_is, x.shard), (x,),
-                  lambda gradient: (elementwise(form, _as_it_is, gradient),))
+    return x.made(elementwise(other, _as_it_is, x.shard, name="cast"), (x,),
+                  lambda gradient: (elementwise(form, _as_it_is, gradient, name="cast backward"),))
 
 
 def _as_it_is(part: Array) -> Array:
@@ -147,21 +149,21 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
     shape, layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
     pair = [relayout(each, place) for each, place in zip(pair, places)]
     form, shards = pair[0].form.like(shape, layout), [each.shard for each in pair]
-    out, wanted = _by_elements(form, function, *shards), [each.requires_grad for each in pair]
+    out, wanted = _by_elements(name, form, function, *shards), [each.requires_grad for each in pair]
     needed = sorted({index for slope, wants in zip(slopes, wanted) if wants for index in slope.needs})
     shapes = [each.shape for each in pair]
 
     def rule(gradient: Array, *kept: Array) -> list[Gradient | None]:
         operands = dict(zip(needed, kept))
-        return [summed_to(size, form, slope.along(form, gradient, operands)) if wants else None
+        return [summed_to(size, form, slope.along(name, form, gradient, operands)) if wants else None
                 for size, slope, wants in zip(shapes, slopes, wanted)]
 
     return pair[0].made(out, pair, rule, keep=[shards[index] for index in needed], shape=shape, layout=layout)
 
 
-def _by_elements(form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
+def _by_elements(name: str, form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
     out = form.new()
-    with computing(form.grid, "elementwise"):
+    with computing(form.grid, "elementwise", name=name):
         by_rows(function, out, *arrays)
     return out
 

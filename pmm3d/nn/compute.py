@@ -128,20 +128,25 @@ def _forms(grid: Grid) -> Callable[..., Form]:
 
 class computing:  # noqa: N801
     """As a context: time in it is computation, and collectives go on under it, unless it is too short for that: of
-    fewer than `LEAST_WORK` operations. A class, since there are dozens of them in a step."""
+    fewer than `LEAST_WORK` operations. In a dry run passes over memory in it are written down under `name`, if there is
+    one. A class, since there are dozens of them in a step."""
 
-    __slots__ = ("_begun", "_grid", "_helped", "_what", "_work")
+    __slots__ = ("_begun", "_grid", "_helped", "_name", "_outer", "_what", "_work")
 
-    def __init__(self, grid: Grid, what: str, work: int = LEAST_WORK):
-        self._grid, self._what, self._work = grid, what, work
+    def __init__(self, grid: Grid, what: str, work: int = LEAST_WORK, name: str = ""):
+        self._grid, self._what, self._work, self._name = grid, what, work, name
 
     def __enter__(self) -> None:
         self._begun = perf_counter()
         self._helped = self._work >= LEAST_WORK and self._grid.engine.computes()
+        if self._name and self._grid.dry_run is not None:
+            self._outer = self._grid.dry_run.name_passes(self._name)
 
     def __exit__(self, *_: object) -> None:
         if self._helped:
             self._grid.engine.computed()
+        if self._name and self._grid.dry_run is not None:
+            self._grid.dry_run.name_passes(*self._outer)
         self._grid.ledger.computed(self._what, self._begun)
 
 
@@ -179,9 +184,9 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
     gemm(form, ones, array, out, beta)
 
 
-def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
+def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
     """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice on the host. `out` may be
-    one of them. In a dry run the function is not called.
+    one of them. In a dry run the function is not called: a pass of that name is written down.
 
         >>> import numpy as np
         >>> array = np.arange(4.0)
@@ -191,6 +196,7 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
     """
     library = library_of(out)
     if not library.has_data:
+        library.passed(name, out, *arrays)
         return
     if _at_once(library, out):
         out[...] = function(*arrays)
@@ -200,7 +206,8 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array) -> Non
         flat_out[chunk] = function(*(array[chunk] for array in flat))
 
 
-def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows: bool = False) -> Array:
+def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows: bool = False,
+                name: str = "elementwise") -> Array:
     """A new array of this form: function(*arrays), as by `in_chunks`, or by rows; on a device the one that the function
     makes."""
     library = form.library
@@ -208,14 +215,14 @@ def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows
         made = function(*arrays)
         return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
     out = form.new()
-    (by_rows if rows else in_chunks)(function, out, *arrays)
+    (by_rows if rows else in_chunks)(function, out, *arrays, name=name)
     return out
 
 
 def scaled(form: Form, array: Array, factor: float | Array) -> Array:
     """A new array of this form: the array times a number, which may be on its device, rounded once."""
     if form.library.slice_elements is not None:
-        return elementwise(form, lambda part: factor * part, array)
+        return elementwise(form, lambda part: factor * part, array, name="scale")
     return form.library.xp.multiply(array, factor, out=form.new())
 
 
@@ -225,9 +232,11 @@ def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> li
     return [slice(start, start + step) for start in range(0, size, step)]
 
 
-def by_rows(function: Callable[..., Array], out: Array, *arrays: Array) -> None:
+def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
     """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
     library = library_of(out)
+    if not library.has_data:
+        library.passed(name, out, *arrays)
     if not out.shape[0] or not library.has_data:
         return
     if _at_once(library, out):

@@ -149,7 +149,8 @@ class _Schedule:
 
         def fill(out: Array, beta: int, part: slice) -> None:
             if begins is not None:
-                out[...], beta = begins, 1
+                with self.out.grid.ledger.passing("bias"):
+                    out[...], beta = begins, 1
             gemm(self.out, inputs[part], full, out, beta, tf32=self.tf32)
 
         size = inputs.shape[0], full.shape[1]

@@ -33,7 +33,7 @@ class Coming:
     def add(self, form: Form, part: Part) -> None:
         """Add another gradient of the same tensor."""
         other = brought(form, part).wait()
-        self._array = elementwise(form, plus, self.wait(), other)
+        self._array = elementwise(form, plus, self.wait(), other, name="add")
 
 
 def brought(form: Form, part: Part) -> Coming:

@@ -90,11 +90,11 @@ def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
     x = whole(x)
     form, local, work = x.form, x.shard, PER_ELEMENT * prod(x.form.local_shape)
     value, slope = in_one_pass(function, form.library)
-    with computing(form.grid, "elementwise", work):
+    with computing(form.grid, "elementwise", work, function.torch):
         out = elementwise(form, value, local)
 
     def rule(gradient: Array, kept: Array) -> tuple[Array]:
-        with computing(form.grid, "elementwise", work):
+        with computing(form.grid, "elementwise", work, function.torch + " backward"):
             return (elementwise(form, slope, gradient, kept),)
 
     return x.made(out, (x,), rule, keep=[out if function.of_output else local])
@@ -119,11 +119,12 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     form = x.form
     mask = _kept(form, x.box, p, seed, stream)
 
-    def masked(array: Array, mask: Array) -> Array:
-        with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape)):
+    def masked(array: Array, mask: Array, name: str) -> Array:
+        with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), name):
             return _masked(form, array, mask, 1 / (1 - p))
 
-    return x.made(masked(x.shard, mask), (x,), lambda gradient, mask: (masked(gradient, mask),), keep=[mask])
+    return x.made(masked(x.shard, mask, "dropout"), (x,),
+                  lambda gradient, mask: (masked(gradient, mask, "dropout backward"),), keep=[mask])
 
 
 def _masked(form: Form, array: Array, mask: Array, scale: float) -> Array:
@@ -151,6 +152,8 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
     kept = form.grid.workspace.array(box.shape, "uint8", library)
     if library.has_data:
         random.fill_kept(kept, box, form.shape[1], p, seed, stream)
+    else:
+        library.passed("dropout mask", kept)
     return kept
 
 
@@ -182,19 +185,19 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     xp = array_namespace(local)
     with form.grid.ledger.phase("layer norm"):
         mean, variance = moments(form, local)
-    inverse = 1 / xp.sqrt(variance + eps)
     centred, back, times = (in_one_kernel(form.library, maker) for maker in (_centred, _slope, _product))
-    with computing(form.grid, "elementwise"):
+    with computing(form.grid, "elementwise", name="layer_norm"):
+        inverse = 1 / xp.sqrt(variance + eps)
         normal = elementwise(form, centred, local, mean, inverse, rows=True)
         out = elementwise(form, in_one_kernel(form.library, _moved), normal, gain.shard, bias.shard, rows=True)
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> tuple[Array, Product, Product]:
-        with computing(form.grid, "elementwise"):
+        with computing(form.grid, "elementwise", name="layer_norm backward"):
             scaled = elementwise(form, times, gradient, factor, rows=True)
             sums = xp.stack([sums_along(scaled, 1), sums_along(elementwise(form, times, scaled, normal), 1)])
         with form.grid.ledger.phase("layer norm"):
             sums = total(form.grid, sums, cols) / form.shape[1]
-        with computing(form.grid, "elementwise"):
+        with computing(form.grid, "elementwise", name="layer_norm backward"):
             dx = elementwise(form, back, scaled, normal, sums[0][:, None], sums[1][:, None], inverse, rows=True)
             product = elementwise(form, times, gradient, normal)
         return dx, _sum_of_rows(form, product), _sum_of_rows(form, gradient)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import prod
+from operator import add as plus
 from typing import Protocol
 
 from ..arrays import Array
@@ -335,8 +336,10 @@ def _fill(part: Gradient | Product, out: Array, beta: int) -> None:
     """out = beta out + part."""
     if isinstance(part, Product):
         part.fill(out, beta, EVERYTHING)
+    elif beta:
+        in_chunks(plus, out, out, part.array, name="add")
     else:
-        in_chunks((lambda old, new: old + new) if beta else (lambda old, new: new), out, out, part.array)
+        in_chunks(lambda new: new, out, part.array, name="copy")
 
 
 def _alike(records: Iterable[Accumulated]) -> list[list[Accumulated]]:

@@ -42,7 +42,7 @@ def mse(prediction: Tensor, target: Matrix) -> Tensor:
         ...     mse(x, x / 2).item()
         0.375
     """
-    return _elementwise_loss(prediction, target, _squares, lambda form, d, factor: (d, 2 * factor))
+    return _elementwise_loss("mse", prediction, target, _squares, lambda form, d, factor: (d, 2 * factor))
 
 
 def mae(prediction: Tensor, target: Matrix) -> Tensor:
@@ -54,24 +54,25 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
         ...     mae(x, x / 2).item()
         0.5
     """
-    return _elementwise_loss(prediction, target, _absolute, _signs)
+    return _elementwise_loss("mae", prediction, target, _absolute, _signs)
 
 
-def _elementwise_loss(prediction: Tensor, target: Matrix, value: Callable[[Form, Array], Array],
+def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, value: Callable[[Form, Array], Array],
                       derivative: Callable[[Form, Array, float | Array], tuple[Array, float | Array]]) -> Tensor:
     """value(form, difference): the sum over this rank's elements; derivative(form, difference, factor): an array and a
     number, whose product the gradient is."""
     prediction = whole(prediction)
     form, local, aligned = prediction.form, prediction.shard, _aligned(prediction, target)
     of_target, wide = aligned.form if aligned.requires_grad else None, form.wide
-    with computing(form.grid, "loss"):
+    with computing(form.grid, "loss", name=name):
         difference = elementwise(wide, in_one_kernel(wide.library, _difference), local, aligned.shard)
         total = value(wide, difference)
     weight = 1 / max(1, form.shape[0] * form.shape[1])
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        slope = scaled(form, *derivative(wide, difference, _factor(form, gradient, weight)))
-        return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
+        with form.grid.ledger.passing(name + " backward"):
+            slope = scaled(form, *derivative(wide, difference, _factor(form, gradient, weight)))
+            return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
 
     return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
 
@@ -128,7 +129,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
     def rule(gradient: Array, local: Array, normalizer: Array, *own: Array) -> tuple[Array]:
         factor, (rows, columns, *inside) = _factor(form, gradient, weight), own
         dx = form.new()
-        with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape)):
+        with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape), "cross_entropy backward"):
             by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
             if local.shape[1]:
                 picked = xp.exp(form.library.astype(local[rows, columns], form.wide.dtype) - normalizer[rows, 0])
@@ -248,7 +249,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
         else:
             chosen[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)
     with form.grid.ledger.phase("loss"):
-        return log_sum_exp(form, local, 1, chosen)
+        return log_sum_exp(form, local, 1, "cross_entropy", chosen)
 
 
 def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, keep: Sequence[Array],
@@ -301,7 +302,9 @@ def _first_largest(logits: Tensor) -> np.ndarray:
     (G-1) 2 m_local numbers along each axis of the classes."""
     local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
     own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
-    if library.has_data:
+    if not library.has_data:
+        library.passed("accuracy", local, local)
+    else:
         own[0], own[1] = -np.inf, logits.shape[1]
         if cols:
             xp = array_namespace(local)

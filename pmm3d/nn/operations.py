@@ -52,7 +52,7 @@ def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
     _check(name, x, dim)
     form, shape = x.form, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
     times = factor_of(form, factor)
-    with computing(form.grid, "statistics"):
+    with computing(form.grid, "statistics", name=name):
         own = sums_to(shape, form, x.shard)
         out = form.new(tuple(own.array.shape))
         out[...] = times(own.array)
@@ -61,7 +61,8 @@ def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
-        dx[...] = times(gradient)
+        with form.grid.ledger.passing(name + " backward"):
+            dx[...] = times(gradient)
         return (dx,)
 
     return x.made(out, (x,), rule, shape=shape, layout=own.layout.summed, pending=pending[-1] if pending else None)
@@ -104,19 +105,19 @@ def _normalized(name: str, x: Matrix, dim: int, function: Callable[..., Array], 
     _check(name, x, dim)
     form, local, xp = x.form, x.shard, array_namespace(x.shard)
     with form.grid.ledger.phase(name):
-        largest, logarithm, _ = log_sum_exp(form, local, dim)
+        largest, logarithm, _ = log_sum_exp(form, local, dim, name)
     out = form.new()
-    with computing(form.grid, "elementwise"):
+    with computing(form.grid, "elementwise", name=name):
         by_rows(lambda part, a, b: function(part - a - b, xp), out, local, beside(largest, dim), beside(logarithm, dim))
 
     def rule(gradient: Array, out: Array) -> tuple[Array]:
         dx = form.new()
-        with computing(form.grid, "elementwise"):
+        with computing(form.grid, "elementwise", name=name + " backward"):
             by_rows(weighted, dx, gradient, out)
             sums = sums_along(dx, dim)
         with form.grid.ledger.phase(name):
             sums = beside(total(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
-        with computing(form.grid, "elementwise"):
+        with computing(form.grid, "elementwise", name=name + " backward"):
             by_rows(lambda g, part, s: derivative(g, part, s, xp), dx, gradient, out, sums)
         return (dx,)
 
@@ -150,12 +151,14 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     units = form.layout.units[0], max(1, form.layout.units[1] // max(1, unit) * taken)
     layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
     out = form.like((rows, count * taken), layout).new()
-    out.reshape(*here, taken)[...] = local.reshape(*here, unit)[:, :, start:stop]
+    with form.grid.ledger.passing("columns"):
+        out.reshape(*here, taken)[...] = local.reshape(*here, unit)[:, :, start:stop]
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
-        dx[...] = 0
-        dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, taken)
+        with form.grid.ledger.passing("columns backward"):
+            dx[...] = 0
+            dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, taken)
         return (dx,)
 
     return x.made(out, (x,), rule, shape=(rows, count * taken), layout=layout)

@@ -252,7 +252,7 @@ class Optimizer:
     def _own_square(self, parameter: Parameter) -> Any:
         """Of one parameter; on a device it stays there."""
         own, here = self._own(parameter, self._gradient(parameter)), self.grid.shape.position(self.grid.rank)
-        counts = parameter.library.has_data and self._layout(parameter).is_first(here)
+        counts = self._layout(parameter).is_first(here)
         return parameter.library.square_sum(own) if counts else 0.0
 
     def non_finite(self) -> str:
@@ -281,7 +281,8 @@ class Optimizer:
         factor = clipping(before, norm)
         for parameter in self._filled() if factor != 1 else ():
             array, record = self._gradient(parameter), parameter.accumulated
-            (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= factor
+            with self.grid.ledger.passing("clip"):
+                (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= factor
         return before
 
     def _filled(self) -> list[Parameter]:
@@ -314,8 +315,12 @@ class Optimizer:
         formula = self.one_pass()
         if formula is not None and formula.change(library, factor, weight, gradient, remainder, states):
             return
+        if not library.has_data:
+            changed = [weight, *states, *([] if remainder is None else [remainder]), *([gradient] * (factor != 1))]
+            library.passed(type(self).__name__.lower(), gradient, *changed, *changed)
+            return
         written = self._left.get(parameter) != _versions(parameter)
-        for chunk in chunks(library, weight.shape[0], DEVICE_ELEMENTS) if library.has_data else ():
+        for chunk in chunks(library, weight.shape[0], DEVICE_ELEMENTS):
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
                                None if remainder is None else remainder[chunk], [array[chunk] for array in states],
                                written)

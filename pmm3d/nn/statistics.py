@@ -44,12 +44,12 @@ def across(form: Form, own: Array, dim: int, combine: Combine) -> Array:
     return own
 
 
-def log_sum_exp(form: Form, local: Array, dim: int, more: Array = None) -> tuple[Array, Array, Array]:
+def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = None) -> tuple[Array, Array, Array]:
     """For each row (dim 1) or column (0): the largest element, the logarithm of the sum of exp(element - largest), and
-    the sum over all ranks of `more`, a number for each; of low precision in float32."""
+    the sum over all ranks of `more`, a number for each; of low precision in float32. name: of what this belongs to."""
     xp, work = array_namespace(local), form.wide.new()
     own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
-    with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape)):
+    with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape), name):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
         by_rows(lambda part, largest: xp.exp(part - largest), work, local, beside(_finite(own[0]), dim))
         own[1] = xp.sum(work, axis=dim)
@@ -63,7 +63,8 @@ def log_sum_exp(form: Form, local: Array, dim: int, more: Array = None) -> tuple
         sums[0] = largest
         return sums
 
-    own = across(form, own, dim, combine)
+    with form.grid.ledger.passing(name):
+        own = across(form, own, dim, combine)
     return own[0], xp.log(own[1]), own[-1]
 
 
@@ -80,7 +81,7 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
     """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares (Chan, Golub,
     LeVeque 1983); of low precision in float32."""
     xp, columns, form = array_namespace(local), local.shape[1], form.wide
-    with computing(form.grid, "statistics"):
+    with computing(form.grid, "statistics", name="layer_norm"):
         mean = sums_along(local, 1) / max(1, columns)
         deviation = elementwise(form, in_one_kernel(form.library, _squares), local, mean[:, None], rows=True)
         own = xp.stack([mean, xp.sum(deviation, axis=1)])
@@ -91,8 +92,9 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
         mean = xp.sum(means * sizes, axis=0) / max(1, sum(counts))
         return xp.stack([mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)])
 
-    mean, squares = across(form, own, 1, combine)
-    return mean[:, None], (squares / form.shape[1])[:, None]
+    with form.grid.ledger.passing("layer_norm"):
+        mean, squares = across(form, own, 1, combine)
+        return mean[:, None], (squares / form.shape[1])[:, None]
 
 
 def _column(form: Form, counts: tuple[int, ...]) -> Array:

@@ -194,7 +194,7 @@ class Tensor:
         if self.grad is None:
             gradient = self.library.copy(gradient)
         else:
-            gradient = elementwise(self.form, plus, self.grad.local, gradient)
+            gradient = elementwise(self.form, plus, self.grad.local, gradient, name="add")
         self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
 
     def item(self) -> float:

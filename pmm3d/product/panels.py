@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, Slab, sum_in_order
+from ..arrays import Array, Slab, add_up
 from ..comm import Axis, Pending
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
@@ -142,7 +142,7 @@ class ResultStrips:
         """All products of the strip are in it: round it, begin its reduction; at most two reductions are under way."""
         if self._widened:
             beta = 0 if self._plan.reduces else self._beta
-            sum_in_order(self._library, [self._sums[strip]], self._partial[strip], beta)
+            add_up(self._library, [self._sums[strip]], self._partial[strip], beta)
         if self._plan.reduces:
             self._reductions.append(self._reduce(strip, self._partial[strip], self._out[strip]))
             if strip:

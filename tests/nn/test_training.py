@@ -333,13 +333,13 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
 
 SETTLED = """
 from pmm3d.nn.training import build
-made = build._network
+made = build.make_network
 def settled(config, grid, sizes, own):
     network, output = made(config, grid, sizes, own)
     if grid.dry_run is None:
         network.settle(sizes[0])
     return network, output
-build._network = settled
+build.make_network = settled
 """
 
 

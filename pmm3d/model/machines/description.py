@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import log2
 
+from ...errors import Pmm3dError
+from ...layout import itemsize
+from .figures import Gemms, Measured, Pass
 from .groups import Group
+from .laws import DEFAULT, Law
+
+REMEMBERED = 2**17
+"""GEMMs whose seconds are kept, so that the same one is not priced again."""
 
 
 @dataclass(frozen=True)
@@ -14,14 +23,22 @@ class Machine:
 
     name             "perlmutter", or that of the measured host
     ranks_per_node   ranks that share a node
-    memory           bytes that a rank may hold
+    memory           bytes that a rank may hold; 0: not known, so nothing is too large
     peak             dtype -> flop/s of a rank that its maker states, or that the best GEMM reached
     sources          section of the file -> where its figures are from
-    hidden           share of a collective that runs under computation, by where its ranks are: "inside" a node, "across"
+    hidden           share of a collective that runs under computation, by where its ranks are: "inside" a node or
+                     "across"; 0 where it is not said
     noise            standard deviation of a rank's time for a step, as a share of it
     overhead         seconds that Python takes for an action of a step, besides what the other figures hold
+    key              what a measured machine is told from others by: host kind, MPI, BLAS, their versions
+    gemms            dtype -> rates of its GEMMs
+    passes           name -> rate of a pass over memory; "default" for all others
+    collectives      that were measured
+    laws             operation -> what it takes where it was not measured; "default" for all others
+    axonn            p -> G -> GiB/s: the bandwidths of AxoNN's authors (`pmm3d.model.axonn`)
 
-    Files: `pmm3d.model.machines.reading`.
+    Files: `pmm3d.model.machines.reading`. Prices raise Pmm3dError if the machine has no figure for what is asked,
+    which no machine that was read from a file does.
     """
 
     name: str
@@ -32,20 +49,94 @@ class Machine:
     hidden: Mapping[str, float] = field(default_factory=dict)
     noise: float = 0.0
     overhead: float = 0.0
+    key: Mapping[str, str] = field(default_factory=dict)
+    gemms: Mapping[str, Gemms] = field(default_factory=dict)
+    passes: Mapping[str, Pass] = field(default_factory=dict)
+    collectives: tuple[Measured, ...] = ()
+    laws: Mapping[str, Law] = field(default_factory=dict)
+    axonn: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
-        """Of C (m, n) = A (m, k) B on a rank. form: "n" or "t" for A and for B, as in BLAS."""
-        raise NotImplementedError
+        """Of C (m, n) = A (m, k) B on a rank: of 2 m n k flop, or, of complex elements, 8 m n k.
+
+        form   "n" or "t" for A and for B, as in BLAS; "c" counts as "t"
+
+        A dtype without figures is priced as that of `stands_for`.
+        """
+        asked = (m, n, k, dtype, form)
+        seconds = self._priced.get(asked)
+        if seconds is None:
+            gemms, flop = self.gemms[self.stands_for(dtype)], flop_of(m, n, k, dtype)
+            seconds = gemms.seconds(m, n, k, flop, form.replace("c", "t"))
+            if len(self._priced) >= REMEMBERED:
+                self._priced.clear()
+            self._priced[asked] = seconds
+        return seconds
+
+    def stands_for(self, dtype: str) -> str:
+        """The dtype by whose GEMMs those of this one are priced: itself, if the machine has figures for it, else the
+        nearest in bits of a real number, the wider of two. Who shows prices says so, if it is another."""
+        if dtype not in self._nearest:
+            if not self.gemms:
+                raise Pmm3dError(f"machine {self.name} has no figures for GEMMs")
+            self._nearest[dtype] = min(self.gemms, key=lambda other: _distance(dtype, other))
+        return self._nearest[dtype]
 
     def pass_seconds(self, name: str, nbytes: int) -> float:
         """Of a pass over so many bytes of arrays, read and written: an elementwise operation, a sum, a copy."""
-        raise NotImplementedError
+        found = self.passes.get(name) or self.passes.get(DEFAULT)
+        if found is None:
+            raise Pmm3dError(f"machine {self.name} has no figures for passes over memory")
+        return found.overhead + nbytes / found.rate
 
-    def collective_seconds(self, operation: str, group: Group, nbytes: int) -> float:
+    def collective_seconds(self, operation: str, group: Group, nbytes: float) -> float:
         """Of a collective in which a rank receives so many bytes (sends, if those are more), all groups of the axis at
-        once, from its beginning to its end, with nothing under it."""
-        raise NotImplementedError
+        once, from its beginning to its end, with nothing under it.
+
+        By what was measured of that operation, with as many ranks inside a node and as many nodes; else by its law. To
+        move nothing takes nothing.
+        """
+        if group.size < 2 or nbytes <= 0:
+            return 0.0
+        measured = self._measured.get((operation, group.inside, group.nodes))
+        if measured is not None:
+            return measured.price(nbytes)
+        law = self.laws.get(operation) or self.laws.get(DEFAULT)
+        if law is None:
+            raise Pmm3dError(f"machine {self.name} has no figures for collectives")
+        return law.seconds(operation, group, nbytes)
 
     def hidden_share(self, group: Group) -> float:
         """Of a collective's seconds, those that pass under computation if there is enough of it."""
-        raise NotImplementedError
+        return self.hidden.get("inside" if group.nodes == 1 else "across", 0.0)
+
+    @cached_property
+    def _measured(self) -> dict[tuple[str, int, int], Measured]:
+        return {(row.operation, row.inside, row.nodes): row for row in self.collectives}
+
+    @cached_property
+    def _priced(self) -> dict[tuple[int, int, int, str, str], float]:
+        return {}
+
+    @cached_property
+    def _nearest(self) -> dict[str, str]:
+        return {dtype: dtype for dtype in self.gemms}
+
+
+def flop_of(m: int, n: int, k: int, dtype: str) -> float:
+    """Of a GEMM, where a multiply-add of real numbers counts two, and of complex ones eight.
+
+        >>> flop_of(2, 3, 5, "float32"), flop_of(2, 3, 5, "complex64")
+        (60.0, 240.0)
+    """
+    return (8.0 if dtype.startswith("complex") else 2.0) * m * n * k
+
+
+def _distance(dtype: str, other: str) -> tuple[float, int, bool, str]:
+    bits, others = _real_bits(dtype), _real_bits(other)
+    is_other_kind = dtype.startswith("complex") != other.startswith("complex")
+    return abs(log2(bits / others)), -others, is_other_kind, other
+
+
+def _real_bits(dtype: str) -> int:
+    return 8 * itemsize(dtype) // (2 if dtype.startswith("complex") else 1)

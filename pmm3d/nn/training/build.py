@@ -14,20 +14,18 @@ from ...comm import Grid
 from ...comm.words import in_bytes
 from ...errors import Pmm3dError
 from ...io import Checkpoints, DataSet, Loader
-from ...layout import Layout, batch_layout
 from ...model.machine import available_memory
-from .. import functional, optim
-from ..dry import Facts, dry_grid, memory
-from ..layers import MLP, Module
+from .. import optim
+from ..dry import dry_grid, memory
+from ..layers import Module
 from ..overlap import Overlap
-from ..precision import Precision
 from ..tape import Tape
 from .config import Config
+from .dry_step import STEPS, SampleSizes, rehearsed
 from .fitting import check_grid, check_steps, rows_to_train
 from .own_network import OwnNetwork
-from .passes import Event
+from .parts import layer_sizes, loss_of, make_network, make_optimizer
 from .recalled import SAMPLES, Samples, samples_of
-from .rehearsal import Rehearsal
 from .run import Recipe
 from .run_log import RunLog, logger
 from .signals import Signals
@@ -51,7 +49,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = OwnNetwork(grid, config.network, config.precision) if config.network.build else None
         with _data(config, grid) as ((data, rows), held_out):
-            loss = _loss(config, data)
+            loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "split_inputs": "y"}
@@ -59,20 +57,16 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
                                'network.library = "torch" is faster, and has bfloat16')
-            _predict_memory(config, grid, sizes := _sizes(config, data, classes), rows, loss, own)
-            network, output = _network(config, grid, sizes, own)
+            found = SampleSizes(data.features, classes or data.outputs, classes is not None, rows)
+            _predict_memory(config, grid, found, loss, own)
+            sizes = layer_sizes(config, found.features, found.outputs)
+            network, output = make_network(config, grid, sizes, own)
             batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
             loader = data.loader(**loaded, **batches)
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
             yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss))
-
-
-def _sizes(config: Config, data: DataSet, classes: int | None) -> list[int]:
-    """The columns of the input, of the hidden layers of a network that is not one's own, of the output."""
-    hidden = [] if config.network.build else config.network.hidden
-    return [data.features, *hidden, data.outputs if classes is None else classes]
 
 
 @contextmanager
@@ -94,82 +88,28 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[tuple[DataSet, int], Row
         yield (data, rows), (data, (rows, data.samples)) if rows < data.samples else None
 
 
-def _loss(config: Config, data: DataSet) -> str:
-    """The loss asked for, or the one that fits the targets."""
-    loss = config.training.loss
-    if loss == "auto":
-        return "mse" if data.classes is None else "cross_entropy"
-    if (loss == "cross_entropy") != (data.classes is not None):
-        raise Pmm3dError(f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
-                         f"{'classes (integers)' if data.classes is not None else 'vectors (floating point)'}")
-    return loss
-
-
-def _network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
-             precision: Precision | None = None) -> tuple[Module, Layout]:
-    """(the network, the layout of its output), in the configuration's precision or in another one."""
-    if own is not None:
-        return own.made(grid, sizes[0], sizes[-1])
-    section = config.network.model_dump(exclude={"build", "hidden", "activation"})
-    activation = getattr(functional, config.network.activation)
-    network = MLP(grid, sizes, activation, seed=config.training.seed, precision=precision or config.precision,
-                  **section)
-    return network, network.output_layout
-
-
-def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
-    sizes = [samples.features, *config.network.hidden, samples.outputs]
-    if config.network.build:
-        own = OwnNetwork(grid, config.network, config.precision)
-        return own.widened(own.made(grid, samples.features, samples.outputs)[0], samples.features)
-    return _network(config, grid, sizes, None, config.precision.whole)[0]
-
-
-def _optimizer(config: Config, network: Module) -> optim.Optimizer:
-    section = config.optimizer
-    options: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay,
-                               "shard_over_data": section.shard_over_data, "decay_vectors": section.decay_vectors}
-    if section.kind == "sgd":
-        return optim.SGD(network.parameters(), momentum=section.momentum, **options)
-    kind = optim.AdamW if section.kind == "adamw" else optim.Adam
-    first, second = section.betas
-    return kind(network.parameters(), betas=(first, second), eps=section.eps, **options)
-
-
-def predicted_memory(config: Config, grid: Grid, sizes: list[int], rows: int, loss: str,
-                     own: OwnNetwork | None = None) -> int:
-    """Bytes that training on so many rows is to take on the first rank, which has the most, with the loader's: by two
-    steps of the same network without data. Gathered weights are left out that are kept only while there is room."""
+def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None = None) -> int:
+    """Bytes that training is to take on the first rank, which has the most, with the loader's. Gathered weights are
+    left out that are kept only while there is room."""
     with dry_grid(grid, rank=0) as dry:
-        Tape.of(dry).parallel.overlap, Tape.of(dry).parallel.weights.budget = Overlap(**config.overlap.model_dump()), 0
-        network, output = _network(config, dry, sizes, own)
-        section, kind = config.data, dry.library(config.network.library).kind
-        size = min(section.batch_size, rows)
-        x = Facts((size, sizes[0]), batch_layout("y"), config.network.dtype, kind)
-        y = Facts((size, sizes[-1]), output, config.network.dtype, kind)
-        if loss == "cross_entropy":
-            y = Facts((size, 1), batch_layout(None), "int64", kind)
-        rehearsal = Rehearsal(network, _optimizer(config, network), loss, bool(config.optimizer.clip))
-        for _ in range(2):
-            rehearsal.run(Event("step", ((x, y),) * min(2, config.training.accumulate)))
-        batch = x.on(dry).local.nbytes + y.on(dry).local.nbytes
-        return sum(memory(dry).values()) + (section.prefetch + 2) * batch
+        rehearsal, event, batch = rehearsed(config, dry, samples, loss, own)
+        for _ in range(STEPS):
+            rehearsal.run(event._replace(batches=event.batches[:2]))
+        return sum(memory(dry).values()) + (config.data.prefetch + 2) * batch
 
 
-def _predict_memory(config: Config, grid: Grid, sizes: list[int], rows: int, loss: str,
-                    own: OwnNetwork | None) -> None:
+def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None) -> None:
     """Keep what training is to take on a rank, for when it cannot be had, and say so before if it looks like that."""
     try:
-        total = predicted_memory(config, grid, sizes, rows, loss, own)
+        total = predicted_memory(config, grid, samples, loss, own)
     except Exception as error:  # whatever a network of one's own asks of values that are not there
         if own is None:
             raise
         total = 0
         if grid.rank == 0:
             logger.warning(f"memory is not predicted, since the network does not run without data: {error}")
-    layers = "-".join(map(str, sizes)) if own is None else own.name
-    grid.ledger.predict(f"training of {layers} with batches of {min(config.data.batch_size, rows)}", total)
+    layers = "-".join(map(str, layer_sizes(config, *samples[:2]))) if own is None else own.name
+    grid.ledger.predict(f"training of {layers} with batches of {min(config.data.batch_size, samples.rows)}", total)
     if not library_named(config.network.library).on_host:
         return
     free = available_memory() * grid.hosts // grid.size
@@ -183,7 +123,7 @@ def _predict_memory(config: Config, grid: Grid, sizes: list[int], rows: int, los
 def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,
              signals: Signals, samples: Samples) -> Trainer:
     section, grid = config.training, network.grid
-    optimizer = _optimizer(config, network)
+    optimizer = make_optimizer(config, network)
     epochs, steps = check_steps(config, grid, len(loader))
     recipe = Recipe(loss, epochs, steps=section.steps, accumulate=section.accumulate, clip=config.optimizer.clip,
                     evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every,

@@ -17,7 +17,7 @@ from ...product import DistMatrix
 from ..exchange import ENDING, export_torch, fill_weights, find_checkpoint, torch_name
 from ..masters import is_state
 from ..stored import Stored, fill
-from .build import network_of
+from .parts import network_of
 from .recalled import SAMPLES, Recalled, recalled
 
 

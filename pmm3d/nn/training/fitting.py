@@ -50,7 +50,7 @@ def rows_to_train(config: Config, data: DataSet) -> int:
         if data.classes == 1:
             raise Pmm3dError(f"the targets {config.data.targets!r} of {config.data.file} are of one class only: "
                              "there is nothing to tell apart. Name other targets, or convert with all classes")
-    if config.data.batch_size > rows and data.grid.rank == 0:
+    if config.data.batch_size > rows and data.grid.rank == 0 and data.grid.dry_run is None:
         logger.warning(f"data.batch_size = {config.data.batch_size}: there are {rows} rows to train on, so that each "
                        "batch has them all. Lower it to have several steps in an epoch")
     return rows

@@ -26,8 +26,8 @@ from ...product import DistMatrix
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
-from .build import network_of
 from .config import Config
+from .parts import network_of
 from .recalled import Recalled, recalled
 
 LARGEST_BATCH = 2**31

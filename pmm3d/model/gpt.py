@@ -1,0 +1,124 @@
+"""A GPT by formulas: its layers, what it computes in a step, and what a rank of a grid holds of it.
+
+Each block has four fully connected layers: the keys, queries and values (K = 3), the attention's projection (K = 1,
+transposed), and the two of the network (K = 4, and 4 transposed). Columns of what lies between blocks are split over
+y, inside them over x, rows over z and data. Attention is taken to be fused: scores are not kept. There is no attention
+in the library yet: these are formulas, not a dry run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import Pmm3dError
+from ..layout import GridShape
+from .axonn import ORDER, Bandwidths, Layer, layer_seconds
+
+BYTES = {"weights": 2, "gradients": 4, "state": 12}
+"""Of a parameter: the bfloat16 weight, its float32 gradient, and for AdamW the float32 weight and two moments."""
+FACTORS = ((3, False), (1, True), (4, False), (4, True))
+"""K of a block's layers, and whether they are transposed."""
+OUTER_WIDTHS = 6
+"""What a block keeps of width H, split over y: its input, two norms, what two layers give and one sum."""
+INNER_WIDTHS = 12
+"""The same split over x: keys, queries, values, the attention's result (4), and 4 before and 4 behind the GELU."""
+
+
+@dataclass(frozen=True)
+class GPT:
+    """batch: sequences of a step, of so many tokens each.
+
+    heads        None: not looked at
+    vocabulary   0: without embedding and logits
+    recompute    blocks keep their input alone and are computed again in the backward pass
+    accumulate   passes of equal parts of the batch, whose gradients add up
+    """
+
+    layers: int
+    hidden: int
+    sequence: int
+    batch: int
+    heads: int | None = None
+    vocabulary: int = 51200
+    recompute: bool = True
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "sequence", "batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise Pmm3dError(f"{name} of a GPT is at least 1; got {getattr(self, name)}")
+        if self.heads is not None and (self.heads < 1 or self.hidden % self.heads):
+            raise Pmm3dError(f"hidden = {self.hidden} must be a multiple of heads; got heads = {self.heads}")
+        if self.batch % self.accumulate:
+            raise Pmm3dError(f"batch = {self.batch} must be a multiple of accumulate; got {self.accumulate}")
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.sequence
+
+    @property
+    def block(self) -> list[Layer]:
+        """The fully connected layers of one block."""
+        return [Layer(self.hidden, factor, transposed) for factor, transposed in FACTORS]
+
+    @property
+    def parameters(self) -> int:
+        """12 l H^2 + 13 l H of the blocks, (V + s) H of the embeddings (Narayanan et al., SC'21).
+
+            >>> GPT(96, 12288, 2048, 1536, vocabulary=51200).parameters
+            174615822336
+        """
+        return self.layers * self.hidden * (12 * self.hidden + 13) + (self.vocabulary + self.sequence) * self.hidden
+
+    @property
+    def flop(self) -> float:
+        """Of a step: 96 B s l H^2 (1 + s/(6H) + V/(16 l H)), or 72 without recomputation (Narayanan et al., SC'21).
+
+        The vocabulary is not computed twice: with recomputation its part is that of 72 too, V/(16 l H) of 96.
+
+            >>> f"{GPT(96, 12288, 2048, 1536, vocabulary=51200).flop:.4g}"
+            '4.511e+18'
+        """
+        blocks = (96 if self.recompute else 72) * (1 + self.sequence / (6 * self.hidden))
+        return self.tokens * self.hidden * (blocks * self.layers * self.hidden + 6 * self.vocabulary)
+
+    def __str__(self) -> str:
+        heads = "" if self.heads is None else f", {self.heads} heads"
+        return (f"a step of a GPT of {self.parameters / 1e9:.1f} billion parameters ({self.layers} layers, hidden "
+                f"{self.hidden}{heads}, {self.batch} sequences of {self.sequence})")
+
+    def why_not(self, grid: GridShape) -> str:
+        """What speaks against a grid, in words; empty if nothing does."""
+        rows = self.accumulate * grid.data * grid.z
+        if self.batch % rows:
+            passes = f" in {self.accumulate} passes" if self.accumulate > 1 else ""
+            return f"{self.batch} sequences{passes} do not divide by data x z = {grid.data * grid.z}"
+        if self.heads is not None and self.heads % grid.x:
+            return f"{self.heads} heads do not divide by x = {grid.x}"
+        return ""
+
+    def memory(self, grid: GridShape) -> dict[str, int]:
+        """Bytes by kind on a rank.
+
+        "weights", "gradients", "state": 2 + 4 + 12 bytes of a parameter, split over x, y, z
+        "activations": 2 bytes; with recomputation the input of every block (H over y) and what one block keeps, else
+        what all keep; the logits, once in 2 and once in 4 bytes
+        "workspace": two gathered weights, and the gradient of one before it is summed over z, of 4 H^2 over x, y
+        """
+        held = {kind: -(-self.parameters * nbytes // (grid.x * grid.y * grid.z)) for kind, nbytes in BYTES.items()}
+        rows = self.tokens // (self.accumulate * grid.data * grid.z)
+        inside = 2 * rows * self.hidden * (OUTER_WIDTHS / grid.y + INNER_WIDTHS / grid.x)
+        inputs = 2 * rows * self.hidden / grid.y * self.layers
+        kept = inputs + inside if self.recompute else self.layers * inside
+        held["activations"] = round(kept + 6 * rows * self.vocabulary / grid.x)
+        gathered = 4 * self.hidden**2 / (grid.x * grid.y) if grid.z > 1 else 0
+        held["workspace"] = round(gathered * (2 * 2 + 4))
+        return held
+
+    def axonn_seconds(self, grid: GridShape, bandwidths: Bandwidths,
+                      order: tuple[str, ...] = ORDER) -> dict[str, float]:
+        """What the five-term model takes for the collectives of a step, by axis. Raises Pmm3dError as `bandwidth`."""
+        terms = [layer_seconds(layer, self.tokens, grid, bandwidths, order) for layer in self.block]
+        return {axis: self.layers * sum(term[axis] for term in terms) for axis in terms[0]}
+

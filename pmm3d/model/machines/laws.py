@@ -1,0 +1,106 @@
+"""What a collective takes by its messages and bytes, where it was not measured: a law with five figures.
+
+The law is linear in its figures, so that least squares find them: `terms` are what they are multiplied by.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..stages import stages
+from ..volumes import RING_BYTES, SMALL_BYTES
+from .groups import Group
+
+DEFAULT = "default"
+"""The name of what serves all that has no figures of its own: an operation, a pass."""
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
+"""Collectives that are priced, by the names that the ledger gives them."""
+
+
+class Terms(NamedTuple):
+    """What of a collective each figure of a law is multiplied by.
+
+    starts            1, or 0 where nothing is sent
+    messages_inside   of a rank, with ranks of its own node
+    messages_across   with others
+    bytes_inside      that a rank receives from its own node
+    bytes_across      that its whole node receives from others, for all groups of the axis together
+    """
+
+    starts: float
+    messages_inside: float
+    messages_across: float
+    bytes_inside: float
+    bytes_across: float
+
+
+class Law(NamedTuple):
+    """seconds = start + messages inside and across + bytes inside and across, each times its figure.
+
+    start             seconds
+    message_inside    seconds for each message within a node
+    message_across    seconds for each message between nodes
+    byte_inside       seconds for each byte that a rank receives within a node
+    byte_across       seconds for each byte that a node receives from others
+    misfit            relative error of what it was fitted to; for people
+    """
+
+    start: float
+    message_inside: float
+    message_across: float
+    byte_inside: float
+    byte_across: float
+    misfit: float = 0.0
+
+    def seconds(self, operation: str, group: Group, nbytes: float) -> float:
+        """Of a collective in which a rank receives, or sends, at most so many bytes.
+
+            >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
+            8000.5
+        """
+        return sum(figure * term for figure, term in zip(self, terms(operation, group, nbytes)))
+
+
+def terms(operation: str, group: Group, nbytes: float) -> Terms:
+    """Of each rank's size - 1 others, size - inside are on other nodes, and so is that share of messages and bytes.
+    All ranks of a node in all its groups receive at once: inside * sharers times as much comes into the node. Of a
+    shift only the last rank in a node receives from another, and that is the one that all wait for.
+
+        >>> terms("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
+        Terms(starts=1.0, messages_inside=1.0, messages_across=2.0, bytes_inside=100.0, bytes_across=800.0)
+    """
+    if group.size < 2 or nbytes <= 0:
+        return Terms(0.0, 0.0, 0.0, 0.0, 0.0)
+    if operation == "shift":
+        inside, across, at_once = float(group.nodes == 1), float(group.nodes > 1), group.sharers
+    else:
+        others, at_once = group.size - 1, group.inside * group.sharers
+        inside, across = (group.inside - 1) / others, (group.size - group.inside) / others
+    count = messages(operation, group.size, nbytes)
+    return Terms(1.0, count * inside, count * across, nbytes * inside, nbytes * across * at_once)
+
+
+def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:
+    """That a rank receives, in a collective in which it receives so many bytes: with each other rank of its stages
+    (`pmm3d.model.stages`) one, with the other of its pair two, and all that twice in an all-reduce. Arrays that are so
+    small that they are sent whole are summed in half as many. Large parts go round a ring where there are pairs.
+
+        >>> [messages("all_gather", size) for size in (2, 16, 64)], messages("all_reduce", 16), messages("shift", 16)
+        ([1, 15, 14], 30, 1)
+    """
+    if operation == "shift":
+        return min(size - 1, 1)
+    if operation == "all_to_all":
+        return size - 1
+    once, peers, pairs = _exchanged(size)
+    if operation == "all_reduce":
+        return once if nbytes * peers <= SMALL_BYTES * once else 2 * once
+    return size - 1 if operation == "all_gather" and pairs and nbytes >= RING_BYTES * (size - 1) else once
+
+
+@lru_cache(maxsize=4096)
+def _exchanged(size: int) -> tuple[int, int, bool]:
+    """Messages of an exchange in stages, ranks that meet in all stages together, whether there are pairs."""
+    group = stages(size)
+    return sum(group.radices) - len(group.radices) + 2 * (group.pairs > 0), sum(group.radices), group.pairs > 0

@@ -1,0 +1,96 @@
+"""pmm3d.model.axonn: the figures of AxoNN's authors, and what the five terms say beyond them."""
+
+import json
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from pmm3d.errors import Pmm3dError
+from pmm3d.layout import GridShape
+from pmm3d.model import axonn
+from pmm3d.model.axonn import Layer
+from pmm3d.model.gpt import GPT
+from pmm3d.model.gpt_ranking import Search, rank_by_axonn
+
+FIGURES = json.loads((Path(__file__).parent / "axonn_figures.json").read_text())
+TABLES = {
+    "perlmutter": {"1": {"2": 76.0, "4": 225.0, "8+": 80.0}, "2": {"2": 76.0, "4+": 40.0}, "4": {"2+": 20.0},
+                   "8+": {"2+": 20.0}},
+    "frontier": {"1": {"2": 129.0, "4": 52.0, "8": 135.0, "9+": 40.0}, "2": {"2": 50.0, "4": 72.0, "8+": 20.0},
+                 "4": {"2": 36.0, "4+": 10.0}, "8+": {"2+": 5.0}},
+}
+"""GiB/s by (p, G), as published."""
+FAST = {"1+": {"2+": 1.0}}
+
+
+def name(figure):
+    return f"{figure['machine']}-{GridShape(**figure['grid'])}{'-transposed' * figure['transposed']}"
+
+
+@pytest.mark.parametrize("figure", FIGURES["layers"], ids=name)
+def test_seconds_of_a_layer_are_the_published_ones(figure):
+    layer = Layer(figure["hidden"], figure["n_over_hidden"], figure["transposed"])
+    seconds = axonn.layer_seconds(layer, figure["batch"] * figure["sequence"], GridShape(**figure["grid"]),
+                                  TABLES[figure["machine"]])
+    assert sum(seconds.values()) == pytest.approx(figure["seconds"], rel=1e-12)
+
+
+@pytest.mark.parametrize("figure", FIGURES["rankings"], ids=lambda figure: figure["machine"])
+def test_the_ten_best_grids_are_the_published_ones(figure):
+    gpt = GPT(figure["layers"], figure["hidden"], figure["sequence"], figure["batch"])
+    ranking = rank_by_axonn(gpt, figure["ranks"], TABLES[figure["machine"]],
+                            Search(powers_of_two=True, min_tensor=figure["min_tensor"]))
+    assert len(ranking.candidates) == figure["feasible"]
+    best = [(candidate.grid._asdict(), f"{candidate.seconds:.4g}") for candidate in ranking.candidates[:10]]
+    assert best == [(each["grid"], f"{each['seconds']:.4g}") for each in figure["ranking"]]
+
+
+def test_terms_are_the_equations_on_a_grid_of_all_four_axes():
+    grid, rows = GridShape(2, 4, 8, 16), 4096.0
+    layer, transposed = Layer(1024, 3), Layer(1024, 3, transposed=True)
+    assert axonn.z_bytes(layer, grid) == 2 * 3 * 7 / 8 * 3 * 1024**2 / 8
+    assert axonn.data_bytes(layer, grid) == 2 * 4 * 15 / 16 * 3 * 1024**2 / 64
+    assert axonn.y_bytes(layer, rows, grid) == 2 * 4 * 3 / 4 * rows * 3 * 1024 / 2
+    assert axonn.x_bytes(layer, rows, grid) == 2 * 2 * 1 / 2 * rows * 1024 / 4
+    assert axonn.y_bytes(transposed, rows, grid) == 2 * 2 * 3 / 4 * rows * 1024 / 2
+    assert axonn.x_bytes(transposed, rows, grid) == 2 * 4 * 1 / 2 * rows * 3 * 1024 / 4
+    assert axonn.z_bytes(transposed, grid) == axonn.z_bytes(layer, grid)
+
+
+@pytest.mark.parametrize("axis", ["x", "y", "z", "data"])
+def test_an_axis_of_one_rank_takes_no_time(axis):
+    grid = GridShape(2, 2, 2, 2)._replace(**{axis: 1})
+    seconds = axonn.layer_seconds(Layer(64, 4), 4096, grid, FAST)
+    assert seconds.pop(axis) == 0.0
+    assert all(0 < value < inf for value in seconds.values())
+
+
+def test_twice_the_bandwidth_is_half_the_time():
+    grid = GridShape(4, 2, 2, 8)
+    slow = axonn.layer_seconds(Layer(512, 4), 2**15, grid, FAST)
+    fast = axonn.layer_seconds(Layer(512, 4), 2**15, grid, {"1+": {"2+": 2.0}})
+    assert fast == {axis: seconds / 2 for axis, seconds in slow.items()}
+
+
+def test_the_order_says_which_ranks_are_inside_a_group():
+    grid = GridShape(2, 4, 8, 16)
+    table = {str(inside): {"2+": float(inside)} for inside in (1, 2, 4, 8, 16, 64, 128, 256, 512)}
+    assert axonn.group_bandwidths(grid, table) == {"y": 1.0, "x": 4.0, "z": 8.0, "data": 64.0}
+    outside_in = axonn.group_bandwidths(grid, table, ("data", "z", "x", "y"))
+    assert outside_in == {"data": 1.0, "z": 16.0, "x": 128.0, "y": 256.0}
+
+
+def test_a_bandwidth_is_never_made_up():
+    with pytest.raises(Pmm3dError, match="no bandwidth for p = 1, G = 3"):
+        axonn.bandwidth(TABLES["perlmutter"], 1, 3)
+    with pytest.raises(Pmm3dError, match="no bandwidth for p = 3, G = 2"):
+        axonn.bandwidth(TABLES["perlmutter"], 3, 2)
+    assert axonn.bandwidth(TABLES["frontier"], 1, 8) == 135.0
+    assert axonn.bandwidth(TABLES["frontier"], 1, 16) == 40.0
+
+
+@pytest.mark.parametrize("text", ["y,x,z", "x,y,z,z", "y x z data", "", "x,y,z,data,seq"])
+def test_an_order_names_each_axis_once(text):
+    with pytest.raises(Pmm3dError, match="innermost first"):
+        axonn.parse_order(text)
