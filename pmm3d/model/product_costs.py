@@ -8,6 +8,7 @@ the GEMMs, one at a time inside the nodes and one at a time across them; the res
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,10 +21,12 @@ from .machines.groups import everyone, group_along
 from .plan import TILE, ProductPlan, RankPlan
 from .planning import PANELS_ACROSS_HOSTS
 from .stages import stages
-from .volumes import RING_BYTES, accumulator, gather_volume, reduce_volume
+from .volumes import RING_BYTES, gather_volume, reduce_volume
 
 MANY = 8
 """Rows a rank from which all parts are taken to be as large as the largest."""
+LEAST_PASS = 2**12
+"""Bytes of a copy from which it counts, as in a dry run (`pmm3d.arrays.dry_run`)."""
 AGREEMENT_BYTES = 24
 """Of the all-reduce by which the ranks compare what they were called with."""
 
@@ -86,7 +89,7 @@ class ProductCosts:
         self.product, self.ranks, self.dtype, self.machine = product, ranks, dtype, machine
         self.per_node, self.run = machine.ranks_per_node, min(run or machine.ranks_per_node, machine.ranks_per_node)
         self.panels = panels or (1 if ranks <= self.per_node else PANELS_ACROSS_HOSTS)
-        self.size = itemsize(dtype)
+        self.size, self._low = itemsize(dtype), dtype in LOW_PRECISION
         self._ways: dict[tuple[int, int], Way] = {}
         self._gemms: dict[tuple[int, int, int], float] = {}
         everybody = everyone(ranks, self.per_node)
@@ -115,7 +118,7 @@ class ProductCosts:
             landing = max(widths) * _summed(rows, y, self.dtype)[1]
             work += sum([aligned(rows * width * size) for width in widths])
             work += min(2, part.strips) * aligned(round(landing))
-        if self.dtype in LOW_PRECISION:
+        if self._low:
             widened = [rows * width for width in widths]
             wide = [max(widened), rows * deepest, deepest * max(widths), *(widened if part.panels > 1 else [])]
             work += sum(aligned(4 * elements) for elements in wide)
@@ -158,30 +161,24 @@ class ProductCosts:
         return self._ways[key]
 
     def gemm(self, m: int, n: int, k: int) -> float:
-        """Of one call of the BLAS, with the copies that it takes in low precision."""
-        if not m * n * k:
-            return 0.0
+        """Of one call of the BLAS; float16 is multiplied as float32."""
         key = m, n, k
         if key not in self._gemms:
-            found = self.machine.gemm_seconds(m, n, k, accumulator(self.dtype), "nn")
-            if self.dtype in LOW_PRECISION:
-                for elements in (m * k, k * n, m * n):
-                    found += self.machine.pass_seconds("copy", elements * (self.size + 4))
-            self._gemms[key] = found
+            dtype = "float32" if self.dtype == "float16" else self.dtype
+            self._gemms[key] = self.machine.gemm_seconds(m, n, k, dtype, "nn")
         return self._gemms[key]
 
     def _clock(self, part: Sizes) -> Clock:
         clock, machine = Clock(self.machine.overhead, self.agreement), self.machine
-        x, y, z, rows, cols = part.x, part.y, part.z, part.rows, part.cols
+        x, y, z, rows, cols, depth = part.x, part.y, part.z, part.rows, part.cols, part.depth
         along_x, along_y, along_z = self._way(x, 1), self._way(y, x), self._way(z, x * y)
-        own_rows, widths, depths = -(-rows // x), [width for width in part.widths() if width], part.depths()
+        own_rows, widths, depths = -(-rows // x), [width for width in part.widths() if width * rows], part.depths()
 
-        def begin(panel: int) -> tuple[Under, Under]:
-            deep = depths[panel]
+        def begin(deep: int) -> tuple[Under, Under]:
             coming_a = coming_b = NOTHING
-            if part.panels > 1 and deep * rows:
-                packed = own_rows if x > 1 else rows
-                clock.passes(machine.pass_seconds("copy", 2 * self.size * packed * deep))
+            packed = 2 * self.size * deep * (own_rows if x > 1 else rows) if deep < depth else 0
+            if packed >= LEAST_PASS * min(z, depth):
+                clock.passes(machine.pass_seconds("copy", packed))
             if x > 1 and deep * rows:
                 nbytes = _gathered(rows, x, deep * self.size)
                 coming_a = clock.begin(along_x, machine.collective_seconds("all_gather", along_x.group, nbytes))
@@ -190,23 +187,42 @@ class ProductCosts:
                 coming_b = clock.begin(along_z, machine.collective_seconds("all_gather", along_z.group, nbytes))
             return coming_a, coming_b
 
-        coming = begin(0)
-        for panel, deep in enumerate(depths):
+        coming = begin(depths[0])
+        for panel, deep in enumerate(depths[:-1], 1):
             clock.wait(coming[0], "x")
             clock.wait(coming[1], "z")
-            if panel + 1 < part.panels:
-                coming = begin(panel + 1)
-                clock.gemms(sum([self.gemm(rows, width, deep) for width in widths]), len(widths))
+            coming = begin(depths[panel])
+            for width, times in Counter(widths).items():
+                self._multiply(clock, rows, width, deep, times, True, panel > 1)
+        clock.wait(coming[0], "x")
+        clock.wait(coming[1], "z")
         before = NOTHING
         for width in widths:
-            clock.gemms(self.gemm(rows, width, depths[-1]), 1)
-            if y > 1 and rows:
+            self._multiply(clock, rows, width, depths[-1], 1, part.panels > 1, part.panels > 1)
+            if self._low and part.panels > 1:
+                clock.passes(machine.pass_seconds("add", (4 + self.size) * rows * width))
+            if y > 1:
                 nbytes = round(width * _summed(rows, y, self.dtype)[0])
                 summed = clock.begin(along_y, machine.collective_seconds("reduce_scatter", along_y.group, nbytes))
                 clock.wait(before, "y")
                 before = summed
         clock.wait(before, "y")
         return clock
+
+    def _multiply(self, clock: Clock, m: int, n: int, k: int, times: int, several: bool, adds: bool) -> None:
+        """So many GEMMs, with what else low precision takes: copies of float16, sums of bfloat16 in float32."""
+        if not k:
+            return
+        clock.gemms(times * self.gemm(m, n, k), times)
+        if not self._low:
+            return
+        whole = not several
+        if self.dtype == "float16":
+            clock.passes(times * self.machine.pass_seconds("copy", 6 * (m + n) * k), times)
+            if whole:
+                clock.passes(times * self.machine.pass_seconds("copy", 6 * m * n), times)
+        elif not whole:
+            clock.passes(times * self.machine.pass_seconds("add", (10 if adds else 6) * m * n), times)
 
 
 class Under(NamedTuple):
@@ -246,8 +262,8 @@ class Clock:
         self.now += seconds
         self.terms["gemm"] += seconds
 
-    def passes(self, seconds: float) -> None:
-        self._act(1)
+    def passes(self, seconds: float, times: int = 1) -> None:
+        self._act(times)
         self.now += seconds
         self.terms["passes"] += seconds
 

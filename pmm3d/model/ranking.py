@@ -20,7 +20,7 @@ __all__ = ["Product", "best_grid", "grids", "lower_bound", "memory", "nominal", 
 
 DIGITS = 9
 """Of a price that count: costs that are equal compare equal however they were added up."""
-NEAR = 1.05
+NEAR = 1.1
 """Times the limit that a rough count of memory must reach for a grid to be dropped without an exact one."""
 
 
