@@ -132,7 +132,7 @@ def test_what_is_done_is_written_down_in_order():
     """The second panel is on its way while the first one is multiplied."""
     with Grid.dry((2, 2, 2), rank=5, hosts=2) as grid:
         product_on(grid, ((512, 512, 512), (Layout.A, Layout.B, None), "float64", {"panels": 2}))
-        actions = grid.dry_run.actions
+        actions = [action for action in grid.dry_run.actions if action.what != "pass"]
     shown = [(action.what, action.phase or action.number or action.k) for action in actions]
     assert shown[:7] == [("begin", "gather A"), ("begin", "gather B"), ("wait", 1), ("wait", 2), ("begin", "gather A"),
                          ("begin", "gather B"), ("gemm", 128)]

@@ -3,6 +3,8 @@ node's way out."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from ...layout import GridShape
@@ -27,13 +29,32 @@ class Group(NamedTuple):
 
 
 def groups_of(shape: GridShape, ranks_per_node: int) -> dict[str, Group]:
-    """The group of each axis, and of "all" ranks, where ranks fill node after node; of the group of rank 0."""
-    found = {}
+    """The group of each axis, and of "all" ranks, where ranks fill node after node. Groups of an axis that lie
+    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one."""
+    found, beside = {}, min(ranks_per_node, shape.size)
     for name, size, stride in zip(shape.names, shape, shape.strides):
-        nodes = [index * stride // ranks_per_node for index in range(size)]
-        inside = max(map(nodes.count, {nodes[0], nodes[-1]}))
-        beside = min(ranks_per_node, shape.size)
-        found[name] = Group(size, inside, len(set(nodes)), max(1, beside // inside))
-    inside = min(ranks_per_node, shape.size)
-    found["all"] = Group(shape.size, inside, -(-shape.size // ranks_per_node), 1)
+        inside, nodes = _spread(size, stride, shape.size, ranks_per_node)
+        found[name] = Group(size, inside, nodes, max(1, beside // inside))
+    found["all"] = Group(shape.size, beside, -(-shape.size // ranks_per_node), 1)
     return found
+
+
+@lru_cache(maxsize=2**14)
+def _spread(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
+    """(inside, nodes) of the group over the most nodes, of those the one with the fewest ranks on any."""
+    block = size * stride
+    if ranks <= ranks_per_node or ranks_per_node % block == 0:
+        return size, 1
+    if stride >= ranks_per_node:
+        return 1, size
+    alike = min(ranks // block, ranks_per_node // gcd(block, ranks_per_node))
+    firsts = {(number * block + rank) % ranks_per_node for number in range(alike) for rank in range(stride)}
+    nodes = max((first + block - stride) // ranks_per_node for first in firsts) + 1
+    widest = [first for first in firsts if (first + block - stride) // ranks_per_node == nodes - 1]
+    return min(_most(first, size, stride, ranks_per_node) for first in widest), nodes
+
+
+def _most(first: int, size: int, stride: int, ranks_per_node: int) -> int:
+    """Ranks of first, first + stride, ... on one node, the most of any; no node after the third has more."""
+    nodes = [(first + index * stride) // ranks_per_node for index in range(min(size, 3 * ranks_per_node))]
+    return max(map(nodes.count, set(nodes)))
