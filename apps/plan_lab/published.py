@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from measuring import markdown
-from pmm3d.model.simulation.noise import fit, slowest
 
 from pmm3d.model.gpt import GPT
 from pmm3d.model.gpt_ranking import Search, rank_by_machine
 from pmm3d.model.machines import Machine, load
+from pmm3d.model.simulation.noise import fit, slowest
 
 MACHINE = "frontier"
 BASE = 512
