@@ -121,7 +121,8 @@ class DryArray:
 
     def filled(self, name: str, operands: Sequence[Any], times: int = 1) -> DryArray:
         """This array, written down as the result of a pass over others, and over itself so many times."""
-        self.library.passed(name, *[self] * times, *(each for each in operands if hasattr(each, "nbytes")))
+        read = {id(each): each for each in operands if hasattr(each, "nbytes")}
+        self.library.passed(name, *[self] * times, *read.values())
         return self
 
     @property
