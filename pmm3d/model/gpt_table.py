@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .machines import Group, Machine
 from .simulation import Task
-from .simulation.engine import PROCESSOR
+from .simulation.task import PROCESSOR
 
 
 class Prices:

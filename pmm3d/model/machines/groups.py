@@ -3,6 +3,8 @@ node's way out."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ from ...layout import GridShape
 
 
 class Group(NamedTuple):
-    """The ranks along one axis, as the network sees them: those of the group that is spread most.
+    """The ranks along one axis, as the network sees them.
 
     size      ranks along the axis
     inside    of them on one node, the most of any
@@ -27,59 +29,47 @@ class Group(NamedTuple):
     sharers: int
 
 
-def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
-    """The group of each axis, and of "all" ranks.
-
-    run   ranks that follow each other on a node, aligned to multiples; all of a node's if left out. 1 where ranks are
-          dealt out to the nodes in turn
-    """
-    found = {name: group_along(size, stride, shape.size, ranks_per_node, run or ranks_per_node)
+def groups_of(shape: GridShape, ranks_per_node: int) -> dict[str, Group]:
+    """The group of each axis, and of "all" ranks, where ranks fill node after node. Groups of an axis that lie
+    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one."""
+    found = {name: group_along(size, stride, shape.size, ranks_per_node)
              for name, size, stride in zip(shape.names, shape, shape.strides)}
-    found["all"] = everyone(shape.size, ranks_per_node)
-    return found
+    return {**found, "all": everyone(shape.size, ranks_per_node)}
 
 
 def everyone(ranks: int, ranks_per_node: int) -> Group:
-    """The group of so many ranks that fill nodes."""
+    """The group of so many ranks, which fill node after node."""
     return Group(ranks, min(ranks_per_node, ranks), -(-ranks // ranks_per_node), 1)
 
 
-def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int) -> Group:
-    """The group of an axis whose neighbours' ranks differ by `stride`, on that many ranks; see `groups_of`.
+def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int | None = None) -> Group:
+    """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; see `groups_of`.
 
-        >>> group_along(3, 1, 24, 8, 8)  # ranks 6, 7 and 8
-        Group(size=3, inside=2, nodes=2, sharers=2)
+    run   ranks that follow each other on a node, if not all of a node's; 1 where they are dealt out in turn
+
+        >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
+        (Group(size=3, inside=2, nodes=2, sharers=4), Group(size=2, inside=1, nodes=2, sharers=8))
     """
-    beside = min(ranks_per_node, ranks)
-    if size == 1:
-        return Group(1, 1, 1, beside)
-    if ranks <= run:
-        return Group(size, size, 1, max(1, beside // size))
-    if stride >= run:
-        return Group(size, 1, size, beside)
-    length = size * stride
-    starts = _starts(length, stride, ranks, run)
-    nodes, inside = max(_spread(start, size, stride, run) for start in starts)
-    if nodes == 1:
-        return Group(size, size, 1, max(1, beside // size))
-    return Group(size, -inside, nodes, min(beside, stride if length % run == 0 else 2 * stride))
+    inside, nodes = _spread(size, stride, ranks, run or ranks_per_node)
+    return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside))
 
 
-def _starts(length: int, stride: int, ranks: int, run: int) -> set[int]:
-    """Where in a node the first ranks of the groups are."""
-    if run % length == 0:
-        return {0}
-    blocks = min(ranks // length, run // gcd(length, run))
-    return {(block * length + first) % run for block in range(blocks) for first in range(stride)}
+@lru_cache(maxsize=2**14)
+def _spread(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
+    """(inside, nodes) of the group over the most nodes, of those the one with the fewest ranks on any."""
+    block = size * stride
+    if ranks <= ranks_per_node or ranks_per_node % block == 0:
+        return size, 1
+    if stride >= ranks_per_node:
+        return 1, size
+    alike = min(ranks // block, ranks_per_node // gcd(block, ranks_per_node))
+    firsts = {(number * block + rank) % ranks_per_node for number in range(alike) for rank in range(stride)}
+    nodes = max((first + block - stride) // ranks_per_node for first in firsts) + 1
+    widest = [first for first in firsts if (first + block - stride) // ranks_per_node == nodes - 1]
+    return min(_most(first, size, stride, ranks_per_node) for first in widest), nodes
 
 
-def _spread(start: int, size: int, stride: int, run: int) -> tuple[int, int]:
-    """(nodes, minus the most ranks on one of them) of a group that begins there in a node."""
-    nodes = (start + (size - 1) * stride) // run + 1
-    if nodes == 1:
-        return 1, -size
-    first = -(-(run - start) // stride)
-    last = size - -(-((nodes - 1) * run - start) // stride)
-    between = range(1, nodes - 1)[:stride]  # then their first ranks are where they were before
-    longer = any((start - node * run) % stride < run % stride for node in between)
-    return nodes, -max(first, last, run // stride + longer if between else 0)
+def _most(first: int, size: int, stride: int, ranks_per_node: int) -> int:
+    """Ranks of first, first + stride, ... on one node, the most of any; they lie alike in every `stride` nodes."""
+    ends = [-(-(number * ranks_per_node - first) // stride) for number in range(2 * stride + 2)]
+    return max(min(size, after) - min(size, max(0, before)) for before, after in pairwise(ends))
