@@ -101,6 +101,8 @@ def report_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run, or a file of pmm3d bench --json.")],
     output: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder if left "
                                                      "out.")] = None,
+    mtbf: Annotated[float | None, typer.Option(help="Hours between failures of the whole job, for how often to write "
+                                                    "checkpoints; left out: a day.")] = None,
 ) -> None:
     """Make a page of a run: curves, time of each rank, bytes beside the model, memory, the grid.
 
@@ -120,7 +122,7 @@ def report_command(
 
         if output is not None:
             check_writable(output)
-        say(f"wrote {write_page(run, output)}")
+        say(f"wrote {write_page(run, output, mtbf)}")
 
 
 def _in_paragraphs(text: str) -> str:
