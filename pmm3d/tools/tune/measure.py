@@ -85,15 +85,15 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     nodes = nodes_of(comm)
     sampler = Sampler(comm, nodes.crowding, budget)
     rates = gemms.measured_gemms(sampler, dtypes, tell)
-    speeds = passes.measured_passes(sampler, tell)
-    rows, sharers = collectives.measured_collectives(sampler, tell)
-    fit = fitted(rows, sharers)
-    hidden = measured_hidden(sampler, dtypes[0], tell)
     peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
     machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,
-                      ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), hidden=hidden,
-                      key=comm.bcast(key_of(nodes.ranks_per_node, nodes.count)), gemms=rates, passes=speeds,
-                      collectives=tuple(rows), laws=fit.laws)
+                      ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), gemms=rates,
+                      key=comm.bcast(key_of(nodes.ranks_per_node, nodes.count)))
+    machine = replace(machine, passes=passes.measured_passes(sampler, machine, tell))
+    rows, sharers = collectives.measured_collectives(sampler, tell)
+    fit = fitted(rows, sharers)
+    machine = replace(machine, collectives=tuple(rows), laws=fit.laws,
+                      hidden=measured_hidden(sampler, dtypes[0], tell))
     machine = replace(machine, overhead=measured_overhead(sampler, machine))
     everyones = comm.allgather((sampler.thrown, sampler.medians))
     thrown, medians = zip(*everyones)
