@@ -19,6 +19,7 @@ from .export import export_command
 from .outputs import check_writable
 from .predict import predict_command
 from .ranks import all_ranks, on_first
+from .simulate.command import simulate_command
 from .terminal import complaining, say
 from .tune.command import machine_command
 
@@ -127,8 +128,8 @@ def _in_paragraphs(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, train_command, predict_command, convert_command, doctor_command, report_command,
-                export_command):
+for command in (bench_command, train_command, predict_command, simulate_command, convert_command, doctor_command,
+                report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
 tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
