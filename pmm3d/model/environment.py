@@ -162,8 +162,8 @@ class Settings:
                                       f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
                                       TRANSPORTS_IN_WORDS)
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
-                             "a machine that grids are chosen for: auto (what pmm3d tune machine measured here, or else "
-                             "nominal), the name of a known one, or the path of a TOML file",
+                             "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
+                             "else nominal), the name of a known one, or the path of a TOML file",
                              "auto, the name of a known machine, or the path of a TOML file")
 
     @classmethod

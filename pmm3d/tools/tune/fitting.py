@@ -66,7 +66,7 @@ def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
     if not matrix[:, BYTES_ACROSS].any():
         nominal = load("nominal").laws[DEFAULT]
         figures[MESSAGES_ACROSS], figures[BYTES_ACROSS] = nominal[MESSAGES_ACROSS], nominal[BYTES_ACROSS]
-    return Law(*map(float, figures), misfit=round(misfit.median, 4)), misfit
+    return Law(*map(float, [*figures, round(misfit.median, 4)])), misfit
 
 
 def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:

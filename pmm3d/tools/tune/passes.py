@@ -53,11 +53,11 @@ Done = dict[str, tuple[int, int]]
 
 def programs() -> list[Program]:
     """Every pass that is measured; those that are parts of others first, then by how much training needs them."""
-    optimizers = [partial(optim.SGD, lr=1e-3), partial(optim.Adam, lr=1e-3), partial(optim.AdamW, lr=1e-3)]
-    first = [_copy, _sum, partial(_applied, nn.relu), *(partial(_step, each) for each in optimizers),
-             partial(_loss, nn.mse), _classes, _normalized]
-    unary = [nn.gelu, lambda x: nn.dropout(x, 0.1, 1), _scaled, nn.silu, nn.tanh, nn.sigmoid, nn.softmax,
-             nn.log_softmax, lambda x: nn.cast(nn.cast(x, "float64"), "float32")]
+    optimizers: list[Callable[..., optim.Optimizer]] = [optim.SGD, optim.Adam, optim.AdamW]
+    first: list[Program] = [_copy, _sum, partial(_applied, nn.relu), *(partial(_step, each) for each in optimizers),
+                            partial(_loss, nn.mse), _classes, _normalized]
+    unary: list[Function] = [nn.gelu, lambda x: nn.dropout(x, 0.1, 1), _scaled, nn.silu, nn.tanh, nn.sigmoid,
+                             nn.softmax, nn.log_softmax, lambda x: nn.cast(nn.cast(x, "float64"), "float32")]
     two = [partial(_of_two, each) for each in (nn.multiply, nn.subtract)]
     return [*first, *(partial(_applied, each) for each in unary), *two, partial(_loss, nn.mae)]
 
@@ -154,7 +154,7 @@ def _of_loss(x: nn.Tensor, function: Callable[[], nn.Tensor]) -> Iterator[Phase]
 def _step(make: Callable[..., optim.Optimizer], grid: Grid, rows: int) -> Iterator[Phase]:
     """Of an optimizer, over a weight of as many elements."""
     layer = nn.Linear(grid, rows, COLUMNS, bias=False)
-    optimizer = make(layer.parameters())
+    optimizer = make(layer.parameters(), lr=1e-3)
     x, gradient = DistMatrix.random(grid, (1, rows), dtype="float32"), _random(grid, 1, 2)
     yield Phase(optimizer.step, lambda: layer(nn.Tensor(x)).backward(gradient))
 
@@ -261,5 +261,6 @@ def learn(found: dict[str, Pass], points: Sequence[tuple[Done, float]]) -> None:
         known = sum(count * found[name].overhead + nbytes / found[name].rate
                     for name, (count, nbytes) in done.items() if name in found)
         own = [done[name] for name in names if name in done]
-        left.append((sum(count for count, _ in own), sum(nbytes for _, nbytes in own), max(seconds - known, seconds / 10)))
+        count, nbytes = map(sum, zip(*own))
+        left.append((count, nbytes, max(seconds - known, seconds / 10)))
     found.update(dict.fromkeys(names, Pass(*line(left))))
