@@ -134,8 +134,8 @@ for command in (bench_command, train_command, predict_command, simulate_command,
                 report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
-tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                       help="Measure what plans and predictions go by: this machine.")
+tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                       pretty_exceptions_enable=False, help="Measure what plans and predictions go by: this machine.")
 tune_app.callback()(_pmm3d)
 tune_app.command("machine", help=_in_paragraphs(machine_command.__doc__ or ""))(machine_command)
 app.add_typer(tune_app, name="tune")
