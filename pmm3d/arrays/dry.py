@@ -148,9 +148,7 @@ class DryLibrary(NumpyLibrary):
             shape, dtype = first.shape, str(first.dtype)
         else:
             shape, dtype = np.broadcast_shapes(*(array.shape for array in arrays)), common_dtype(arrays)
-        made = self.temporary(shape, "bool" if name in COMPARISONS else dtype)
-        self.passed(name, made, *arrays)
-        return made
+        return self.temporary(shape, "bool" if name in COMPARISONS else dtype).filled(name, arrays)
 
 
 def _place(array: Array) -> np.ndarray:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from .axonn import ORDER, Bandwidths
 from .candidates import Candidate, Ranking
 from .gpt import GPT
+from .gpt_step import DTYPE, gpt_step, least_seconds
+from .gpt_table import Prices
+from .machines import Machine
 
-DTYPE = "bfloat16"
-"""Of a GPT's products."""
+PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
+MOST_LOOKED_AT = 20_000
+"""Grids of other numbers of ranks that are looked at to say how many would do."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,12 @@ def grids_4d(ranks: int, powers_of_two: bool = False) -> Iterator[GridShape]:
         >>> len(list(grids_4d(1024))), len(list(grids_4d(12))), len(list(grids_4d(12, powers_of_two=True)))
         (286, 40, 0)
     """
-    for x in _divisors(ranks, powers_of_two):
-        for y in _divisors(ranks // x, powers_of_two):
-            for z in _divisors(ranks // (x * y), powers_of_two):
-                data = ranks // (x * y * z)
-                if not powers_of_two or data & (data - 1) == 0:
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and not (powers_of_two and size & (size - 1))]
+    for x in sizes:
+        for y in sizes:
+            for z in sizes:
+                data, over = divmod(ranks, x * y * z)
+                if not over and data in sizes:
                     yield GridShape(x, y, z, data)
 
 
@@ -74,7 +80,39 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, search: Search,
         found = Candidate(grid, sum(terms.values()), terms, memory, preset=preset_of(grid), why_not=reason)
         (dropped if reason else candidates).append(found)
     candidates.sort(key=_best_first)
-    return checked(Ranking(str(gpt), ranks, candidates, dropped, gpt.flop, DTYPE, considered), search)
+    return checked(Ranking(str(gpt), ranks, candidates, dropped, gpt.flop, DTYPE, considered), gpt, search)
+
+
+def rank_by_machine(gpt: GPT, ranks: int, machine: Machine, search: Search, top: int = 10) -> Ranking:
+    """The grids by simulated steps: at least the best `top`, and of every preset its best grids. Those that compute
+    longer than these take are not simulated, and neither candidates nor dropped.
+
+    Raises GridError if no grid is left; it says what is short, and the least number of ranks that fits.
+    """
+    prices = Prices(machine)
+    feasible, dropped = list[tuple[float, Candidate]](), list[Candidate]()
+    grids = list(grids_4d(ranks, search.powers_of_two))
+    for grid in grids:
+        memory = gpt.memory(grid)
+        reason = why_not(gpt, grid, memory, search)
+        found = Candidate(grid, 0.0, memory=memory, preset=preset_of(grid), why_not=reason)
+        if reason:
+            dropped.append(found)
+        else:
+            feasible.append((least_seconds(gpt, grid, prices), found))
+    feasible.sort(key=lambda each: (each[0], tuple(each[1].grid)))
+    candidates = list[Candidate]()
+    for kind in ("", *PRESETS):
+        best = [inf] * (top if not kind else 1)
+        for least, found in feasible:
+            if least > best[-1]:
+                break
+            if kind in ("", found.preset) and all(found.grid != known.grid for known in candidates):
+                step = gpt_step(gpt, found.grid, prices)
+                candidates.append(replace(found, seconds=step.seconds, terms=step.terms, bytes=step.received))
+                best = sorted([*best, step.seconds])[: len(best)]
+    candidates.sort(key=_best_first)
+    return checked(Ranking(str(gpt), ranks, candidates, dropped, gpt.flop, DTYPE, len(grids)), gpt, search)
 
 
 def why_not(gpt: GPT, grid: GridShape, memory: dict[str, int], search: Search) -> str:
@@ -89,27 +127,40 @@ def why_not(gpt: GPT, grid: GridShape, memory: dict[str, int], search: Search) -
     return ""
 
 
-def checked(ranking: Ranking, search: Search) -> Ranking:
+def checked(ranking: Ranking, gpt: GPT, search: Search) -> Ranking:
     """It, if a grid is left. Raises GridError, which says what is short."""
     if ranking.candidates:
         return ranking
     if not ranking.dropped:
         raise GridError(f"no grid of {ranking.ranks} ranks has sizes that are all powers of two: ask for such a number "
                         "of ranks, or for grids of any sizes")
-    least = min(ranking.dropped, key=lambda dropped: sum(dropped.memory.values()))
-    if search.memory is not None and sum(least.memory.values()) > search.memory:
-        kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
-        raise GridError(f"no grid of {ranking.ranks} ranks holds {ranking.what} within {search.memory:,} bytes a rank: "
-                        f"grid {least.grid} needs {sum(least.memory.values()):,} ({kinds})")
-    raise GridError(f"no grid of {ranking.ranks} ranks is left for {ranking.what}: grid {least.grid}: {least.why_not}")
+    fitting = [dropped for dropped in ranking.dropped if not why_not(gpt, dropped.grid, {}, search)]
+    if not fitting:
+        few = ranking.dropped[len(ranking.dropped) // 2]
+        raise GridError(f"no grid of {ranking.ranks} ranks can take {ranking.what}; {few.grid}, for one: {few.why_not}. "
+                        f"{_enough(gpt, ranking.ranks, search)}")
+    least = min(fitting, key=lambda dropped: sum(dropped.memory.values()))
+    if search.memory is None or sum(least.memory.values()) <= search.memory:
+        raise GridError(f"no grid of {ranking.ranks} ranks is left: grid {least.grid}: {least.why_not}")
+    kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
+    raise GridError(f"no grid of {ranking.ranks} ranks holds {ranking.what} within {search.memory:,} bytes a rank: the "
+                    f"fullest rank of {least.grid} needs {sum(least.memory.values()):,} ({kinds}). "
+                    f"{_enough(gpt, ranking.ranks, search)}, or a batch in more passes (accumulate)")
+
+
+def _enough(gpt: GPT, ranks: int, search: Search) -> str:
+    """The least number of ranks, above these, of which a grid fits, in words."""
+    looked_at = 0
+    while looked_at < MOST_LOOKED_AT:
+        ranks += 1
+        for grid in grids_4d(ranks, search.powers_of_two):
+            looked_at += 1
+            if not gpt.why_not(grid) and not why_not(gpt, grid, gpt.memory(grid), search):
+                return f"The least number of ranks that fits is {ranks}, as {grid}"
+        looked_at += 1
+    return f"No number of ranks up to {ranks} fits either"
 
 
 def _best_first(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
     """Of those that take as long: who holds less, then by their sizes, so that the order is always the same."""
     return candidate.seconds, sum(candidate.memory.values()), tuple(candidate.grid)
-
-
-def _divisors(number: int, powers_of_two: bool) -> Iterator[int]:
-    for divisor in range(1, number + 1):
-        if number % divisor == 0 and not (powers_of_two and divisor & (divisor - 1)):
-            yield divisor

@@ -21,8 +21,10 @@ DTYPE = "bfloat16"
 """Of the products."""
 ELEMENT = 2
 """Bytes of it."""
-FEW, MORE = 2, 4
-"""Blocks that are simulated: what a further one takes is told from the two."""
+FEW = 2
+"""Blocks that are simulated, and as many again: what a further one takes is told from the two."""
+SLACK = 1 + 1e-9
+"""By which rounding may pass a bound."""
 UPDATE = 32
 """Bytes of a parameter that AdamW reads and writes: weight, gradient, float32 weight and two moments."""
 NORM = 5
@@ -52,7 +54,7 @@ class Part(NamedTuple):
 
 
 def gpt_step(gpt: GPT, grid: GridShape, prices: Prices) -> Step:
-    """A step on a grid: a few blocks are simulated, and the others take what each further one took."""
+    """A step on a grid: some blocks are simulated, and the others take what each further one took."""
     last = _pass_of_all(gpt, grid, prices, True)
     terms, received = last.terms, last.received
     if gpt.accumulate > 1:
@@ -64,9 +66,19 @@ def gpt_step(gpt: GPT, grid: GridShape, prices: Prices) -> Step:
 
 
 def least_seconds(gpt: GPT, grid: GridShape, prices: Prices) -> float:
-    """What the step computes, which takes as long if nothing is waited for."""
-    few = [_pass(gpt, grid, prices, blocks, True).computed() for blocks in (1, 2)]
-    return gpt.accumulate * (few[0] + (gpt.layers - 1) * (few[1] - few[0])) + _update(gpt, grid, prices)
+    """That the step takes at least: as if no collective had to wait for another, and without the logits."""
+    return gpt.accumulate * gpt.layers * _least_of_block(gpt, grid, prices) + _update(gpt, grid, prices)
+
+
+def _least_of_block(gpt: GPT, grid: GridShape, prices: Prices) -> float:
+    """What a further block adds to a pass at least. The sums of its gradients may go on under those of others."""
+    writer = _Writer(gpt, grid, prices, over_data=gpt.accumulate == 1)
+    table = writer.table
+    writer.forward(writer.block)
+    alone = table.least
+    writer.forward(writer.block * 2)
+    writer.blocks_backward(1)
+    return table.least - 2 * alone + sum(begun.rest for begun in writer.sums if begun)
 
 
 def parts_of(gpt: GPT, grid: GridShape) -> list[Part]:
@@ -92,13 +104,23 @@ def _update(gpt: GPT, grid: GridShape, prices: Prices) -> float:
 
 
 def _pass_of_all(gpt: GPT, grid: GridShape, prices: Prices, over_data: bool) -> Step:
-    """One pass forward and backward; over_data: gradients are summed over data in it."""
-    more = min(gpt.layers, MORE)
-    last = _simulated(_pass(gpt, grid, prices, more, over_data))
-    if gpt.layers == more:
-        return last
-    first = _simulated(_pass(gpt, grid, prices, FEW, over_data))
-    times = (gpt.layers - more) / (more - FEW)
+    """One pass forward and backward; over_data: gradients are summed over data in it.
+
+    Of so many blocks that a further one takes no less than it must: else it still went under what comes once in a pass.
+    """
+    few, least = FEW, _least_of_block(gpt, grid, prices)
+    first = _simulated(_pass(gpt, grid, prices, min(few, gpt.layers), over_data))
+    while few < gpt.layers:
+        more = min(2 * few, gpt.layers)
+        last = _simulated(_pass(gpt, grid, prices, more, over_data))
+        if last.seconds - first.seconds >= (more - few) * least / SLACK:
+            return _further(first, last, (gpt.layers - more) / (more - few))
+        few, first = more, last
+    return first
+
+
+def _further(first: Step, last: Step, times: float) -> Step:
+    """With as many blocks again, so many times, as the last has more than the first."""
     terms = {name: max(0.0, seconds + times * (seconds - first.terms.get(name, 0.0)))
              for name, seconds in last.terms.items()}
     return Step(terms, round(last.received + times * (last.received - first.received)))
@@ -109,24 +131,22 @@ def _simulated(table: Table) -> Step:
 
 
 def _pass(gpt: GPT, grid: GridShape, prices: Prices, blocks: int, over_data: bool) -> Table:
-    writer = _Writer(gpt, grid, Table(prices, groups_of(grid, prices.machine.ranks_per_node), DTYPE), over_data)
-    block = parts_of(gpt, grid)
-    logits = [_part(gpt.hidden, gpt.vocabulary, "y", "x", grid, "logits")] if gpt.vocabulary else []
-    writer.forward(block * blocks + logits)
-    writer.backward(logits, gather=True)
-    for _ in range(blocks):
-        if gpt.recompute:
-            writer.forward(block)
-        writer.backward(block, gather=not gpt.recompute)
+    writer = _Writer(gpt, grid, prices, over_data)
+    writer.forward(writer.block * blocks + writer.logits)
+    writer.backward(writer.logits, gather=True)
+    writer.blocks_backward(blocks)
     writer.end()
     return writer.table
 
 
 class _Writer:
-    """Writes the layers of a pass into a table."""
+    """Writes the layers of a pass into a table; over_data: gradients are summed over data in it."""
 
-    def __init__(self, gpt: GPT, grid: GridShape, table: Table, over_data: bool):
-        self.gpt, self.grid, self.table, self.over_data = gpt, grid, table, over_data
+    def __init__(self, gpt: GPT, grid: GridShape, prices: Prices, over_data: bool):
+        self.gpt, self.grid, self.over_data = gpt, grid, over_data
+        self.table = Table(prices, groups_of(grid, prices.machine.ranks_per_node), DTYPE)
+        self.block = parts_of(gpt, grid)
+        self.logits = [_part(gpt.hidden, gpt.vocabulary, "y", "x", grid, "logits")] if gpt.vocabulary else []
         self.rows = gpt.tokens // (gpt.accumulate * grid.data * grid.z)
         self.sums: list[Begun | None] = []
 
@@ -138,6 +158,12 @@ class _Writer:
             table.gemm(self.rows, part.n, part.k, "nn", part.name)
             table.wait(table.begin("all_reduce", part.sums, ELEMENT * self.rows * part.n, f"sum {part.name}"))
             self._between(part, 1)
+
+    def blocks_backward(self, blocks: int) -> None:
+        for _ in range(blocks):
+            if self.gpt.recompute:
+                self.forward(self.block)
+            self.backward(self.block, gather=not self.gpt.recompute)
 
     def backward(self, parts: Sequence[Part], gather: bool) -> None:
         """gather: the weights are gathered again; else they are there from the recomputation."""
@@ -159,6 +185,7 @@ class _Writer:
     def end(self) -> None:
         for begun in self.sums:
             self.table.wait(begun)
+        self.sums = []
 
     def _gather(self, part: Part | None) -> Begun | None:
         if part is None:

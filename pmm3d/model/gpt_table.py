@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .machines import Group, Machine
 from .simulation import Task
-from .simulation.engine import PROCESSOR
+from .simulation.task import PROCESSOR
 
 
 class Prices:
@@ -23,17 +23,28 @@ class Prices:
 
 
 class Begun(NamedTuple):
-    """A collective under way: the number of its task, and the seconds that nothing hides."""
+    """A collective under way.
+
+    task    its number
+    ready   seconds after which it can be done at the earliest, but for
+    rest    those that nothing hides
+    """
 
     task: int
+    ready: float
     rest: float
 
 
 class Table:
-    """The tasks of a rank, and the bytes that it receives."""
+    """The tasks of a rank.
+
+    least      seconds that they take at least: as if no collective had to wait for another
+    received   bytes
+    """
 
     def __init__(self, prices: Prices, groups: Mapping[str, Group], dtype: str):
         self.tasks: list[Task] = []
+        self.least = 0.0
         self.received = 0
         self._prices, self._groups, self._dtype = prices, groups, dtype
 
@@ -57,20 +68,19 @@ class Table:
         number = len(self.tasks)
         self.tasks.append(Task("collective", "inside" if group.nodes == 1 else "across", hidden,
                                (after.task,) if after else (), (axis, number), name))
-        return Begun(number, seconds - hidden)
+        return Begun(number, self.least + hidden, seconds - hidden)
 
     def wait(self, begun: Begun | None) -> None:
         if begun is not None:
+            self.least = max(self.least, begun.ready) + begun.rest
             self.tasks.append(Task("wait", PROCESSOR, begun.rest, (begun.task,)))
 
-    def computed(self) -> float:
-        """Seconds of the processor, without those of collectives."""
-        return sum(task.seconds for task in self.tasks if task.resource == PROCESSOR and task.kind != "wait")
-
     def _compute(self, kind: str, seconds: float, name: str) -> None:
+        self.least += seconds
         self.tasks.append(Task(kind, PROCESSOR, seconds, name=name))
         self._overhead()
 
     def _overhead(self) -> None:
-        if self._prices.machine.overhead:
-            self.tasks.append(Task("overhead", PROCESSOR, self._prices.machine.overhead))
+        if seconds := self._prices.machine.overhead:
+            self.least += seconds
+            self.tasks.append(Task("overhead", PROCESSOR, seconds))

@@ -1,0 +1,1 @@
+"""What `apps/plan_bench.py` is made of: predictions of the planner beside measurements."""

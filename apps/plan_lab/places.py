@@ -1,0 +1,84 @@
+"""Where ranks run: on this machine, or on virtual nodes of it; and what is run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import cluster
+from measuring import ProgramError
+
+from pmm3d.tools import launcher
+
+PROGRAM = str(Path(__file__).parents[1] / "plan_bench.py")
+
+
+class Here:
+    """So many ranks of this machine."""
+
+    def __init__(self, ranks: int):
+        self.ranks, self.ranks_per_node = ranks, ranks
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks"
+
+    def status(self, program: Sequence[str]) -> int:
+        return launcher.run(launcher.command(self.ranks, program), launcher.environment(self.ranks))
+
+    def run(self, program: Sequence[str]) -> None:
+        """Raises ProgramError if it fails."""
+        if code := self.status(program):
+            raise ProgramError(f"{' '.join(program)} on {self} ended with status {code}")
+
+    def tune(self, folder: Path) -> str:
+        """The text of the machine file of this place in a folder; it is measured there if there is none."""
+        machine = folder / f"{self}.toml".replace(" ", "-")
+        if not machine.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            print(f"measuring the machine on {self}", file=sys.stderr, flush=True)
+            self.run(["-m", "pmm3d", "tune", "machine", "--output", str(machine)])
+        return machine.read_text()
+
+    def measure(self, kind: str, **asked: Any) -> Any:
+        """What `measured.run` finds there."""
+        with TemporaryDirectory(prefix="plan-bench-") as folder:
+            task, result = Path(folder) / "task.json", Path(folder) / "result.json"
+            task.write_text(json.dumps({"kind": kind, **asked}))
+            self.run([PROGRAM, "measure", str(task), str(result)])
+            return json.loads(result.read_text())
+
+
+class OnNodes(Here):
+    """So many ranks of each virtual node of a cluster."""
+
+    def __init__(self, nodes: cluster.Cluster, ranks: int):
+        super().__init__(ranks)
+        self._nodes, self.ranks_per_node = nodes, ranks // nodes.nodes
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks on {self._nodes.nodes} nodes"
+
+    def status(self, program: Sequence[str]) -> int:
+        wheel = launcher.installed_wheel()
+        command = cluster.mpi_command(wheel, self._nodes.nodes, self.ranks_per_node, [*program])
+        environ = cluster.mpi_environment(wheel, self.ranks, dict(os.environ))
+        return launcher.run(self._nodes.enter(["setpriv", "--pdeathsig", "TERM", *command]), environ)
+
+
+@contextmanager
+def on_nodes(nodes: int, ranks: int, rate: str) -> Iterator[OnNodes]:
+    """A cluster of virtual nodes with such links between them. Raises ClusterError where there can be none."""
+    if ranks % nodes:
+        raise cluster.ClusterError(f"{ranks} ranks do not spread evenly over {nodes} nodes")
+    cluster.check_machine()
+    made = cluster.Cluster.start(nodes, rate, stays=False)
+    try:
+        yield OnNodes(made, ranks)
+    finally:
+        made.end()

@@ -1,0 +1,54 @@
+"""What the planner says of what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pmm3d.comm.replay import tasks
+from pmm3d.model.candidates import Candidate
+from pmm3d.model.machines import Machine, groups_of
+from pmm3d.model.ranking import rank_products
+from pmm3d.model.simulation import simulate
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.planning import rank_training
+
+from .cases import Product, grid_named, name_of
+from .compared import Compared
+from .measured import Measurement
+
+
+def of_product(text: str, ranks: int, machine: Machine) -> list[Candidate]:
+    """Every grid of exactly that many ranks."""
+    product = Product.named(text)
+    found = rank_products(product[:3], ranks, product.dtype, machine, exact=True, top=None)
+    return found.candidates + found.dropped
+
+
+def of_step(settings: Mapping[str, Any], ranks: int, machine: Machine) -> list[Candidate]:
+    found = rank_training(checked({**settings}), ranks, machine)
+    return found.candidates + found.dropped
+
+
+def memory_of(settings: Mapping[str, Any], grid: str) -> list[dict[str, int]]:
+    """Bytes by kind on each rank of a grid of one node."""
+    steps, shape = DrySteps(checked({**settings})), grid_named(grid)
+    return [steps.of(shape, shape.size, rank).memory for rank in range(shape.size)]
+
+
+def beside(measurement: Measurement, where: str, candidates: Iterable[Candidate]) -> Compared:
+    """The measurement with what was said of its grids."""
+    said = {name_of(candidate.grid): candidate for candidate in candidates}
+    known = {grid: said[grid] for grid in measurement["rounds"] if grid in said}
+    return Compared(measurement["what"], where, measurement["rounds"],
+                    {grid: candidate.seconds for grid, candidate in known.items()}, spent=measurement["spent"],
+                    terms={grid: dict(candidate.terms) for grid, candidate in known.items()})
+
+
+def simulated(settings: Mapping[str, Any], grid: str, machine: Machine) -> float:
+    """Seconds of a step of all ranks of a grid, each by its own dry run."""
+    steps, shape, per_node = DrySteps(checked({**settings})), grid_named(grid), machine.ranks_per_node
+    groups = groups_of(shape, per_node)
+    return simulate([tasks(steps.of(shape, per_node, rank).actions, machine, groups)
+                     for rank in range(shape.size)]).seconds

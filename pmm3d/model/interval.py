@@ -1,0 +1,113 @@
+"""How often to write a checkpoint, from what one takes and how often a job fails."""
+
+from __future__ import annotations
+
+from math import exp, expm1, inf, sqrt
+from typing import NamedTuple
+
+from ..errors import Pmm3dError
+
+SURELY = 700.0
+"""Of whose negative exp nothing is left."""
+DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
+
+
+def young(write: float, mtbf: float) -> float:
+    """Seconds of work between checkpoints of which least is lost, to first order.
+
+        T = sqrt(2 delta M)
+
+    write   delta, seconds to write a checkpoint
+    mtbf    M, mean seconds between failures of the whole job: of a node, over the nodes of the job
+
+    Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
+
+        >>> young(8.0, 10_000.0)
+        400.0
+    """
+    return sqrt(2 * write * mtbf)
+
+
+def daly(write: float, mtbf: float) -> float:
+    """The same, to higher order: close also where a checkpoint takes a good part of the time between failures.
+
+        T = sqrt(2 delta M) (1 + 1/3 sqrt(delta / 2M) + 1/9 (delta / 2M)) - delta    if delta < 2M
+        T = M                                                                        otherwise
+
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
+    Computer Systems 22(3), 2006.
+
+        >>> round(daly(8.0, 10_000.0), 1)
+        394.7
+    """
+    if write >= 2 * mtbf:
+        return mtbf
+    part = write / (2 * mtbf)
+    return young(write, mtbf) * (1 + sqrt(part) / 3 + part / 9) - write
+
+
+def lost_share(interval: float, write: float, mtbf: float, restart: float = 0.0) -> float:
+    """Of the time of a long job, what goes into checkpoints, into work done again, and into restarts.
+
+        1 - tau / (M exp(R/M) (exp((tau + delta)/M) - 1))
+
+    interval   tau, seconds of work between checkpoints
+    restart    R, seconds from a failure until work goes on
+
+    Failures come at random, as often at any time. Source: Daly 2006.
+
+        >>> round(lost_share(400.0, 8.0, 10_000.0), 3)
+        0.039
+    """
+    exponent = (interval + write) / mtbf + restart / mtbf
+    if exponent > SURELY:
+        return 1.0
+    taken = mtbf * exp(restart / mtbf) * expm1((interval + write) / mtbf)
+    return max(0.0, 1 - interval / taken) if taken else 0.0
+
+
+class Advice(NamedTuple):
+    """seconds, steps: of work between checkpoints, whole steps; lost: the share of the job's time that checkpoints and
+    failures take then; sentence: for people."""
+
+    seconds: float
+    steps: int
+    lost: float
+    sentence: str
+
+
+def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, restart_seconds: float = 0.0) -> Advice:
+    """How often to write, by Daly. mtbf_seconds: between failures of the whole job.
+
+        >>> advice(3.1, 86400.0, 2.15).sentence  # doctest: +ELLIPSIS
+        'With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: ...'
+
+    Raises Pmm3dError for a time that is none.
+    """
+    for name, seconds, least in (("write a checkpoint", write_seconds, "0 or more"),
+                                 ("fail (--mtbf)", mtbf_seconds, "above 0"), ("make a step", step_seconds, "above 0"),
+                                 ("start again", restart_seconds, "0 or more")):
+        if not 0 <= seconds < inf or (least == "above 0" and not seconds):
+            raise Pmm3dError(f"{seconds} seconds are no time to {name} in: give a number {least}")
+    wanted = daly(write_seconds, mtbf_seconds)
+    steps = max(1, round(wanted / step_seconds))
+    interval = steps * step_seconds
+    lost = lost_share(interval, write_seconds, mtbf_seconds, restart_seconds)
+    how = "every step" if steps == 1 else f"every {in_time(interval)} (Daly), every {steps:,} steps"
+    sentence = (f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
+                f"{100 * lost:.2g}% of the time is lost")
+    if write_seconds >= mtbf_seconds:
+        sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
+    return Advice(interval, steps, lost, sentence)
+
+
+def in_time(seconds: float) -> str:
+    """A time for people, as 3.1 s, 12 minutes, 26 hours, 9 days.
+
+        >>> [in_time(seconds) for seconds in (3.14, 60, 725.0, 7300.0, 86400.0, 864000.0)]
+        ['3.1 s', '60 s', '12 minutes', '2 hours', '24 hours', '10 days']
+    """
+    for unit, name in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
+    return f"{seconds:,.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,77 @@
+"""What a step takes of many ranks that wait for the slowest, where each takes a little more or less each time."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import erfc, exp, inf, log, log1p, pi, sqrt
+
+from ...errors import Pmm3dError
+
+REACH = 12.0
+"""Standard deviations to both sides that are summed over: beyond lie 1e-33 of all draws."""
+PIECES = 64
+"""Points of the sum in a standard deviation. The integrand is smooth: the trapezoidal rule is as good as exact."""
+MOST_RANKS = 10**12
+
+
+@cache
+def expected_largest(ranks: int) -> float:
+    """The mean of the largest of so many draws from the standard normal distribution.
+
+        E = integral of x P phi(x) Phi(x)^(P-1) dx
+
+    phi, Phi: density and distribution. Near sqrt(2 ln P) only for very large P: that is 3.0 of 100 draws.
+
+        >>> [round(expected_largest(ranks), 4) for ranks in (1, 2, 100, 32768)]
+        [0.0, 0.5642, 2.5076, 4.1341]
+
+    Source: H. A. David and H. N. Nagaraja, Order Statistics, 3rd edition, 2003, chapter 3.
+    """
+    if not 1 <= ranks <= MOST_RANKS:
+        raise Pmm3dError(f"the slowest of {ranks} ranks is not known: give between 1 and {MOST_RANKS:,}")
+    if ranks == 1:
+        return 0.0
+    total, count = 0.0, int(REACH * PIECES)
+    for number in range(-count, count + 1):
+        x = number / PIECES
+        tail = erfc(abs(x) / sqrt(2)) / 2
+        total += x * exp((ranks - 1) * (log1p(-tail) if x > 0 else log(tail)) - x * x / 2)
+    return ranks * total / (PIECES * sqrt(2 * pi))
+
+
+def slowest(sigma: float, ranks: int) -> float:
+    """How many times longer a step of so many ranks is than that of one, if it ends with the slowest.
+
+        1 + sigma E(ranks)
+
+    sigma: standard deviation of a rank's time for a step, as a share of its mean, from rank to rank and step to step.
+
+        >>> slowest(0.02, 1), round(slowest(0.02, 8192), 4)
+        (1.0, 1.076)
+    """
+    if not 0 <= sigma < inf:
+        raise Pmm3dError(f"a noise of {sigma} is not known: it is a share of a step's time, 0 or more, as 0.02")
+    return 1 + sigma * expected_largest(ranks)
+
+
+def fit(measured: float, simulated: float, ranks: int, base: int = 1) -> float:
+    """The noise that makes of a simulated efficiency the measured one, at one number of ranks.
+
+        measured / simulated = (1 + sigma E(base)) / (1 + sigma E(ranks))
+
+    measured, simulated   efficiency at so many ranks beside `base` ranks; the simulated one without noise
+    base                  ranks whose efficiency is 1: they are as noisy
+
+        >>> round(slowest(fit(0.883, 1.0, 8192), 8192), 4) == round(1 / 0.883, 4)
+        True
+
+    Raises Pmm3dError where no noise does: measured is above simulated, or less than the slowest can explain.
+    """
+    if not (0 < measured < inf and 0 < simulated < inf):
+        raise Pmm3dError(f"a noise cannot be fitted to efficiencies of {measured} and {simulated}: give shares above 0")
+    ratio = simulated / measured
+    share = expected_largest(ranks) - ratio * expected_largest(base)
+    if ratio < 1 or share <= 0:
+        raise Pmm3dError(f"no noise makes of a simulated efficiency of {simulated:.4g} the measured {measured:.4g} on "
+                         f"{ranks:,} ranks, beside {base:,}: fit on more ranks, or look at the simulation first")
+    return (ratio - 1) / share

@@ -1,0 +1,157 @@
+"""Actions of a dry run as tasks: what runs where, what waits for what, and what they add up to."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.arrays.dry_run import Action
+from pmm3d.comm.alike import classes, representatives
+from pmm3d.comm.replay import tasks, totals
+from pmm3d.layout import GridShape, batch_layout
+from pmm3d.model.machines import Group, groups_of
+from pmm3d.model.simulation import Task
+from pmm3d.nn import optim
+
+GROUPS = {"x": Group(2, 2, 1, 2), "z": Group(4, 1, 4, 2), "all": Group(8, 2, 4, 1)}
+
+
+def machine(overhead=0.0):
+    """Every GEMM takes mnk seconds (twice that where A is turned), a byte of a pass 1 s (of relu 2 s), a byte of a
+    message 3 s; half of what goes across is hidden."""
+    return SimpleNamespace(
+        overhead=overhead,
+        gemm_seconds=lambda m, n, k, dtype, form: float(m * n * k * (1 + (form[0] == "t"))),
+        pass_seconds=lambda name, nbytes: float(nbytes * (1 + (name == "relu"))),
+        collective_seconds=lambda operation, group, nbytes: 3.0 * nbytes,
+        hidden_share=lambda group: 1.0 if group.nodes == 1 else 0.5)
+
+
+def begin(number, axis="z", nbytes=10, after=(), turn=0):
+    return Action("begin", axis=axis, operation="all_reduce", phase="sum", sent=2, received=nbytes, number=number,
+                  turn=turn or number, after=after)
+
+
+def wait(number):
+    return Action("wait", number=number)
+
+
+GEMM, PASS = Action("gemm", 2, 3, 4, "float32", form="nn"), Action("pass", operation="relu", nbytes=5)
+
+
+def test_computation_is_the_processors():
+    turned = Action("gemm", 2, 3, 4, "float32", form="tn")
+    assert tasks([GEMM, PASS, turned], machine(), GROUPS) == [
+        Task("gemm", "processor", 24.0, name="gemm"), Task("pass", "processor", 10.0, name="relu"),
+        Task("gemm", "processor", 48.0, name="gemm")]
+
+
+def test_a_collective_is_hidden_in_part_and_the_rest_is_where_it_is_awaited():
+    found = tasks([begin(7, turn=3), GEMM, wait(7), begin(8, "x"), GEMM, wait(8)], machine(), GROUPS)
+    assert [found[index] for index in (0, 2, 3, 5)] == [
+        Task("collective", "across", 15.0, (), ("z", 3), "sum"), Task("wait", "processor", 15.0, (0,), None, "sum"),
+        Task("collective", "inside", 30.0, (), ("x", 8), "sum"), Task("wait", "processor", 0.0, (3,), None, "sum")]
+
+
+def test_what_goes_on_from_others_is_awaited_with_them():
+    """As the sums of a loss along one axis after the other, of which the last is awaited."""
+    found = tasks([begin(1), begin(2, "x", after=(1,)), begin(3, after=(2,)), wait(3), wait(1)], machine(), GROUPS)
+    assert [task.after for task in found] == [(), (0,), (1,), (0, 1, 2)]
+    assert (found[3].kind, found[3].seconds) == ("wait", 30.0)
+
+
+def test_what_is_not_awaited_takes_its_time_by_itself():
+    assert tasks([begin(5), wait(4)], machine(), GROUPS) == [Task("collective", "across", 30.0, (), ("z", 5), "sum")]
+
+
+def test_one_that_goes_on_from_one_of_a_step_before_is_alone():
+    assert tasks([begin(5, after=(2,)), wait(5)], machine(), GROUPS)[0].after == ()
+
+
+def test_the_overhead_comes_before_each_action():
+    found = tasks([begin(1), GEMM, wait(1)], machine(0.25), GROUPS)
+    assert [task.kind for task in found] == ["overhead", "collective", "overhead", "gemm", "overhead", "wait"]
+    assert found[0].seconds == 0.25 and found[0].resource == "processor" and found[5].after == (1,)
+
+
+def test_without_overlap_nothing_is_beside_anything():
+    found = tasks([begin(1), begin(2, after=(1,)), GEMM, wait(1), wait(2)], machine(), GROUPS, with_overlap=False)
+    assert [(task.kind, task.after) for task in found] == [
+        ("collective", ()), ("wait", (0,)), ("collective", (0,)), ("wait", (2,)), ("gemm", ())]
+    assert sum(task.seconds for task in found) == 60.0 + 24.0
+
+
+def test_totals_by_what_it_is():
+    actions = [begin(1), begin(2, "x"), begin(3), GEMM, PASS, wait(1), wait(2)]
+    assert totals(actions, machine(0.5), GROUPS) == {"gemm": 24.0, "passes": 10.0, "overhead": 3.5, "z": 60.0,
+                                                     "x": 30.0}
+    assert totals([], machine(), GROUPS) == {"gemm": 0.0, "passes": 0.0, "overhead": 0.0}
+
+
+def step_on(shape, data=1, rank=0, rows=64, sizes=(64, 128, 32), bias=True):
+    """The actions of a second step."""
+    with Grid.dry(shape, data, rank) as grid:
+        net = nn.MLP(grid, sizes, nn.relu, bias=bias)
+        optimizer = optim.AdamW(net.parameters(), shard_over_data=True)
+        x, y = (DistMatrix.empty(grid, (rows, columns), dtype="float32", layout=layout)
+                for columns, layout in ((sizes[0], batch_layout("y")), (sizes[-1], net.output_layout)))
+        for _ in range(2):
+            grid.dry_run.actions.clear()
+            loss = nn.mse(net(x), y)
+            loss.backward()
+            optimizer.step()
+            loss.item()
+        return grid.dry_run.actions
+
+
+def test_a_step_of_a_network():
+    """Each collective is awaited once at most, after it was begun; all that a dry run notes is in the totals."""
+    shape, actions = GridShape(2, 2, 2, 2), step_on((2, 2, 2), 2)
+    groups = groups_of(shape, 4)
+    found, sums = tasks(actions, machine(), groups), totals(actions, machine(), groups)
+    assert {action.axis for action in actions if action.what == "begin"} == set(sums) - {"gemm", "passes", "overhead"}
+    awaited = [index for task in found if task.kind == "wait" for index in task.after]
+    assert len(awaited) == len(set(awaited)) and all(found[index].kind == "collective" for index in awaited)
+    assert sum(task.seconds for task in found) == pytest.approx(sum(sums.values()))
+    loss = [action for action in actions if action.phase == "loss"]
+    assert [action.after for action in loss] == [(), (loss[0].number,), (loss[1].number,)]
+    meetings = [task.meets for task in found if task.kind == "collective"]
+    assert len(set(meetings)) == len(meetings)
+
+
+@pytest.mark.parametrize("rank", [1, 7, 10, 15])
+def test_ranks_meet_in_the_same_collectives(rank):
+    """Also where sizes do not divide, and some have nothing to send."""
+    first, other = ({(action.axis, action.turn): (action.operation, action.phase) for action in actions
+                     if action.what == "begin"} for actions in (
+        step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank)))
+    common = first.keys() & other.keys()
+    assert common and all(first[key] == other[key] for key in common)
+
+
+def test_a_regular_grid_has_one_class():
+    shape = GridShape(2, 2, 2, 2)
+    cuts = [(64, ("data", "z")), (64, ("y", "z")), (128, ("x",)), (32, ("y",))]
+    found = classes(shape, lambda rank: step_on(shape[:3], shape.data, rank), cuts)
+    assert [(each.rank, each.ranks) for each in found] == [(0, 16)] and found[0].actions
+
+
+def test_corners_stand_for_all_ranks_and_those_alike_are_one_class():
+    shape, looked = GridShape(2, 2, 4), []
+
+    def of_rank(rank):
+        looked.append(rank)
+        return step_on(shape[:3], 1, rank, rows=62, bias=False)
+
+    found = classes(shape, of_rank, [(62, ("z",)), (128, ("x",))])
+    assert looked == [0, 12] and [(each.rank, each.ranks) for each in found] == [(0, 8), (12, 8)]
+    found = classes(shape, lambda rank: step_on(shape[:3], 1, rank, bias=False), [(63, ("z",)), (3, ("y", "x"))])
+    assert [(each.rank, each.ranks) for each in found] == [(0, 16)]
+
+
+@pytest.mark.parametrize("cuts", [[], [(7, ("x", "z"))], [(3, ("x",)), (5, ("y",)), (2, ("z", "data"))]])
+def test_representatives_stand_for_as_many_as_there_are(cuts):
+    shape = GridShape(2, 3, 4, 2)
+    found = representatives(shape, cuts)
+    assert sum(found.values()) == shape.size and all(count > 0 for count in found.values())
+    assert 0 in found and all(0 <= rank < shape.size for rank in found)

@@ -1,0 +1,109 @@
+"""pmm3d.model.interval: how often to write a checkpoint."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmm3d import Pmm3dError
+from pmm3d.model.interval import advice, daly, in_time, lost_share, young
+
+writes = st.floats(0.01, 1000)
+failures = st.floats(100, 1e7)
+
+
+def best_interval(write, mtbf):
+    """Of the least share lost, by golden section: the share has one minimum."""
+    low, high, part = 1e-6, 50 * mtbf, (math.sqrt(5) - 1) / 2
+    for _ in range(200):
+        first, second = high - part * (high - low), low + part * (high - low)
+        if lost_share(first, write, mtbf) <= lost_share(second, write, mtbf):
+            high = second
+        else:
+            low = first
+    return (low + high) / 2
+
+
+@given(writes, failures)
+def test_daly_is_close_to_the_best_there_is(write, mtbf):
+    least = lost_share(best_interval(write, mtbf), write, mtbf)
+    assert least - 1e-9 <= lost_share(daly(write, mtbf), write, mtbf) <= least + 0.004
+
+
+@given(writes)
+def test_young_and_daly_agree_where_failures_are_rare(write):
+    mtbf = write * 1e8
+    assert daly(write, mtbf) == pytest.approx(young(write, mtbf), rel=1e-3)
+
+
+def test_values():
+    assert young(300.0, 24 * 3600.0) == 7200
+    assert daly(300.0, 24 * 3600.0) == pytest.approx(7200 * (1 + math.sqrt(1 / 576) / 3 + 1 / 5184) - 300)
+    assert daly(2.0, 1.0) == daly(5.0, 1.0) == 1.0
+
+
+def test_daly_goes_over_to_mtbf_without_a_large_jump():
+    assert daly(2 * (1 - 1e-9), 1.0) == pytest.approx(2 * (1 + 1 / 3 + 1 / 9) - 2, abs=1e-6)
+    assert abs(daly(2 * (1 - 1e-9), 1.0) - daly(2.0, 1.0)) < 0.12
+
+
+def test_the_lost_share_is_that_of_jobs_with_random_failures():
+    """200,000 intervals, each tried until no failure comes into it."""
+    interval, write, mtbf, restart = 400.0, 30.0, 2000.0, 60.0
+    draws = np.random.default_rng(14)
+    seconds = 0.0
+    for _ in range(200_000):
+        left = interval + write
+        while (failure := draws.exponential(mtbf)) < left:
+            seconds += failure
+            left = restart + interval + write
+        seconds += left
+    assert 1 - 200_000 * interval / seconds == pytest.approx(lost_share(interval, write, mtbf, restart), rel=0.02)
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(1e-3, 1e9), st.floats(0, 1e9))
+def test_a_share_is_a_share(interval, write, mtbf, restart):
+    assert 0 <= lost_share(interval, write, mtbf, restart) <= 1
+
+
+@given(writes, failures, st.floats(1e-4, 1e4))
+def test_advice_is_in_whole_steps_near_dalys(write, mtbf, step):
+    found = advice(write, mtbf, step)
+    assert found.steps >= 1 and found.seconds == found.steps * step
+    assert found.steps == 1 or abs(found.seconds - daly(write, mtbf)) <= step / 2 * (1 + 1e-9)
+    assert found.lost == lost_share(found.seconds, write, mtbf)
+
+
+def test_the_sentence_says_all():
+    assert advice(3.1, 86400.0, 2.15).sentence == (
+        "With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: 0.84% "
+        "of the time is lost")
+
+
+def test_a_step_longer_than_the_interval():
+    found = advice(1.0, 100.0, 500.0)
+    assert found.steps == 1 and "every step" in found.sentence
+
+
+def test_a_checkpoint_for_nothing():
+    found = advice(0.0, 3600.0, 1.0)
+    assert found.steps == 1 and found.lost == pytest.approx(0.5 / 3600, rel=1e-3)
+
+
+def test_a_checkpoint_longer_than_the_job_lives():
+    assert "little comes of it" in advice(4000.0, 3600.0, 1.0).sentence
+
+
+@pytest.mark.parametrize("times,said", [
+    ((-1.0, 1.0, 1.0), "write a checkpoint in: give a number 0 or more"), ((1.0, 0.0, 1.0), "--mtbf.*above 0"),
+    ((1.0, math.nan, 1.0), "--mtbf"), ((1.0, 1.0, math.inf), "make a step"), ((1.0, 1.0, 1.0, -2.0), "start again")])
+def test_times_that_are_none_are_refused(times, said):
+    with pytest.raises(Pmm3dError, match=said):
+        advice(*times)
+
+
+def test_times_in_words():
+    assert [in_time(seconds) for seconds in (0.031, 59.6, 119.0, 121.0, 720.0, 7100.0, 9000.0, 2 * 86400.0)] == [
+        "0.031 s", "60 s", "119 s", "2 minutes", "12 minutes", "118 minutes", "2.5 hours", "2 days"]

@@ -1,0 +1,335 @@
+"""pmm3d.model.machines.reading: files of machines are read and written, and what is wrong in them is said."""
+
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmm3d import Pmm3dError
+from pmm3d.layout import MATRIX_DTYPES
+from pmm3d.model.machines import Machine, as_toml, known_machines, load, machine_from
+from pmm3d.model.machines.figures import FORMS, GemmLaw, GemmPoints, Gemms, Measured, Pass
+from pmm3d.model.machines.laws import OPERATIONS, Law
+from pmm3d.model.machines.reading import SECTIONS
+
+TEXT = """\
+name = "made up"
+ranks_per_node = 4
+memory = 4e9
+noise = 0.02
+overhead = 1e-6
+
+[key]
+host = "Xeon"
+
+[sources]
+gemm = "a clock"
+
+[peak]
+float64 = 5e10
+
+[hidden]
+inside = 0.5
+
+[gemm.float32]
+rate = 1e11
+overhead = 0
+
+[gemm.float64.nn]
+m = [64, 128]
+n = [64, 128]
+k = [64, 128]
+flops = [1e10, 2e10]
+
+[passes.default]
+overhead = 1e-6
+rate = 1e10
+
+[passes."relu backward"]
+overhead = 1e-6
+rate = 2e10
+
+[[collectives]]
+operation = "all_gather"
+inside = 4
+nodes = 1
+bytes = [1024, 65536]
+seconds = [1e-5, 1e-4]
+
+[laws.default]
+start = 1e-5
+message_inside = 1e-6
+message_across = 2e-6
+byte_inside = 1e-10
+byte_across = 2e-10
+
+[axonn.1]
+2 = 76.0
+"8+" = 80.0
+"""
+
+MADE = Machine(
+    "made up", 4, 4_000_000_000, {"float64": 5e10}, {"gemm": "a clock"}, {"inside": 0.5}, 0.02, 1e-6, {"host": "Xeon"},
+    {"float32": Gemms(GemmLaw(1e11, 0.0)),
+     "float64": Gemms(None, {"nn": GemmPoints((64, 128), (64, 128), (64, 128), (1e10, 2e10))})},
+    {"default": Pass(1e-6, 1e10), "relu backward": Pass(1e-6, 2e10)},
+    (Measured("all_gather", 4, 1, (1024, 65536), (1e-5, 1e-4)),),
+    {"default": Law(1e-5, 1e-6, 2e-6, 1e-10, 2e-10)}, {"1": {"2": 76.0, "8+": 80.0}},
+)  # fmt: skip
+
+ABOVE = ": needed is a finite number above 0"
+LEAST = ": needed is a finite number of at least 0"
+LIST = ": needed is a list of finite numbers above 0"
+WHOLES = ": needed is a list of whole numbers above 0"
+
+positive = st.floats(1e-300, 1e300)
+not_negative = st.floats(0, 1e300)
+whole = st.integers(1, 2**60)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1).filter(str.strip)
+laws = st.builds(Law, *[not_negative] * 6)
+
+
+@st.composite
+def points(draw):
+    sizes = draw(st.lists(st.tuples(whole, whole, whole), min_size=1, max_size=4, unique=True))
+    flops = draw(st.lists(positive, min_size=len(sizes), max_size=len(sizes)))
+    return GemmPoints(*zip(*sizes), tuple(flops))
+
+
+@st.composite
+def rows(draw):
+    kinds = draw(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(1, 4), st.integers(2, 9)), unique=True))
+    found = []
+    for kind in kinds:
+        nbytes = sorted(draw(st.lists(whole, min_size=1, max_size=4, unique=True)))
+        seconds = draw(st.lists(positive, min_size=len(nbytes), max_size=len(nbytes)))
+        found.append(Measured(*kind, tuple(nbytes), tuple(seconds)))
+    return tuple(found)
+
+
+def some(keys, values, **options):
+    return st.dictionaries(st.sampled_from(keys), values, **options)
+
+
+gemms = st.one_of(st.builds(Gemms, st.builds(GemmLaw, positive, not_negative)),
+                  st.builds(Gemms, st.none(), some(FORMS, points(), min_size=1)))
+ranks = st.sampled_from(["1", "2", "8+"])
+machines = st.builds(
+    Machine, texts, st.integers(4, 2**60), st.integers(0, 2**60), some(MATRIX_DTYPES, positive),
+    some(SECTIONS, texts), some(["inside", "across"], st.floats(0, 1)), not_negative, not_negative,
+    st.dictionaries(texts, texts), some(MATRIX_DTYPES, gemms, min_size=1),
+    st.builds(lambda default, others: {"default": default} | others, st.builds(Pass, not_negative, positive),
+              st.dictionaries(texts, st.builds(Pass, not_negative, positive))),
+    rows(), st.builds(lambda default, others: {"default": default} | others, laws, some(OPERATIONS, laws)),
+    st.dictionaries(ranks, st.dictionaries(ranks, positive, min_size=1)),
+)  # fmt: skip
+
+
+def refused(text):
+    with pytest.raises(Pmm3dError) as info:
+        machine_from(text, "here.toml")
+    said = str(info.value)
+    assert said.startswith("here.toml: ") and "\n" not in said
+    return said.removeprefix("here.toml: ")
+
+
+def changed(old, new):
+    assert TEXT.count(old) == 1
+    return TEXT.replace(old, new)
+
+
+def test_every_figure_of_a_file_is_read():
+    assert machine_from(TEXT, "here.toml") == MADE
+    defaults = {field.name for field in fields(Machine) if getattr(MADE, field.name) in ({}, (), 0, 0.0, "")}
+    assert not defaults
+
+
+@given(machines)
+def test_a_machine_that_is_written_and_read_is_the_same(machine):
+    assert machine_from(as_toml(machine), "here.toml") == machine
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_known_machines_name_the_source_of_each_section(name):
+    machine = load(name)
+    assert machine.name == name and machine_from(as_toml(machine), "copy") == machine
+    held = {"peak", "gemm", "passes", "laws"}
+    held |= {section for section in ("hidden", "axonn", "memory", "noise", "overhead") if getattr(machine, section)}
+    assert set(machine.sources) == held
+    assert load(name) is machine
+
+
+def test_known_machines():
+    assert known_machines() == ["alps", "frontier", "nominal", "perlmutter"]
+    assert load("nominal").memory == 0
+    assert [load(name).ranks_per_node for name in ("alps", "frontier", "perlmutter")] == [4, 8, 4]
+    assert [load(name).peak["bfloat16"] for name in ("alps", "frontier", "perlmutter")] == [989e12, 191.5e12, 312e12]
+
+
+def test_the_authors_table_is_that_of_their_model():
+    assert load("perlmutter").axonn["1"] == {"2": 76, "4": 225, "8+": 80}
+    assert load("frontier").axonn["4"] == {"2": 36, "4+": 10}
+
+
+def test_a_file_is_read_by_its_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TEXT)
+    assert load(path) == load(str(path)) == MADE
+    (tmp_path / "no suffix").write_text(TEXT)
+    assert load(tmp_path / "no suffix") == MADE
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ('name = "made up"\n', "", "name is missing"),
+        ("ranks_per_node = 4\n", "", "ranks_per_node is missing"),
+        ("memory = 4e9\n", "", "memory is missing"),
+        ('name = "made up"', 'name = " "', "name = ' ': needed is a text"),
+        ('name = "made up"', "name = 3", "name = 3: needed is a text"),
+        ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node = 0: needed is a whole number of at least 1"),
+        ("ranks_per_node = 4", "ranks_per_node = 4.5", "ranks_per_node = 4.5: needed is a whole number of at least 1"),
+        ("ranks_per_node = 4", "ranks_per_node = true",
+         "ranks_per_node = True: needed is a whole number of at least 1"),
+        ("memory = 4e9", "memory = -1", "memory = -1: needed is a whole number of at least 0"),
+        ("memory = 4e9", "memory = inf", "memory = inf: needed is a whole number of at least 0"),
+        ("memory = 4e9", 'memory = "4 GB"', "memory = '4 GB': needed is a whole number of at least 0"),
+        ("noise = 0.02", "noise = -0.1", "noise = -0.1" + LEAST),
+        ("overhead = 1e-6\n\n[key]", "overhead = nan\n\n[key]", "overhead = nan" + LEAST),
+        ("noise = 0.02", "nosie = 0.02", "unknown key nosie (did you mean noise?)"),
+        ("[hidden]", "[hiden]", "unknown key hiden (did you mean hidden?)"),
+        ("[key]", "[zzz]",
+         "unknown key zzz (known there: name, ranks_per_node, memory, noise, overhead, peak, sources, hidden, key, "
+         "gemm, passes, collectives, laws, axonn)"),
+        ('host = "Xeon"', "host = 3", "key.host = 3: needed is a text"),
+        ('gemm = "a clock"', 'gem = "a clock"', "unknown key sources.gem (did you mean gemm?)"),
+        ('gemm = "a clock"', "gemm = 1", "sources.gemm = 1: needed is a text"),
+        ("[peak]\nfloat64", "[peak]\nfloat46", "unknown key peak.float46 (did you mean float64?)"),
+        ("float64 = 5e10", "float64 = 0", "peak.float64 = 0" + ABOVE),
+        ("[peak]\nfloat64 = 5e10", "", "the section [peak] is missing"),
+        ("inside = 0.5", "inside = 1.5", "hidden.inside = 1.5: needed is a number from 0 to 1"),
+        ("inside = 0.5", "outside = 0.5", "unknown key hidden.outside (did you mean inside?)"),
+        ("rate = 1e11\n", "", "gemm.float32.rate is missing"),
+        ("rate = 1e11", "rate = -1e11", "gemm.float32.rate = -100000000000.0" + ABOVE),
+        ("rate = 1e11", f"rate = 1{'0' * 400}", f"gemm.float32.rate = 1{'0' * 59}..." + ABOVE),
+        ("rate = 1e11\noverhead", "rate = 1e11\noverhed",
+         "gemm.float32.overhead is missing; unknown key gemm.float32.overhed (did you mean overhead?)"),
+        ("[gemm.float32]", "[gemm.float23]", "unknown key gemm.float23 (did you mean float32?)"),
+        ("[gemm.float64.nn]", "[gemm.float64.form]",
+         "unknown key gemm.float64.form (known there: rate, overhead, nn, nt, tn, tt)"),
+        ("[gemm.float64.nn]", "[gemm.float64]\nrate = 1\n[gemm.float64.nn]",
+         "[gemm.float64] has both a law (rate, overhead) and points of forms: keep one of the two"),
+        ("m = [64, 128]", "m = [64, 128, 256]",
+         "[gemm.float64.nn] m, n, k, flops have 3, 2, 2, 2 entries: they need as many"),
+        ("m = [64, 128]\nn = [64, 128]\nk = [64, 128]", "m = [64, 64]\nn = [8, 8]\nk = [8, 8]",
+         "[gemm.float64.nn] m, n, k = 64, 8, 8 is there twice"),
+        ("m = [64, 128]", "m = [64, 0]", "gemm.float64.nn.m[1] = 0" + WHOLES),
+        ("m = [64, 128]", "m = []", "gemm.float64.nn.m = []" + WHOLES),
+        ("m = [64, 128]", "m = 64", "gemm.float64.nn.m = 64" + WHOLES),
+        ("flops = [1e10, 2e10]\n", "", "gemm.float64.nn.flops is missing"),
+        ("flops = [1e10, 2e10]", 'flops = [1e10, "2"]', "gemm.float64.nn.flops[1] = '2'" + LIST),
+        ("flops = [1e10, 2e10]", "flops = [nan, 1]", "gemm.float64.nn.flops[0] = nan" + LIST),
+        ("[passes.default]", "[passes.defualt]", "the section [passes.default] is missing"),
+        ("rate = 1e10\n", "rate = 0\n", "passes.default.rate = 0" + ABOVE),
+        ('operation = "all_gather"', 'operation = "allgather"',
+         "collectives[0].operation = 'allgather' (did you mean all_gather?)"),
+        ("nodes = 1\n", "", "collectives[0].nodes is missing"),
+        ("inside = 4", "inside = 1", "[collectives[0]] inside = 1, nodes = 1 is one rank, which sends nothing"),
+        ("inside = 4", "inside = 5", "[collectives[0]] inside = 5 is more than ranks_per_node = 4"),
+        ("bytes = [1024, 65536]", "bytes = [1024]",
+         "[collectives[0]] bytes and seconds have 1 and 2 entries: they need as many"),
+        ("bytes = [1024, 65536]", "bytes = [1024, 1024]", "[collectives[0]] bytes must ascend, each once"),
+        ("bytes = [1024, 65536]", "bytes = [0, 1]", "collectives[0].bytes[0] = 0" + WHOLES),
+        ("seconds = [1e-5, 1e-4]", "seconds = [1e-5, -1]", "collectives[0].seconds[1] = -1" + LIST),
+        ("seconds = [1e-5, 1e-4]", "seconds = [1e-5, 1e-4]\nextra = 1",
+         "unknown key collectives[0].extra (known there: operation, inside, nodes, bytes, seconds)"),
+        ("[[collectives]]", "[collectives]", "needed are sections, [[collectives]]"),
+        ("[laws.default]", "[laws.all_gather]", "the section [laws.default] is missing"),
+        ("[laws.default]", "[laws.allgather]\n[laws.default]", "unknown key laws.allgather (did you mean all_gather?)"),
+        ("start = 1e-5\n", "", "laws.default.start is missing"),
+        ("byte_across = 2e-10", "byte_across = -2e-10", "laws.default.byte_across = -2e-10" + LEAST),
+        ("byte_across = 2e-10", "bytes_across = 2e-10",
+         "unknown key laws.default.bytes_across (did you mean byte_across?)"),
+        ("2 = 76.0", "2 = 0", "axonn.1.2 = 0" + ABOVE),
+        ('"8+"', '"8-"', "[axonn.1] has the key 8-: needed is a number of ranks, as 4, or 8+ for 8 and more"),
+        ("[axonn.1]", "[axonn.one]",
+         "[axonn] has the key one: needed is a number of ranks, as 4, or 8+ for 8 and more"),
+        ("[axonn.1]\n2", "[axonn]\n2", "axonn.2 = 76.0: it is a section, [axonn.2]"),
+    ],
+)  # fmt: skip
+def test_a_figure_that_is_wrong_is_named(old, new, said):
+    assert said in refused(changed(old, new))
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    said = refused(changed("memory = 4e9", "memory = -1").replace("float64 = 5e10", "float64 = inf"))
+    assert said == f"memory = -1: needed is a whole number of at least 0; peak.float64 = inf{ABOVE}"
+
+
+def test_an_empty_file_names_all_that_is_needed():
+    keys = [f"{key} is missing" for key in ("name", "ranks_per_node", "memory")]
+    assert refused("").split("; ") == keys + [f"the section [{key}] is missing" for key in
+                                              ("peak", "gemm", "passes", "laws")]
+
+
+def test_an_empty_section_names_what_it_needs():
+    said = refused(TEXT[: TEXT.index("[gemm")] + "[gemm]\n[passes]\n[laws]\n")
+    assert said == ("[gemm] has no dtype; it needs one at least, as in [gemm.float64]; the section [passes.default] is "
+                    "missing; the section [laws.default] is missing")
+
+
+@pytest.mark.parametrize("key", ["peak", "gemm", "passes", "laws", "hidden", "axonn", "key", "sources"])
+def test_a_value_where_a_section_belongs(key):
+    assert f"{key} = 3: it is a section, [{key}]" in refused(f"{key} = 3")
+
+
+def test_a_row_that_is_there_twice():
+    start, end = TEXT.index("[[collectives]]"), TEXT.index("[laws.default]")
+    assert "[collectives[1]] all_gather, inside = 4, nodes = 1 is there twice" in refused(
+        TEXT[:end] + TEXT[start:end] + TEXT[end:])
+
+
+@pytest.mark.parametrize("text", ["name = ", "[[[", "name = 'a'\nname = 'b'", f"memory = {'9' * 5000}", "[" * 5000])
+def test_what_is_no_toml(text):
+    with pytest.raises(Pmm3dError, match="^here.toml is not TOML: "):
+        machine_from(text, "here.toml")
+
+
+def test_a_name_that_is_not_known_lists_those_that_are():
+    with pytest.raises(Pmm3dError, match="no machine is named 'permutter': known are alps, frontier, nominal, perl"):
+        load("permutter")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(Pmm3dError, match=r"cannot read the machine .*none.toml: No such file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(Pmm3dError, match=r"cannot read the machine .*: Is a directory"):
+        load(tmp_path)
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(Pmm3dError, match="cannot read the machine .*: it is a named pipe"):
+        load(tmp_path / "pipe.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Pmm3dError, match="binary.toml is not TOML: "):
+        load(tmp_path / "binary.toml")
+
+
+def test_a_file_of_a_known_name_in_the_working_folder_is_not_taken_for_the_machine(tmp_path, monkeypatch):
+    (tmp_path / "nominal").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    assert load("nominal").name == "nominal" and load("./nominal") == MADE
+
+
+def test_the_file_of_the_page_is_read_and_its_program_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    [text] = re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S)
+    small = machine_from(text, "docs/machines.md")
+    assert set(small.gemms) == {"float32", "float64"} and small.laws["default"].misfit == 0.1
+    assert small.stands_for("complex64") == "float32" and len(small.collectives) == 1
+    [program] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("Group(size=4, inside=2, nodes=2, sharers=2)\n")
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.M)) == set(known_machines())

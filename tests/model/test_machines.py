@@ -1,0 +1,272 @@
+"""pmm3d.model.machines: what a machine says that GEMMs, passes and collectives take, and which ranks share a node."""
+
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pmm3d import Pmm3dError
+from pmm3d.layout import MATRIX_DTYPES, GridShape
+from pmm3d.model.machines import Group, Machine, description, flop_of, groups_of, known_machines, load
+from pmm3d.model.machines.figures import GemmLaw, GemmPoints, Gemms, Measured, Pass
+from pmm3d.model.machines.laws import OPERATIONS, Law, Terms, messages, terms
+
+LAW = Law(start=2.0, message_inside=3.0, message_across=5.0, byte_inside=7.0, byte_across=11.0)
+GRID = GemmPoints((64, 64, 64, 64, 256, 256, 256, 256), (64, 64, 256, 256) * 2, (64, 256) * 4,
+                  (1e9, 2e9, 2e9, 4e9, 2e9, 4e9, 4e9, 8e9))
+SCATTERED = GemmPoints((64, 256, 1024), (64, 256, 16), (64, 16, 256), (1e9, 3e9, 9e9))
+
+sizes = st.integers(1, 10**6)
+nbytes = st.integers(1, 2**40)
+figures = st.floats(1e-15, 1e3)
+
+
+@st.composite
+def groups(draw):
+    """Of a grid with two axes, on nodes of some ranks."""
+    shape = GridShape(draw(st.integers(1, 12)), draw(st.integers(2, 12)), 2)
+    return groups_of(shape, draw(st.integers(1, 16)))["y"]
+
+
+@st.composite
+def measured(draw):
+    """Rows as clocks give them: larger ones are not always slower."""
+    steps = draw(st.lists(st.integers(1, 2**20), min_size=1, max_size=8))
+    seconds = draw(st.lists(st.floats(1e-7, 10), min_size=len(steps), max_size=len(steps)))
+    return Measured("all_gather", 4, 1, tuple(sum(steps[: index + 1]) for index in range(len(steps))), tuple(seconds))
+
+
+def machine(**changes):
+    return replace(Machine("made up", 4, 0, {}, {}), **changes)
+
+
+def test_a_law_of_gemms_counts_their_flop():
+    made = machine(gemms={"float64": Gemms(GemmLaw(100.0, 0.5)), "complex64": Gemms(GemmLaw(100.0, 0.0))})
+    assert made.gemm_seconds(5, 4, 3, "float64") == made.gemm_seconds(5, 4, 3, "float64", "tt") == 0.5 + 1.2
+    assert made.gemm_seconds(5, 4, 3, "complex64") == 4.8
+    assert made.gemm_seconds(5, 0, 3, "float64") == 0.5
+    assert flop_of(5, 4, 3, "float16") == 120 and flop_of(5, 4, 3, "complex128") == 480
+
+
+@pytest.mark.parametrize("points", [GRID, SCATTERED])
+def test_rates_are_met_at_the_points(points):
+    for m, n, k, flops in zip(points.m, points.n, points.k, points.flops):
+        assert points.rate(m, n, k) == pytest.approx(flops, rel=1e-12)
+
+
+def test_a_full_grid_is_interpolated_in_logarithms():
+    assert GRID.rate(128, 64, 64) == pytest.approx(1e9 * math.sqrt(2))
+    assert GRID.rate(128, 128, 128) == pytest.approx(1e9 * 8**0.5)
+    assert GRID.rate(256, 128, 256) == pytest.approx(4e9 * math.sqrt(2))
+
+
+@given(st.sampled_from([GRID, SCATTERED]), sizes, sizes, sizes)
+def test_rates_stay_between_those_that_were_measured(points, m, n, k):
+    assert min(points.flops) * (1 - 1e-9) <= points.rate(m, n, k) <= max(points.flops) * (1 + 1e-9)
+
+
+def test_sizes_outside_have_the_rate_of_the_border():
+    assert GRID.rate(1, 1, 1) == GRID.rate(64, 64, 64)
+    assert GRID.rate(10**6, 128, 10**6) == GRID.rate(256, 128, 256)
+    assert SCATTERED.rate(10**6, 16, 256) == SCATTERED.rate(1024, 16, 256) == pytest.approx(9e9)
+
+
+def test_near_points_count_most_among_scattered_ones():
+    assert SCATTERED.rate(66, 64, 64) < 1.1e9 and SCATTERED.rate(1000, 16, 250) > 8.5e9
+
+
+def test_a_form_without_points_is_priced_as_nn_and_without_that_as_another():
+    fast, slow = GemmPoints((8,), (8,), (8,), (2e9,)), GemmPoints((8,), (8,), (8,), (1e9,))
+    made = machine(gemms={"float64": Gemms(forms={"tn": slow, "nn": fast}), "float32": Gemms(forms={"tt": slow})})
+    seconds = [made.gemm_seconds(8, 8, 8, "float64", form) for form in ("tn", "cn", "nn", "nt")]
+    assert seconds == pytest.approx([1024e-9, 1024e-9, 512e-9, 512e-9])
+    assert made.gemm_seconds(8, 8, 8, "float32") == pytest.approx(1024e-9)
+    assert made.gemm_seconds(8, 8, 0, "float64") == 0
+
+
+@pytest.mark.parametrize(
+    "known, dtype, stands",
+    [
+        (("float64", "float32"), "float64", "float64"),
+        (("float64", "float32"), "bfloat16", "float32"),
+        (("float64", "bfloat16"), "float32", "float64"),
+        (("float32", "bfloat16"), "float16", "bfloat16"),
+        (("float64", "float32"), "complex64", "float32"),
+        (("float64", "complex64"), "float32", "complex64"),
+        (("bfloat16",), "complex128", "bfloat16"),
+    ],
+)
+def test_a_dtype_without_figures_is_priced_as_the_nearest_which_is_said(known, dtype, stands):
+    made = machine(gemms={name: Gemms(GemmLaw(1e9 + place, 0.0)) for place, name in enumerate(known)})
+    assert made.stands_for(dtype) == stands
+    assert made.gemm_seconds(9, 8, 7, dtype) == flop_of(9, 8, 7, dtype) / made.gemms[stands].law.rate
+
+
+def test_gemms_that_were_priced_are_remembered_but_not_without_end(monkeypatch):
+    monkeypatch.setattr(description, "REMEMBERED", 3)
+    made = machine(gemms={"float64": Gemms(forms={"nn": SCATTERED})})
+    expected = {m: flop_of(m, 9, 9, "float64") / SCATTERED.rate(m, 9, 9) for m in (*range(1, 9), *range(1, 9))}
+    for m, seconds in expected.items():
+        assert made.gemm_seconds(m, 9, 9, "float64") == made.gemm_seconds(m, 9, 9, "float64") == seconds
+        assert len(made._priced) <= 3
+
+
+def test_passes_by_name():
+    made = machine(passes={"default": Pass(1.0, 10.0), "relu": Pass(0.0, 5.0)})
+    assert (made.pass_seconds("relu", 20), made.pass_seconds("adam", 20), made.pass_seconds("adam", 0)) == (4, 3, 1)
+
+
+def test_terms_of_a_law():
+    assert terms("all_gather", Group(4, 4, 1, 1), 30) == Terms(1, 3, 0, 30, 0)
+    assert terms("reduce_scatter", Group(4, 1, 4, 4), 30) == Terms(1, 0, 3, 0, 120)
+    assert terms("all_reduce", Group(4, 2, 2, 2), 3 * 2**20) == Terms(1, 2, 4, 2**20, 2**21 * 4)
+    assert terms("all_to_all", Group(40, 4, 10, 1), 390) == Terms(1, 3, 36, 30, 360 * 4)
+    assert terms("shift", Group(4, 2, 2, 2), 30) == Terms(1, 0, 1, 0, 60)
+    assert terms("shift", Group(4, 4, 1, 2), 30) == Terms(1, 1, 0, 30, 0)
+    nothing = Terms(0, 0, 0, 0, 0)
+    assert terms("all_gather", Group(1, 1, 1, 1), 30) == terms("all_gather", Group(4, 4, 1, 1), 0) == nothing
+
+
+def test_messages_are_those_of_the_stages():
+    assert [messages("all_gather", size) for size in (1, 2, 16, 64, 512, 4096)] == [0, 1, 15, 14, 21, 28]
+    assert messages("all_to_all", 64) == 63 and messages("reduce_scatter", 64) == 14
+    assert messages("shift", 64) == 1 and messages("shift", 1) == 0
+    assert messages("all_reduce", 8) == 14 and messages("all_reduce", 8, 7 * 2**13) == 7
+    assert messages("all_reduce", 8, 7 * 2**13 + 1) == 14
+
+
+def test_messages_of_groups_with_pairs_go_to_the_partner_and_back_or_round_the_ring():
+    assert messages("reduce_scatter", 17) == messages("all_gather", 17, 2**20) == 7 + 1 + 2
+    assert messages("all_gather", 17, 16 * 2**20) == 16 and messages("reduce_scatter", 17, 16 * 2**20) == 10
+
+
+def test_a_law_is_used_where_nothing_was_measured_and_the_default_where_there_is_no_law():
+    row = Measured("all_gather", 4, 1, (100,), (42.0,))
+    made = machine(laws={"default": LAW, "all_to_all": LAW._replace(start=0.0)}, collectives=(row,))
+    inside, across = Group(4, 4, 1, 1), Group(4, 2, 2, 2)
+    assert made.collective_seconds("all_gather", inside, 100) == 42
+    assert made.collective_seconds("reduce_scatter", inside, 100) == 2 + 3 * 3 + 100 * 7
+    assert made.collective_seconds("all_to_all", inside, 100) == 3 * 3 + 100 * 7
+    assert made.collective_seconds("all_gather", across, 300) == 2 + 3 + 10 + 100 * 7 + 200 * 4 * 11
+    assert made.collective_seconds("something else", inside, 100) == 2 + 3 * 3 + 100 * 7
+
+
+def test_to_move_nothing_takes_nothing():
+    made = machine(laws={"default": LAW}, collectives=(Measured("shift", 4, 1, (100,), (42.0,)),))
+    assert made.collective_seconds("shift", Group(4, 4, 1, 1), 0) == 0
+    assert made.collective_seconds("all_gather", Group(1, 1, 1, 4), 100) == 0
+
+
+def test_measured_rows_are_interpolated_in_logarithms():
+    row = Measured("all_gather", 4, 1, (100, 400, 1600), (1.0, 2.0, 8.0))
+    assert [row.price(size) for size in (1, 99, 100, 400, 1600)] == [1, 1, 1, 2, 8]
+    assert row.price(200) == pytest.approx(math.sqrt(2)) and row.price(800) == pytest.approx(4)
+    assert row.price(16000) == 80
+
+
+def test_a_row_that_was_disturbed_counts_no_more_than_a_larger_one():
+    row = Measured("all_gather", 4, 1, (100, 400, 1600), (1.0, 50.0, 8.0))
+    assert row.price(400) == row.price(1600) == 8 and row.price(100) == 1
+
+
+@given(measured(), st.lists(nbytes, min_size=2, max_size=6))
+def test_more_bytes_never_take_less_by_measured_rows(row, several):
+    prices = [row.price(size) for size in sorted(several)]
+    assert prices[0] > 0
+    assert all(first <= second * (1 + 1e-12) for first, second in zip(prices, prices[1:]))
+
+
+@given(st.sampled_from(OPERATIONS), groups(), st.tuples(*[figures] * 5), st.lists(nbytes, min_size=2, max_size=6))
+def test_more_bytes_never_take_less_by_a_law(operation, group, law, several):
+    made = machine(laws={"default": Law(*law)})
+    prices = [made.collective_seconds(operation, group, size) for size in [0, *sorted(several)]]
+    assert all(first <= second * (1 + 1e-12) for first, second in zip(prices, prices[1:]))
+
+
+@given(st.sampled_from(OPERATIONS), groups(), st.tuples(*[figures] * 5), nbytes, st.floats(0, 1),
+       st.sampled_from(Law._fields[:5]))
+def test_a_better_figure_never_costs_more(operation, group, law, size, share, name):
+    before = Law(*law)
+    better = before._replace(**{name: getattr(before, name) * share})
+    assert better.seconds(operation, group, size) <= before.seconds(operation, group, size) * (1 + 1e-12)
+
+
+@given(st.sampled_from(OPERATIONS), st.integers(2, 500), nbytes)
+def test_ranks_inside_a_node_cost_no_injection(operation, size, moved):
+    found = terms(operation, Group(size, size, 1, 3), moved)
+    assert found.messages_across == found.bytes_across == 0
+    assert found.bytes_inside == moved and found.messages_inside == messages(operation, size, moved)
+
+
+@given(groups(), nbytes)
+def test_messages_and_bytes_are_inside_or_across(group, moved):
+    found = terms("all_gather", group, moved)
+    assert found.messages_inside + found.messages_across == pytest.approx(messages("all_gather", group.size, moved))
+    own = found.bytes_across / (group.inside * group.sharers)
+    assert found.bytes_inside + own == pytest.approx(moved)
+
+
+def test_hidden_shares_are_those_of_where_the_ranks_are():
+    made = machine(hidden={"inside": 0.25, "across": 0.75})
+    assert made.hidden_share(Group(4, 4, 1, 1)) == 0.25 and made.hidden_share(Group(4, 2, 2, 2)) == 0.75
+    assert machine().hidden_share(Group(4, 4, 1, 1)) == 0
+
+
+def test_a_machine_without_figures_says_which():
+    for ask, what in [
+        (lambda made: made.gemm_seconds(1, 1, 1, "float64"), "GEMMs"),
+        (lambda made: made.pass_seconds("relu", 1), "passes over memory"),
+        (lambda made: made.collective_seconds("shift", Group(2, 2, 1, 1), 1), "collectives"),
+    ]:
+        with pytest.raises(Pmm3dError, match=f"machine made up has no figures for {what}"):
+            ask(machine())
+
+
+def test_a_machine_goes_to_other_processes_and_is_changed_by_replace():
+    made = load("perlmutter")
+    seconds = made.gemm_seconds(100, 100, 100, "float64")
+    copy = pickle.loads(pickle.dumps(made))
+    assert copy == made and copy.gemm_seconds(100, 100, 100, "float64") == seconds
+    slow = replace(made, ranks_per_node=2, gemms={"float64": Gemms(GemmLaw(1.0, 0.0))})
+    assert slow.ranks_per_node == 2 and slow.gemm_seconds(100, 100, 100, "float64") == 2e6
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_known_machines_price_everything(name):
+    made = load(name)
+    near, far = Group(2, 2, 1, made.ranks_per_node // 2), Group(2, 1, 2, made.ranks_per_node)
+    for dtype in MATRIX_DTYPES:
+        assert made.stands_for(dtype) == dtype and made.gemms[dtype].law.rate <= made.peak[dtype]
+        small, large = (size**3 / made.gemm_seconds(size, size, size, dtype) for size in (64, 8192))
+        assert small < 0.96 * large
+    for operation in OPERATIONS:
+        inside, across = (made.collective_seconds(operation, group, 2**26) for group in (near, far))
+        assert 0 < inside < across
+    assert made.pass_seconds("relu", 2**30) > 2**30 / 5e12
+
+
+def test_a_node_is_filled_before_the_next_one():
+    found = groups_of(GridShape(2, 4, 3, 2), 8)
+    assert found["x"] == Group(2, 2, 1, 4) and found["y"] == Group(4, 4, 1, 2)
+    assert found["z"] == Group(3, 1, 3, 8) and found["data"] == Group(2, 1, 2, 8)
+    assert found["all"] == Group(48, 8, 6, 1)
+    assert groups_of(GridShape(2, 2, 1), 8)["all"] == Group(4, 4, 1, 1)
+
+
+@given(st.tuples(*[st.integers(1, 6)] * 4), st.integers(1, 12))
+def test_the_group_of_an_axis_is_the_one_over_the_most_nodes(numbers, ranks_per_node):
+    shape = GridShape(*numbers)
+    for name, group in groups_of(shape, ranks_per_node).items():
+        if name == "all":
+            continue
+        size, stride = getattr(shape, name), dict(zip(shape.names, shape.strides))[name]
+        found = []
+        for first in range(shape.size):
+            if first // stride % size == 0:
+                nodes = [(first + index * stride) // ranks_per_node for index in range(size)]
+                found.append((-len(set(nodes)), max(map(nodes.count, nodes))))
+        assert (-group.nodes, group.inside) == min(found)
+        assert group.size == size and 1 <= group.sharers * group.inside <= min(ranks_per_node, shape.size)
