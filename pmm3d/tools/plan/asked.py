@@ -46,8 +46,8 @@ class Asked:
             raise Pmm3dError("a GPT has no configuration: leave out CONFIG, or --gpt and what belongs to it")
         own = {"gpt": GPT_OPTIONS, "training": TRAINING_OPTIONS, "product": PRODUCT_OPTIONS}
         if self.source == "product" and not any(self[name] is not None for name in "mnk"):
-            raise Pmm3dError("what is to be planned: a product (--m --n --k), a training (the path of its TOML file), or "
-                             "a GPT (--gpt)?" + self._belongs(given))
+            raise Pmm3dError("what is to be planned: a product (--m --n --k), a training (the path of its TOML file), "
+                             "or a GPT (--gpt)?" + self._belongs(given))
         for source, names in own.items():
             if source != self.source and (others := [name for name in given if name in names]):
                 raise Pmm3dError(f"{option(others[0])} has no effect {_WITH[self.source]}: it is of {_OF[source]}. "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from ...errors import Pmm3dError
-from ...model.machine import cores
 from ...model.machines import Machine
 from ...model.machines.reading import load
 
