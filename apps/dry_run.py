@@ -2,15 +2,18 @@
 
     python apps/dry_run.py --grid 32x32x32 --data 1 --rank 20000 --hosts 4096 --width 8192 --layers 8 --batch 65536
 
-Prints the bytes of a step by axis and phase, the memory by kind, and how long the dry step took; --actions lists what
-the rank does, in order. A network of your own: put it in the place of nn.MLP.
+Prints the bytes of a step by axis and phase, the memory by kind, what is done by kind (GEMMs, collectives, passes over
+memory by name), and how long the dry step took; --actions lists what the rank does, in order. A network of your own:
+put it in the place of nn.MLP.
 """
 
 import argparse
 import time
+from collections import Counter
 from statistics import median
 
 from pmm3d import Grid, nn
+from pmm3d.arrays.dry_run import Action
 from pmm3d.comm.words import in_bytes
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
@@ -71,9 +74,24 @@ def report(grid: Grid, net: nn.Module, options: argparse.Namespace, milliseconds
     each = bytes_a_parameter(grid, net)
     print("bytes a parameter of this rank: " + ", ".join(f"{kind} {size:g}" for kind, size in each.items()) +
           f"; {sum(each.values()):g} in all")
+    print("\nby kind: " + "; ".join(kinds(grid.dry_run.actions)))
     if options.actions:
         print("\n".join(map(str, ["", *grid.dry_run.actions])))
     print(f"\n{len(grid.dry_run.actions)} actions; the dry step took {milliseconds:.1f} ms (median of {REPEATS})")
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    """What the actions add up to: GEMMs, messages, and passes by name, the most bytes first."""
+    gemms = [action for action in actions if action.what == "gemm"]
+    messages = [action for action in actions if action.what == "begin"]
+    passes = Counter[str]()
+    for action in actions:
+        if action.what == "pass":
+            passes[action.operation] += action.nbytes
+    flop, received = sum(2 * each.m * each.n * each.k for each in gemms), sum(each.received for each in messages)
+    return [f"{len(gemms)} GEMMs of {flop / 1e9:,.2f} Gflop", f"{len(messages)} collectives of {in_bytes(received)}",
+            f"passes over {in_bytes(passes.total())}: " + ", ".join(
+                f"{name} {in_bytes(size)}" for name, size in passes.most_common())]
 
 
 if __name__ == "__main__":

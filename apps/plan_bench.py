@@ -23,15 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from cluster import ClusterError
-from measuring import ProgramError, markdown
+from measuring import ProgramError
 from plan_lab import compared, measured
 from plan_lab.cases import (
     MEMORY,
@@ -175,7 +173,9 @@ def memory(bench: Bench) -> None:
 
 
 def scaling(bench: Bench) -> None:
-    raise NotImplementedError
+    from plan_lab import published
+
+    print(published.scaling())
 
 
 COMMANDS: dict[str, Callable[[Bench], None]] = {"products": products, "steps": steps, "cluster": across_nodes,
@@ -193,7 +193,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
                         help=f"({' '.join(NETWORKS)})")
     parser.add_argument("--nodes", type=int, nargs="+", default=(2, 4), metavar="N", help="of cluster (2 4)")
     parser.add_argument("--rate", default="4gbit", help="of the links of cluster (4gbit)")
-    parser.add_argument("--machines", type=Path, metavar="FOLDER", help="of machine files, which are written if missing")
+    parser.add_argument("--machines", type=Path, metavar="FOLDER", help="of machine files; missing ones are written")
     parser.add_argument("--again", type=Path, metavar="FILE", help="an earlier --json: measure nothing, predict anew")
     parser.add_argument("--every-grid", action="store_true", help="list all grids, with the parts of their time")
     parser.add_argument("--json", type=Path, help="keep all figures here")

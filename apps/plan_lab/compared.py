@@ -72,8 +72,10 @@ class Compared:
 
     @property
     def tied(self) -> list[str]:
-        """Grids that the rounds cannot tell from the best: slower by no more than the noise."""
-        return [grid for grid in self.measured if self.beside(grid, self.best) <= 1 + self.noise]
+        """Grids that were no slower than the best in a third of the rounds: it could have been them."""
+        faster = {grid: sum(own <= its for own, its in zip(times, self.rounds[self.best]))
+                  for grid, times in self.rounds.items()}
+        return [grid for grid, times in self.rounds.items() if 3 * faster[grid] >= len(times)]
 
     @property
     def place_of_tied(self) -> int:
@@ -94,8 +96,8 @@ class Compared:
 
     @cached_property
     def noise(self) -> float:
-        """Half of the middle half of a grid's rounds, over their median, once each round is freed of what it had more
-        than the others on all grids; the mean of the grids."""
+        """The middle half of a grid's rounds, over their median, once each round is freed of what it had more than the
+        others on all grids; the mean of the grids."""
         rounds = list(zip(*self.rounds.values()))
         if len(rounds) < 2:
             return nan
@@ -103,7 +105,7 @@ class Compared:
         spreads = []
         for seconds in self.rounds.values():
             low, _, high = quantiles([own / slow for own, slow in zip(seconds, pace)], n=4, method="inclusive")
-            spreads.append((high - low) / 2 / median(seconds))
+            spreads.append((high - low) / median(seconds))
         return mean(spreads)
 
     @property
@@ -149,7 +151,7 @@ def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
         close, top = sum(one.ratio <= CLOSE for one in these), sum(one.place <= TOP for one in these)
         tied, correlations = sum(one.place_of_tied <= TOP for one in these), [one.correlation for one in these]
         line = (f"{where}: first choice within {CLOSE - 1:.0%} on {close} of {len(these)}, best in top three on {top} "
-                f"(or one that is within the noise of it: {tied}), rank correlation: least {min(correlations):.2f}, "
+                f"(or one tied with it: {tied}), rank correlation: least {min(correlations):.2f}, "
                 f"median {median(correlations):.2f}")
         if presets:
             line += f"; chosen / best preset: at most {max(one.beside_preset for one in these):.3f}"

@@ -98,7 +98,7 @@ def _in_turns(comm: MPI.Intracomm, what: str, kinds: Mapping[str, Any], rounds: 
                 seconds[name].append(_timed(comm, opened[name][1], repeats[name]))
             if comm.rank == 0:
                 took = sum(times[-1] * repeats[name] for name, times in seconds.items())
-                print(f"{what} on {comm.size} ranks: round {turn + 1} of {rounds} over {len(order)} grids, {took:.1f} s",
+                print(f"{what} on {comm.size} ranks: round {turn + 1} of {rounds}, {len(order)} grids, {took:.1f} s",
                       file=sys.stderr, flush=True)
         spent = {name: _spent(comm, grid, work) for name, (grid, work) in opened.items()}
     return {"what": what, "rounds": seconds, "spent": spent}

@@ -117,7 +117,7 @@ class DryArray:
         if not isinstance(value, DryArray):
             self.library.passed("fill", part)
         elif value.shape != part.shape or self.library.address(value) != self.library.address(part):
-            part.filled("copy", (value,))
+            part.filled("copy" if value.dtype == self.dtype else "cast", (value,))
 
     def filled(self, name: str, operands: Sequence[Any], times: int = 1) -> DryArray:
         """This array, written down as the result of a pass over others, and over itself so many times."""

@@ -1,4 +1,37 @@
-"""What a dry run writes down: what is done, in order, and how many bytes of what kind are held. No array has data."""
+"""What a dry run writes down: what is done, in order, and how many bytes of what kind are held. No array has data.
+
+Passes over memory have the names of operations, by which a machine's rates are kept; "NAME backward" is that of the
+operation's rule. All passes of a named operation between two messages are one action: its rate holds for all of them,
+and for what goes through the cache on the way, which is not counted.
+
+    name                                        of                                  time on a grid with data (Ledger)
+    relu gelu silu tanh sigmoid, backward       nn.functional                       elementwise
+    dropout, dropout backward                   nn.functional, with the mask        elementwise
+    dropout mask                                nn.functional: what is drawn        -
+    layer_norm softmax log_softmax              nn.functional, .operations,         statistics + elementwise
+                                                .statistics
+    layer_norm softmax log_softmax backward     the same                            elementwise
+    sum mean; sum backward, mean backward       nn.operations                       statistics; -
+    columns, columns backward                   nn.operations                       -
+    add subtract multiply divide; the last      nn.arithmetic                       elementwise
+        three backward
+    scale cast, backward                        nn.arithmetic                       -
+    mse mae; backward                           nn.loss                             loss; -
+    cross_entropy, cross_entropy backward       nn.loss, nn.statistics              statistics; loss
+    accuracy r2                                 nn.loss                             -
+    sgd adam adamw, and the name of any other   nn.optimizer: weight, gradient,     update
+        Optimizer, in lower case                state and remainder
+    norm, clip                                  nn.optimizer: of all gradients      -
+    bias                                        nn.dense: where O begins from it    -
+    add, copy                                   gradients that meet, or are laid    -
+                                                down (nn.gradients, nn.forming)
+    copy                                        panels, packed messages, results    -
+    elementwise                                 nn.in_chunks without a name         -
+    add multiply exp sum fill cast take ...     arithmetic of arrays elsewhere, by  -
+                                                the function's name
+
+Sums and copies within a collective are a part of it. Those of rows, for biases and gains, are GEMMs of one row.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +61,8 @@ class Action:
            "pass": `operation` reads and writes arrays of `nbytes` in all, be it in one pass over memory or in several:
            "relu", "layer_norm backward", "adamw", "copy"
            "begin": a collective, by `axis`, `operation`, `phase` of the ledger, the bytes that this rank sends and
-           receives in it, its number in the run, its turn among the collectives along the axis, which is the same on
-           all its ranks, and the numbers of those that must end before it sends anything
+           receives in it (known once it has ended), its number in the run, its turn among the collectives along the
+           axis, which is the same on all its ranks, and the numbers of those that must end before it sends anything
            "wait": for the collective of that number
     """
 

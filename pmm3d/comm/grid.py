@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, Workspace, library_here
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES
+from ..layout import AXES, GridShape
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
@@ -28,7 +28,7 @@ from .canonical import canonical, in_words
 from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
 from .engine import Engine, Pending
 from .ledger import Ledger
-from .shapes import checked_axes, chosen_shape
+from .shapes import Auto, checked_axes, chosen_shape
 from .transport import Transport
 from .uncaught import told_once
 from .watch import Watch
@@ -113,7 +113,8 @@ class Grid:
                     raise problem
                 self._watch.start()
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
-                self.shape = chosen_shape(shape, data, others, self.size, product, dtype, memory)
+                chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
+            self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", always=True):
                 self._make_axes(made)
@@ -144,6 +145,13 @@ class Grid:
         self._axes = {"everyone": self.everyone}
         made.callback(self.everyone.close)
         made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
+
+    def _best(self, asked: Auto) -> GridShape:
+        """The grid of least time by the machine that was measured here, or else the nominal one."""
+        with self._waiting("the choice of a grid"):
+            machine = machine_here(self._comm, self._processes.per_node(), self.hosts)
+        with self.together("Grid", always=True):
+            return asked.chosen(machine, self._processes, self.rank == 0)
 
     def _make_axes(self, made: ExitStack) -> None:
         try:

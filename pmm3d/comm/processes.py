@@ -86,6 +86,21 @@ class Processes(Sequence[Process]):
         """How many ranks its host has."""
         return int(np.count_nonzero(self._host == self._host[rank]))
 
+    def per_node(self) -> int:
+        """The ranks of the host that has most."""
+        return int(np.bincount(self._host).max())
+
+    def run(self) -> int:
+        """Ranks that are sure to be on one host if they follow each other and the first is a multiple of that: all that
+        a host has where each has as many, 1 where ranks are dealt out to the hosts in turn.
+
+            >>> [Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]).run()
+            ...  for hosts in ("aaaabbbb", "aaaabb", "aabbbb", "abab")]
+            [4, 4, 2, 1]
+        """
+        changes = np.flatnonzero(np.diff(self._host)) + 1
+        return int(np.gcd.reduce(changes)) if len(changes) else len(self)
+
     def first_near(self, rank: int, ranks: Sequence[int]) -> int:
         """The first of these ranks on the same host as `rank`, which is one of them."""
         return ranks[int(np.argmax(self._host[np.asarray(ranks)] == self._host[rank]))]

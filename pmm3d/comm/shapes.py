@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from numbers import Real
@@ -11,15 +13,55 @@ from typing import Any
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError
 from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
-from ..model.ranking import Product, best_grid, ranked_grids
+from ..model.grid_search import NO_LIMIT
+from ..model.machines import Machine
+from ..model.planning import PANELS_ACROSS_HOSTS
+from ..model.ranking import Product, nominal, rank_products, ranked_grids
+from .processes import Processes
+
+logger = logging.getLogger("pmm3d.comm")
 
 FAMILIES = ("ddp", "fsdp", "hsdp", "megatron")
 CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
+@dataclass(frozen=True)
+class Auto:
+    """What "auto" was asked for, once it is known to make sense: the best grid of what other axes leave.
+
+    ranks         of the communicator;   left: those that data and `axes` leave to x, y and z
+    memory        bytes that a rank may hold; None: no limit
+    """
+
+    product: Product
+    dtype: str
+    memory: int | None
+    ranks: int
+    left: int
+    data: int
+    axes: Mapping[str, int]
+
+    def chosen(self, machine: Machine | None, processes: Processes, note: bool) -> GridShape:
+        """The grid. Raises GridError if none keeps the memory.
+
+        machine   that was measured here; the nominal one if there is none
+        note      whether to tell of the choice, and of the runner-up
+        """
+        per_node, run = processes.per_node(), processes.run()
+        machine = machine or nominal(per_node)
+        panels = 1 if processes.hosts == 1 else PANELS_ACROSS_HOSTS
+        ranking = rank_products(self.product, self.left, self.dtype, machine, exact=False, top=2, panels=panels, run=run,
+                                limit=NO_LIMIT if self.memory is None else self.memory)
+        best, *others = ranking.candidates
+        if note and others:
+            logger.info(f"auto: {best.grid} on {self.ranks:,} ranks, {1e3 * best.seconds:.3g} ms by the model of "
+                        f"{machine.name}; next {others[0].grid}, {1e3 * others[0].seconds:.3g} ms")
+        return GridShape(*best.grid[:3], self.data, **self.axes)
+
+
 def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int], ranks: int, product: Product | None,
-                 dtype: Any, memory: float | None) -> GridShape:
+                 dtype: Any, memory: float | None) -> GridShape | Auto:
     """The grid that the arguments of a Grid ask for on that many ranks; axes: `checked_axes`. Raises GridError,
     DTypeError."""
     data = _ranks_along("data", data)
@@ -27,12 +69,11 @@ def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int],
     memory = _checked_memory(memory)
     if not isinstance(shape, str):
         return _fitting(shape, data, axes, ranks, product, dtype)
-    if shape not in FAMILIES and shape != "auto":
+    if shape == "auto":
+        return Auto(product, dtype, memory, ranks, _left(ranks, {"data": data, **axes}), data, axes)
+    if shape not in FAMILIES:
         return _fitting(parse_shape(shape)[:3], data, axes, ranks, product, dtype)
-    if shape != "auto":
-        return _fitting(*_family(shape, data, _left(ranks, axes)), axes, ranks, product, dtype)
-    best = best_grid(product, _left(ranks, {"data": data, **axes}), dtype, memory)
-    return GridShape(*best[:3], data, **axes)
+    return _fitting(*_family(shape, data, _left(ranks, axes)), axes, ranks, product, dtype)
 
 
 def checked_axes(axes: Any, taken: Collection[str]) -> dict[str, int]:

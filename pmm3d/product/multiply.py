@@ -9,16 +9,13 @@ from ..arrays import Slab
 from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
-from ..model.planning import plan_product
+from ..model.planning import PANELS_ACROSS_HOSTS, plan_product
 from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .panels import OperandPanels, ResultStrips
 from .plans import RecentPlans
 from .redistribute import move_into
 from .relayout import summed
 from .stored import StoredMatrix
-
-PANELS_ACROSS_HOSTS = 4
-"""On two nodes with 4 Gbit/s links four panels hid 69 to 75% of the waiting; on one node there is little to hide."""
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 

@@ -108,5 +108,5 @@ def test_sums_beside_a_collective_and_widened_factors_are_passes(library):
     library.gemm(a, b, c, 1, 0, Workspace())
     half = 2 * 64 * 64
     assert [(each.operation, each.nbytes) for each in library.run.actions] == [
-        ("add", 4 * half), ("copy", 6 * half), ("", 0), ("copy", 3 * half)]
+        ("add", 4 * half), ("cast", 6 * half), ("", 0), ("cast", 3 * half)]
     assert library.run.actions[2].dtype == "float32"

@@ -121,9 +121,9 @@ def test_a_longer_task_ends_nothing_earlier(tables, data):
 def test_terms_add_up_to_the_end_of_a_rank(tables):
     found = simulated(tables)
     for rank, table in enumerate(tables):
-        assert sum(found.terms(rank).values()) == max(found.ended[rank], default=0)
+        assert sum(found.terms(rank).values()) == pytest.approx(max(found.ended[rank], default=0))
         computed = sum(task.seconds for task in table if task.resource == PROCESSOR and task.kind != "wait")
-        assert sum(found.terms(rank).values()) - sum(found.waits(rank).values()) == computed
+        assert sum(found.terms(rank).values()) - sum(found.waits(rank).values()) == pytest.approx(computed)
         assert sum(found.busy(rank).values()) == sum(task.seconds for task in table)
 
 
@@ -254,3 +254,16 @@ def test_on_different_resources_the_order_is_free():
 def test_a_hundred_thousand_tasks_need_no_stack():
     table = [Task("gemm", PROCESSOR, 1.0, meets=number) for number in range(50_000)]
     assert simulate([table, table]).seconds == 50_000
+
+
+def test_what_is_waited_for_is_parted_by_what_held_it_up():
+    """The processor is idle from 1 to 9: while z's runs, until 5; then for data's, which had to let z's pass."""
+    table = [Task("collective", "across", 5.0, meets=("z", 1)), Task("collective", "across", 4.0, meets=("data", 1)),
+             Task("gemm", PROCESSOR, 1.0), Task("wait", PROCESSOR, 0.0, after=(1,))]
+    assert simulate([table]).terms(0) == {"gemm": 1.0, "z": 4.0, "data": 4.0}
+
+
+def test_the_seconds_of_a_wait_are_parted_by_what_it_waits_for():
+    table = [Task("collective", "inside", 6.0, meets=("z", 1)), Task("collective", "inside", 2.0, (0,), ("data", 1)),
+             Task("gemm", PROCESSOR, 9.0), Task("wait", PROCESSOR, 4.0, after=(0, 1))]
+    assert simulate([table]).waits(0) == {"z": 3.0, "data": 1.0}

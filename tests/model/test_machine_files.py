@@ -1,8 +1,9 @@
 """pmm3d.model.machines.reading: files of machines are read and written, and what is wrong in them is said."""
 
-import math
 import os
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from pmm3d.layout import MATRIX_DTYPES
 from pmm3d.model.machines import Machine, as_toml, known_machines, load, machine_from
 from pmm3d.model.machines.figures import FORMS, GemmLaw, GemmPoints, Gemms, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
-from pmm3d.model.machines.reading import KNOWN, SECTIONS
+from pmm3d.model.machines.reading import SECTIONS
 
 TEXT = """\
 name = "made up"
@@ -202,7 +203,8 @@ def test_a_file_is_read_by_its_path(tmp_path):
         ("noise = 0.02", "nosie = 0.02", "unknown key nosie (did you mean noise?)"),
         ("[hidden]", "[hiden]", "unknown key hiden (did you mean hidden?)"),
         ("[key]", "[zzz]",
-         "unknown key zzz (known there: ranks_per_node, name, memory, noise, overhead, peak, sources, hidden, key, gemm, passes, collectives, laws, axonn)"),
+         "unknown key zzz (known there: name, ranks_per_node, memory, noise, overhead, peak, sources, hidden, key, "
+         "gemm, passes, collectives, laws, axonn)"),
         ('host = "Xeon"', "host = 3", "key.host = 3: needed is a text"),
         ('gemm = "a clock"', 'gem = "a clock"', "unknown key sources.gem (did you mean gemm?)"),
         ('gemm = "a clock"', "gemm = 1", "sources.gemm = 1: needed is a text"),
@@ -265,16 +267,19 @@ def test_a_figure_that_is_wrong_is_named(old, new, said):
 
 def test_all_that_is_wrong_is_said_at_once():
     said = refused(changed("memory = 4e9", "memory = -1").replace("float64 = 5e10", "float64 = inf"))
-    assert said == ("memory = -1: needed is a whole number of at least 0; peak.float64 = inf: needed is a finite number "
-                    "above 0")
+    assert said == f"memory = -1: needed is a whole number of at least 0; peak.float64 = inf{ABOVE}"
 
 
 def test_an_empty_file_names_all_that_is_needed():
-    assert refused("") == (
-        "ranks_per_node is missing; name is missing; memory is missing; the section [peak] is missing; the section "
-        "[gemm] is missing; [gemm] has no dtype; it needs one at least, as in [gemm.float64]; the section [passes] is "
-        "missing; the section [passes.default] is missing; the section [laws] is missing; the section [laws.default] is "
-        "missing")
+    keys = [f"{key} is missing" for key in ("name", "ranks_per_node", "memory")]
+    assert refused("").split("; ") == keys + [f"the section [{key}] is missing" for key in
+                                              ("peak", "gemm", "passes", "laws")]
+
+
+def test_an_empty_section_names_what_it_needs():
+    said = refused(TEXT[: TEXT.index("[gemm")] + "[gemm]\n[passes]\n[laws]\n")
+    assert said == ("[gemm] has no dtype; it needs one at least, as in [gemm.float64]; the section [passes.default] is "
+                    "missing; the section [laws.default] is missing")
 
 
 @pytest.mark.parametrize("key", ["peak", "gemm", "passes", "laws", "hidden", "axonn", "key", "sources"])
@@ -318,7 +323,13 @@ def test_a_file_of_a_known_name_in_the_working_folder_is_not_taken_for_the_machi
     assert load("nominal").name == "nominal" and load("./nominal") == MADE
 
 
-def test_figures_are_finite_numbers_in_every_known_file():
-    for path in KNOWN.glob("*.toml"):
-        for inner in load(path).axonn.values():
-            assert all(map(math.isfinite, inner.values()))
+def test_the_file_of_the_page_is_read_and_its_program_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
+    [text] = re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S)
+    small = machine_from(text, "docs/machines.md")
+    assert set(small.gemms) == {"float32", "float64"} and small.laws["default"].misfit == 0.1
+    assert small.stands_for("complex64") == "float32" and len(small.collectives) == 1
+    [program] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("Group(size=4, inside=2, nodes=2, sharers=2)\n")
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.M)) == set(known_machines())

@@ -68,11 +68,11 @@ class Section:
         return value
 
     def section(self, key: str, needed: bool = False) -> Section:
-        """An empty one if it is not there; then that is noted if it is needed."""
+        """An empty one if it is not there: that is noted if it is needed, and nothing that it lacks."""
         self._asked[key] = None
         if needed and key not in self._values:
             self.problems.append(f"the section [{self._of(key)}] is missing")
-        return Section(self._values.get(key, {}), self._of(key), self.problems)
+        return Section(self._values.get(key, {}), self._of(key), self.problems if key in self._values else [])
 
     def sections(self, key: str) -> list[Section]:
         """Of an array of tables; they are numbered from 0."""

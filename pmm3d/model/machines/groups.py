@@ -4,6 +4,7 @@ node's way out."""
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -31,12 +32,26 @@ class Group(NamedTuple):
 def groups_of(shape: GridShape, ranks_per_node: int) -> dict[str, Group]:
     """The group of each axis, and of "all" ranks, where ranks fill node after node. Groups of an axis that lie
     differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one."""
-    found, beside = {}, min(ranks_per_node, shape.size)
-    for name, size, stride in zip(shape.names, shape, shape.strides):
-        inside, nodes = _spread(size, stride, shape.size, ranks_per_node)
-        found[name] = Group(size, inside, nodes, max(1, beside // inside))
-    found["all"] = Group(shape.size, beside, -(-shape.size // ranks_per_node), 1)
-    return found
+    found = {name: group_along(size, stride, shape.size, ranks_per_node)
+             for name, size, stride in zip(shape.names, shape, shape.strides)}
+    return {**found, "all": everyone(shape.size, ranks_per_node)}
+
+
+def everyone(ranks: int, ranks_per_node: int) -> Group:
+    """The group of so many ranks, which fill node after node."""
+    return Group(ranks, min(ranks_per_node, ranks), -(-ranks // ranks_per_node), 1)
+
+
+def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int | None = None) -> Group:
+    """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; see `groups_of`.
+
+    run   ranks that follow each other on a node, if not all of a node's; 1 where they are dealt out in turn
+
+        >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
+        (Group(size=3, inside=2, nodes=2, sharers=4), Group(size=2, inside=1, nodes=2, sharers=8))
+    """
+    inside, nodes = _spread(size, stride, ranks, run or ranks_per_node)
+    return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside))
 
 
 @lru_cache(maxsize=2**14)
@@ -55,6 +70,6 @@ def _spread(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[in
 
 
 def _most(first: int, size: int, stride: int, ranks_per_node: int) -> int:
-    """Ranks of first, first + stride, ... on one node, the most of any; no node after the third has more."""
-    nodes = [(first + index * stride) // ranks_per_node for index in range(min(size, 3 * ranks_per_node))]
-    return max(map(nodes.count, set(nodes)))
+    """Ranks of first, first + stride, ... on one node, the most of any; they lie alike in every `stride` nodes."""
+    ends = [-(-(number * ranks_per_node - first) // stride) for number in range(2 * stride + 2)]
+    return max(min(size, after) - min(size, max(0, before)) for before, after in pairwise(ends))

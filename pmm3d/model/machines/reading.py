@@ -63,8 +63,7 @@ def _read(path: str | Path) -> str:
 
 def machine_from(text: str, source: str) -> Machine:
     """The machine that a text in TOML describes. source: whose text it is, for messages. Errors as in `load`."""
-    with needs("train", "reading a machine file"):
-        tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers too long to read
@@ -78,9 +77,9 @@ def machine_from(text: str, source: str) -> Machine:
 
 def _figures(file: Section) -> dict[str, Any]:
     """The fields of a Machine, right only if no problem was noted."""
-    ranks_per_node = file.whole("ranks_per_node", 1)
+    name, ranks_per_node = file.text("name"), file.whole("ranks_per_node", 1)
     figures = {
-        "name": file.text("name"), "ranks_per_node": ranks_per_node, "memory": file.whole("memory", 0),
+        "name": name, "ranks_per_node": ranks_per_node, "memory": file.whole("memory", 0),
         "noise": file.not_negative("noise", 0.0), "overhead": file.not_negative("overhead", 0.0),
         "peak": _peak(file.section("peak", needed=True)), "sources": _sources(file.section("sources")),
         "hidden": _hidden(file.section("hidden")), "key": _texts(file.section("key")),
@@ -150,8 +149,8 @@ def _passes(section: Section) -> dict[str, Pass]:
     found = dict[str, Pass]()
     for name in [DEFAULT, *(key for key in section if key != DEFAULT)]:
         one = section.section(name, needed=True)
-        found[name] = Pass(one.not_negative("overhead"), one.positive("rate")) if name in section else Pass(0.0, 1.0)
-        one.end(("overhead", "rate"))
+        found[name] = Pass(one.not_negative("overhead"), one.positive("rate"))
+        one.end()
     return found
 
 

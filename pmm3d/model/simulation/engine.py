@@ -12,6 +12,7 @@ from ...errors import Pmm3dError
 from .task import PROCESSOR, SHARED, Task
 from .timeline import Timeline
 
+__all__ = ["PROCESSOR", "Task", "Timeline", "simulate"]
 NAMED = 6
 """Tasks that an error names."""
 
@@ -193,8 +194,8 @@ class _Order:
         said = [f"{self._said(task)} {way[task]}" for task in circle[:NAMED]]
         if len(circle) > NAMED:
             said.append(f"... ({len(circle) - NAMED} more) ...")
-        return (f"the tables wait for each other for ever: {' '.join(said)} {self._said(number)}. Put tasks that meet in the "
-                f"same order into all tables, or on different resources")
+        return (f"the tables wait for each other for ever: {' '.join(said)} {self._said(number)}. Put tasks that meet in "
+                f"the same order into all tables, or on different resources")
 
     def _said(self, number: int) -> str:
         return _said(*self._place(number), self.tasks[number])
@@ -211,5 +212,5 @@ def _check(rank: int, table: Sequence[Task]) -> None:
             raise Pmm3dError(f"{_said(rank, number, task)} takes {task.seconds} seconds: give it a time, 0 or more")
         for earlier in task.after:
             if not 0 <= earlier < number:
-                raise Pmm3dError(f"{_said(rank, number, task)} comes after task {earlier}, which is not before it in its "
-                                 f"table: move one of them")
+                raise Pmm3dError(f"{_said(rank, number, task)} comes after task {earlier}, which is not before it in "
+                                 f"its table: move one of them")

@@ -1,4 +1,4 @@
-"""What a step of many ranks takes that wait for the slowest of them, where each takes a little more or less each time."""
+"""What a step takes of many ranks that wait for the slowest, where each takes a little more or less each time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import Pmm3dError
 REACH = 12.0
 """Standard deviations to both sides that are summed over: beyond lie 1e-33 of all draws."""
 PIECES = 64
-"""Points of the sum in a standard deviation. The integrand is smooth, so that the trapezoidal rule is as good as exact."""
+"""Points of the sum in a standard deviation. The integrand is smooth: the trapezoidal rule is as good as exact."""
 MOST_RANKS = 10**12
 
 

@@ -44,20 +44,20 @@ class Timeline(NamedTuple):
         return {name: computed.get(name, 0.0) + waited.get(name, 0.0) for name in {**computed, **waited}}
 
     def _spent(self, rank: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of the processor of a rank until its last task ends: by kind, and waited by what."""
         table, begun, ended = self.tables[rank], self.begun[rank], self.ended[rank]
+        earlier = _of_the_same_resource(table)
         computed: dict[str, float] = {}
         waited: dict[str, float] = {}
         now = 0.0
         for number, task in enumerate(table):
             if task.resource != PROCESSOR:
                 continue
-            cause = max(task.after, key=lambda earlier: ended[earlier], default=number)
             if begun[number] > now:
-                name = awaited(table[cause if ended[cause] == begun[number] else number])
-                waited[name] = waited.get(name, 0.0) + begun[number] - now
+                self._split(rank, number, now, earlier, waited)
             if task.kind == "wait":
-                name = awaited(table[task.after[-1] if task.after else number])
-                waited[name] = waited.get(name, 0.0) + task.seconds
+                for name, seconds in _of_wait(table, number):
+                    waited[name] = waited.get(name, 0.0) + seconds
             else:
                 computed[task.kind] = computed.get(task.kind, 0.0) + task.seconds
             now = ended[number]
@@ -66,6 +66,46 @@ class Timeline(NamedTuple):
             name = awaited(table[last])
             waited[name] = waited.get(name, 0.0) + ended[last] - now
         return computed, waited
+
+    def _split(self, rank: int, number: int, since: float, earlier: dict[int, int], waited: dict[str, float]) -> None:
+        """Add what the processor waited before a task: for the last of what that comes after while it ran, before for
+        what held that up, and so on."""
+        table, begun, ended = self.tables[rank], self.begun[rank], self.ended[rank]
+        until = begun[number]
+        while until > since:
+            holds_up = [*table[number].after, *([earlier[number]] if number in earlier else [])]
+            cause = max(holds_up, key=lambda other: ended[other], default=number)
+            if cause == number or ended[cause] < until:
+                break
+            number, start = cause, max(since, begun[cause])
+            if until > start:
+                name = awaited(table[number])
+                waited[name] = waited.get(name, 0.0) + until - start
+            until = start
+        if until > since:
+            name = awaited(table[number])
+            waited[name] = waited.get(name, 0.0) + until - since
+
+
+def _of_the_same_resource(table: Sequence[Task]) -> dict[int, int]:
+    """Of each task beside the processor, the one before it on its resource."""
+    last: dict[str, int] = {}
+    found = {}
+    for number, task in enumerate(table):
+        if task.resource != PROCESSOR:
+            if task.resource in last:
+                found[number] = last[task.resource]
+            last[task.resource] = number
+    return found
+
+
+def _of_wait(table: Sequence[Task], number: int) -> list[tuple[str, float]]:
+    """The seconds of a "wait", by what it waits for."""
+    task = table[number]
+    total = sum(table[other].seconds for other in task.after)
+    if not total:
+        return [(awaited(table[task.after[-1] if task.after else number]), task.seconds)]
+    return [(awaited(table[other]), task.seconds * table[other].seconds / total) for other in task.after]
 
 
 def awaited(task: Task) -> str:

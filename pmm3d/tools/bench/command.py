@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ..outputs import check_writable
+from ..progress import progress
 from ..ranks import all_ranks, on_first
 from ..terminal import console, say
 
@@ -113,34 +112,12 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
 
     shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)] if grid == "all" else [grid]
     results: list[Result] = []
-    with _progress(comm.rank == 0, (case.repeat + 4) * len(shapes)) as tell:
+    with progress("bench", comm.rank == 0, (case.repeat + 4) * len(shapes)) as tell:
         for number, shape in enumerate(shapes, 1):
             tell(f"grid {number} of {len(shapes)}: {'x'.join(map(str, shape))}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
                                limit=results[0].speed.limit if results else None))
     return results
-
-
-@contextmanager
-def _progress(shown: bool, stages: int) -> Iterator[Callable[[str, int], None]]:
-    """tell(what, stages done): a bar drawn between products only; where there is no terminal, a line for each grid."""
-    out = console(sys.stderr)
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
-                   TimeElapsedColumn(), console=out, auto_refresh=False, transient=True,
-                   disable=not (shown and out.is_terminal))
-    task = bar.add_task("benchmark", total=stages, stage="")
-
-    def tell(what: str, done: int) -> None:
-        if done:
-            bar.update(task, advance=done, stage=what)
-            bar.refresh()
-        elif what and shown and bar.disable:
-            print(f"pmm3d bench: {what}", file=sys.stderr, flush=True)
-        elif what:
-            bar.update(task, description=what)
-
-    with bar:
-        yield tell
 
 
 def _show(results: list[Result]) -> None:

@@ -1,0 +1,184 @@
+"""The command `pmm3d simulate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ...errors import Pmm3dError
+from ...model.environment import task_rank
+from ..outputs import check_writable
+from ..terminal import complaining, console, say
+
+if TYPE_CHECKING:
+    from ...layout import GridShape
+    from ...nn.training.config import Config
+    from ...nn.training.dry_step import SampleSizes
+    from .scaling import Chosen, Curve
+    from .steps import Simulated, Simulator
+
+AUTO = "auto"
+
+
+class Scaling(Enum):
+    """What --scaling takes."""
+
+    STRONG = "strong"
+    WEAK = "weak"
+    BOTH = "both"
+    NONE = "none"
+
+    @property
+    def kinds(self) -> list[str]:
+        return ["strong", "weak"] if self is Scaling.BOTH else [] if self is Scaling.NONE else [self.value]
+
+
+def simulate_command(
+    config: Annotated[Path, typer.Argument(help="TOML file of pmm3d train.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the step; the configuration's batch is theirs.")],
+    machine: Annotated[str, typer.Option(help="perlmutter, frontier, alps, nominal, or a TOML file, as pmm3d tune "
+                                              "machine writes it.")] = "nominal",
+    grid: Annotated[str, typer.Option(help="GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp, megatron, or auto: the best.")] = AUTO,
+    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data. Left out: those that x, y and z "
+                                                         "leave.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Left out: as the machine says.")] = None,
+    noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
+                                                              "share of it. Left out: the machine's.")] = None,
+    scaling: Annotated[Scaling, typer.Option(help="Which curves.")] = Scaling.BOTH,
+    from_ranks: Annotated[int | None, typer.Option(min=1, help="Where curves begin.")] = None,
+    to_ranks: Annotated[int | None, typer.Option(min=1, help="Where they end. Left out: 32,768.")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, where the data file is not here "
+                                                             "yet.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, likewise.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, for labels, likewise.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the step as a Chrome trace here (ui.perfetto.dev).")] = None,
+    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, to be put into --trace beside "
+                                                     "the simulated step.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+) -> None:
+    """Simulate a training step on a machine, on as many ranks as it is to have, and how it scales.
+
+    The step is a dry run of the program that trains, priced by the machine: one rank stands for all that do the same.
+    Printed are where its time goes, what is waited for along each axis and what is hidden, memory, and curves with and
+    without each overlap. What it cannot know: docs/simulation.md. One process; no MPI is used.
+
+    [bold]Examples[/]
+
+    pmm3d simulate surrogate.toml --ranks 8192 --machine frontier
+
+    pmm3d simulate surrogate.toml --ranks 512 --machine perlmutter --grid 2x2x4 --scaling weak --plot weak.png
+
+    pmm3d simulate apps/digits.toml --ranks 8 --machine here.toml --grid 2x2x1 --trace both.json --beside real.json
+    """
+    if task_rank(os.environ):
+        return
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    with complaining():
+        from ...model.machines import load as load_machine
+        from ...nn.training.config import load
+        from .scaling import curves, rank_counts
+        from .steps import Simulator
+
+        if beside is not None and trace is None:
+            raise Pmm3dError("--beside puts a real trace into the file of --trace: give that too")
+        if plot is not None and not scaling.kinds:
+            raise Pmm3dError("--plot draws the curves, and --scaling none asks for none: leave one of them out")
+        check_writable(trace, plot, json_file)
+        loaded, known = load(config), load_machine(machine)
+        sizes = _sizes(features, outputs, classes)
+        simulator = Simulator(loaded, known, ranks_per_node or known.ranks_per_node,
+                              known.noise if noise is None else noise, sizes)
+        counts = rank_counts(ranks, from_ranks, to_ranks) if scaling.kinds else []
+        chosen = _chooser(simulator, grid, data)
+        with _bar() as tell:
+            found = simulator.of(chosen(loaded, ranks, data))
+            drawn = curves(simulator, scaling.kinds, ranks, counts, lambda one, count: chosen(one, count, None), tell)
+        _print(simulator, found, drawn, config.name)
+        _write(simulator, found, drawn, config.name, (trace, beside, plot, json_file))
+
+
+def _sizes(features: int | None, outputs: int | None, classes: int | None) -> SampleSizes | None:
+    """Of the samples, where they are given."""
+    from ...nn.training.dry_step import SampleSizes
+
+    if features is None and outputs is None and classes is None:
+        return None
+    last = classes or outputs
+    if features is None or last is None or (outputs and classes):
+        raise Pmm3dError("samples are given by --features together with either --outputs or --classes")
+    return SampleSizes(features, last, classes is not None)
+
+
+def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Config, int, int | None], GridShape]:
+    """What finds the grid for a configuration on a number of ranks."""
+    from ...comm.shapes import chosen_shape
+    from ...layout import parse_shape
+
+    def chosen(config: Config, ranks: int, along: int | None) -> GridShape:
+        if grid == AUTO:
+            return _best(simulator, config, ranks)
+        size = along
+        if size is None and grid[:1].isdigit():
+            x, y, z = parse_shape(grid)[:3]
+            size = max(1, ranks // (x * y * z))
+        elif size is None and grid == "hsdp":
+            size = -(-ranks // simulator.ranks_per_node)
+        return chosen_shape(grid, size or 1, {}, ranks, None, "float32", None)
+
+    if grid == AUTO and data is not None:
+        raise Pmm3dError("--data goes with a --grid that is not auto: auto chooses it")
+    return chosen
+
+
+def _best(simulator: Simulator, config: Config, ranks: int) -> GridShape:
+    from ...nn.training.planning import rank_training
+
+    ranking = rank_training(config, ranks, simulator.machine, samples=simulator.steps.samples)
+    return ranking.candidates[0].grid
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """tell(done, total) that draws a progress bar on stderr."""
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        bar = progress.add_task("simulating", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _print(simulator: Simulator, found: Simulated, drawn: list[Curve], what: str) -> None:
+    from .printing import print_curve, print_step
+
+    screen = console(sys.stdout)
+    print_step(simulator, found, what, screen)
+    for curve in drawn:
+        print_curve(curve, screen)
+
+
+def _write(simulator: Simulator, found: Simulated, drawn: list[Curve], what: str,
+           files: tuple[Path | None, Path | None, Path | None, Path | None]) -> None:
+    from .as_json import as_json
+    from .beside import write_trace
+    from .picture import draw
+
+    trace, beside, plot, json_file = files
+    if trace is not None:
+        say(write_trace(trace, found, beside))
+    if plot is not None:
+        draw(drawn, f"{what} on {simulator.machine.name}", plot)
+        say(f"wrote {plot}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(simulator, found, drawn, what), indent=1) + "\n")
+        say(f"wrote {json_file}")

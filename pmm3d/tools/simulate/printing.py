@@ -1,0 +1,122 @@
+"""A simulated step and its curves, as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from ...comm.words import in_bytes
+from ..page.words import in_seconds, percent
+from .scaling import VARIANTS, Curve, Point
+from .steps import WORDS, Simulated, Simulator
+
+NAMES = {"gemm": "GEMM", "passes": "passes over memory", "overhead": "overhead of Python", "noise": "noise"}
+BAR = 30
+LARGEST = 10
+MOST_CLASSES = 4
+
+
+def print_step(simulator: Simulator, found: Simulated, what: str, console: Console) -> None:
+    """All of one step."""
+    machine, memory = simulator.machine, sum(found.step.memory.values())
+    nodes = -(-found.grid.size // simulator.ranks_per_node)
+    console.print(f"\n[bold]A step of {escape(what)}[/] on grid {found.grid}: {found.grid.size:,} ranks on {nodes:,} "
+                  f"node{'s' * (nodes > 1)} of {escape(machine.name)}, {in_seconds(found.seconds)}")
+    share = found.share_of_peak(machine)
+    rate = simulator.config.data.batch_size * simulator.config.training.accumulate / (found.seconds or 1)
+    console.print(f"{rate:,.0f} rows per second" + (f", {percent(share)} of the peak in {found.dtype}" if share else "")
+                  + f"; simulated: {_classes(found.alike)}")
+    console.print(_terms(found, console))
+    console.print(_axes(found))
+    console.print(_largest(simulator, found))
+    console.print(_memory(found.step.memory))
+    if 0 < machine.memory < memory:
+        console.print(f"[yellow]A rank of {escape(machine.name)} has {in_bytes(machine.memory)}, less than the "
+                      f"{in_bytes(memory)} of this step: more ranks along x, y or z hold less each[/]")
+
+
+def print_curve(curve: Curve, console: Console) -> None:
+    """A row for each number of ranks."""
+    how = "the same batch" if curve.kind == "strong" else "a batch that grows with the ranks"
+    title = f"[bold]{curve.kind.capitalize()} scaling[/]: {how}; ms a step, by the overlaps that are on"
+    table = _columns(title, "ranks", "grid", "batch", *VARIANTS, "efficiency")
+    for point in curve.points:
+        efficiency = curve.efficiency(point)
+        table.add_row(f"{point.ranks:,}", str(point.grid or "-"), f"{point.batch:,}",
+                      *(_milliseconds(point, variant) for variant in VARIANTS),
+                      "-" if efficiency is None else percent(efficiency))
+    console.print(table)
+    for point in curve.points:
+        if point.why_not:
+            held = f" (it holds {in_bytes(point.memory)} a rank)" if point.memory else ""
+            console.print(f"[yellow]{point.ranks:,} ranks: {escape(point.why_not)}{held}[/]")
+
+
+def _milliseconds(point: Point, variant: str) -> str:
+    seconds = point.seconds.get(variant)
+    return "-" if seconds is None else f"{1e3 * seconds:,.4g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def _classes(alike: Mapping[int, int]) -> str:
+    shown = [f"rank {rank} for {ranks:,}" for rank, ranks in list(alike.items())[:MOST_CLASSES]]
+    more = f" and {len(alike) - MOST_CLASSES} more" if len(alike) > MOST_CLASSES else ""
+    return ", ".join(shown) + more
+
+
+def _terms(found: Simulated, console: Console) -> Table:
+    table = _columns("[bold]Time of the slowest rank[/]", "what", "ms", "share", "")
+    block = "█" if _takes(console, "█") else "#"
+    for name, seconds in sorted(found.terms.items(), key=lambda term: -term[1]):
+        share = seconds / found.seconds if found.seconds else 0.0
+        table.add_row(NAMES.get(name, f"waiting: {name}"), _short(seconds), percent(share), block * round(BAR * share))
+    table.add_row("together", _short(found.seconds), "", "", style="bold")
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _takes(console: Console, text: str) -> bool:
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _axes(found: Simulated) -> Table:
+    table = _columns("[bold]Communication of rank 0[/]", "axis", "received", "ms by itself", "ms hidden", "ms waited")
+    waits, received = found.timeline.waits(0), found.received
+    for axis, seconds in found.alone.items():
+        if axis not in WORDS.values():
+            table.add_row(axis, in_bytes(received.get(axis, 0)), _short(seconds), _short(found.hidden[axis]),
+                          _short(waits.get(axis, 0.0)))
+    table.add_row("together", in_bytes(found.step.received), "", "", "", style="bold")
+    return table
+
+
+def _largest(simulator: Simulator, found: Simulated) -> Table:
+    table = _columns("[bold]What takes longest of rank 0[/], each by itself", "what", "times", "ms")
+    for share in simulator.largest(found)[:LARGEST]:
+        table.add_row(escape(share.what), f"{share.times:,}", _short(share.seconds))
+    return table
+
+
+def _memory(memory: Mapping[str, int]) -> Table:
+    table = _columns("[bold]Memory of rank 0[/]", "what", "")
+    for kind, nbytes in memory.items():
+        table.add_row(kind, in_bytes(nbytes))
+    table.add_row("together", in_bytes(sum(memory.values())), style="bold")
+    return table
+
+
+def _short(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}"
+
+
+def _columns(title: str, first: str, *others: str) -> Table:
+    columns = [Column(name, justify="right", overflow="fold") for name in others]
+    return Table(Column(first, overflow="fold"), *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD,
+                 pad_edge=False, collapse_padding=True)

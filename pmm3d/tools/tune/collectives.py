@@ -1,0 +1,153 @@
+"""What collectives take, by operation, bytes and group, while all groups of an axis do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from ...arrays import Slab, library_named
+from ...comm import Axis, Grid, Pending, forms
+from ...comm.ledger import Record
+from ...model.machines.figures import Measured
+from ...model.machines.laws import OPERATIONS
+from .sampling import Sampler
+
+SIZES = 2**6, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
+"""Bytes that a rank receives or sends, about."""
+LONGEST = 0.06
+"""Seconds of a call from which on no larger ones are measured."""
+SAMPLE_SECONDS = 5e-3
+SECONDS = 45.0
+ELEMENT = 4
+"""Bytes: float32."""
+
+
+class Kind(NamedTuple):
+    """A group that was measured, as `Group` has it."""
+
+    inside: int
+    nodes: int
+    sharers: int
+
+
+class Buffers:
+    """What collectives of any size use, touched once: what goes out, what comes, work memory."""
+
+    def __init__(self, most_bytes: int, ranks: int):
+        self.library = library_named("numpy")
+        size = 2 * most_bytes // ELEMENT + 2 * ranks
+        self.leaving, self.coming = np.ones(size, np.float32), np.zeros(size, np.float32)
+        self.work = np.zeros(2 * most_bytes * 2 + 256 * (ranks + 1), np.uint8)
+
+    def slab(self, nbytes: int) -> Slab:
+        return Slab(self.work[:nbytes], self.library) if nbytes <= self.work.shape[0] else \
+            Slab(np.zeros(nbytes, np.uint8), self.library)
+
+
+def shapes(ranks: int) -> list[tuple[int, int]]:
+    """(ranks along x, ranks along y) of the grids whose axes are the groups: x next to each other, y apart.
+
+        >>> shapes(6)
+        [(6, 1), (3, 2), (2, 3)]
+    """
+    return [(size, ranks // size) for size in range(ranks, 1, -1) if ranks % size == 0]
+
+
+def count(ranks: int) -> int:
+    """About how many points there are on one node."""
+    return len(shapes(ranks)) * len(OPERATIONS) * len(SIZES)
+
+
+def groups(comm: MPI.Intracomm) -> Iterator[tuple[Kind, Grid, Axis]]:
+    """Every kind of group that the ranks can form, once, the largest first, with a grid and an axis of it, which last
+    until the next one. Collective."""
+    seen = set[tuple[int, int]]()
+    for shape in shapes(comm.size):
+        with Grid(comm, (*shape, 1)) as grid:
+            for axis in (grid.x, grid.y):
+                kind = kind_of(grid, axis)
+                if axis.size > 1 and kind[:2] not in seen:
+                    seen.add(kind[:2])
+                    yield kind, grid, axis
+
+
+def kind_of(grid: Grid, axis: Axis) -> Kind:
+    """As the ranks are on hosts, the largest of any group. Collective."""
+    hosts = [grid.host_of(rank) for rank in axis.ranks]
+    beside = sum(grid.host_of(rank) == grid.host_of(grid.rank) for rank in range(grid.size))
+    inside = max(map(hosts.count, set(hosts)))
+    figures = np.array([inside, len(set(hosts)), max(1, beside // inside)], np.int64)
+    grid.comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
+    return Kind(*map(int, figures))
+
+
+def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]) -> tuple[list[Measured], dict[tuple[int, int], int]]:
+    """Rows, and (inside, nodes) -> sharers of the groups that were measured."""
+    rows, sharers = list[Measured](), dict[tuple[int, int], int]()
+    if sampler.comm.size == 1:
+        return rows, sharers
+    with sampler.section("collectives", SECONDS):
+        buffers = Buffers(SIZES[-1], sampler.comm.size)
+        for kind, _, axis in groups(sampler.comm):
+            sharers[kind[:2]] = kind.sharers
+            for operation in OPERATIONS:
+                points = _points(sampler, axis, operation, buffers)
+                tell(f"{operation} in groups of {axis.size}", len(SIZES))
+                if points:
+                    nbytes, seconds = zip(*points)
+                    rows.append(Measured(operation, kind.inside, kind.nodes, nbytes, seconds))
+    return rows, sharers
+
+
+def _points(sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> list[tuple[int, float]]:
+    found = list[tuple[int, float]]()
+    for size in SIZES:
+        call = collective(axis, operation, size, buffers)
+        record = call()
+        nbytes, = map(int, sampler.largest(max(record.received, record.sent)))
+        if found and nbytes <= found[-1][0]:
+            continue
+        seconds = sampler.measure(call, sample_seconds=SAMPLE_SECONDS)
+        if seconds is None:
+            break
+        found.append((nbytes, seconds))
+        if seconds > LONGEST:
+            break
+    return found
+
+
+class Call(NamedTuple):
+    """A collective: begin() gives a Pending; to call it waits too, and gives the record."""
+
+    begin: Callable[[], Pending]
+
+    def __call__(self) -> Record:
+        pending = self.begin()
+        pending.wait()
+        return pending.record
+
+
+def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Call:
+    """In which a rank receives or sends about so many bytes: by the forms that nn and the product use."""
+    ranks, library = axis.size, buffers.library
+    leaving, coming = buffers.leaving, buffers.coming
+    part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
+    counts, whole = [part] * ranks, leaving[: part * ranks]
+    if operation == "all_gather":
+        return Call(partial(axis.gather_into, leaving[:part], coming[: part * ranks], counts))
+    if operation == "reduce_scatter":
+        memory = forms.reduce_work(library, whole, counts, axis.index, 0)
+        return Call(lambda: axis.reduce_into(whole, coming[:part], counts, work=buffers.slab(memory)))
+    if operation == "all_reduce":
+        size = max(1, part * ranks // 2)
+        memory = forms.sum_work((size,), "float32", ranks, axis.index)
+        return Call(lambda: axis.sum_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
+    if operation == "all_to_all":
+        starts = range(0, part * ranks, part)
+        pieces, landing = ([flat[start : start + part] for start in starts] for flat in (leaving, coming))
+        return Call(partial(axis.exchange_into, pieces, landing))
+    return Call(partial(axis.shift, leaving[:part], out=coming[:part], agreed=True))

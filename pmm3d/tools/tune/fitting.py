@@ -1,0 +1,95 @@
+"""Laws fitted to what was measured: nonnegative least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ...model.machines import Group, load
+from ...model.machines.figures import Measured
+from ...model.machines.laws import DEFAULT, Law, terms
+
+LEAST_RATE = 1e3
+"""Bytes a second, where no rate can be seen."""
+MESSAGES_ACROSS, BYTES_ACROSS = 2, 4
+"""Terms of a law that nothing on one node tells of."""
+
+
+class Misfit(NamedTuple):
+    """How far a law is from the rows that it was fitted to: relative errors, and how many points."""
+
+    median: float
+    largest: float
+    points: int
+
+
+class Fitted(NamedTuple):
+    """Laws by operation, "default" for all together, and how well each fits."""
+
+    laws: dict[str, Law]
+    misfits: dict[str, Misfit]
+
+
+def fitted(rows: Sequence[Measured], sharers: Mapping[tuple[int, int], int]) -> Fitted:
+    """Laws of rows that were measured.
+
+    sharers   of each (inside, nodes), the groups that shared a node's way out
+
+    Where no row went across nodes, the figures across are those of the nominal machine: nothing is known of them.
+    """
+    by_operation: dict[str, list[tuple[Group, int, float]]] = {DEFAULT: []}
+    for row in rows:
+        group = Group(row.inside * row.nodes, row.inside, row.nodes, sharers[row.inside, row.nodes])
+        points = [(group, nbytes, seconds) for nbytes, seconds in zip(row.nbytes, row.seconds)]
+        by_operation.setdefault(row.operation, []).extend(points)
+    laws, misfits = dict[str, Law](), dict[str, Misfit]()
+    everything = [(operation, *point) for operation, points in by_operation.items() for point in points]
+    for operation, points in by_operation.items():
+        own = everything if operation == DEFAULT else [(operation, *point) for point in points]
+        if own:
+            laws[operation], misfits[operation] = _fit(own)
+    if not laws:
+        laws[DEFAULT] = load("nominal").laws[DEFAULT]
+    return Fitted(laws, misfits)
+
+
+def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
+    matrix = np.array([terms(operation, group, nbytes) for operation, group, nbytes, _ in points], float)
+    seconds = np.array([point[-1] for point in points])
+    figures = relative_fit(matrix, seconds)
+    errors = np.abs(matrix @ figures / seconds - 1)
+    misfit = Misfit(float(np.median(errors)), float(errors.max()), len(points))
+    if not matrix[:, BYTES_ACROSS].any():
+        nominal = load("nominal").laws[DEFAULT]
+        figures[MESSAGES_ACROSS], figures[BYTES_ACROSS] = nominal[MESSAGES_ACROSS], nominal[BYTES_ACROSS]
+    return Law(*map(float, figures), misfit=round(misfit.median, 4)), misfit
+
+
+def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Figures of at least 0 whose products with the rows of a matrix are nearest to these seconds, relative to them.
+
+        >>> relative_fit(np.array([[1.0, 10], [1, 1000]]), np.array([3.0, 201.0])).round(6).tolist()
+        [1.0, 0.2]
+    """
+    weighted = matrix / seconds[:, None]
+    scale = np.maximum(weighted.max(axis=0), np.finfo(float).tiny)
+    found, _ = nnls(weighted / scale, np.ones(len(seconds)))
+    return found / scale
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(overhead, rate) of seconds = overhead + bytes / rate through points (bytes, seconds).
+
+        >>> line([(100, 1.5), (200, 2.5)])[1].__round__(6)
+        100.0
+    """
+    nbytes, seconds = (np.array(values, float) for values in zip(*points))
+    overhead, each = relative_fit(np.stack([np.ones(len(points)), nbytes], axis=1), seconds)
+    if each > 0:
+        return float(overhead), float(1 / each)
+    fastest = median(size / time for size, time in points)
+    return 0.0, max(fastest, LEAST_RATE)

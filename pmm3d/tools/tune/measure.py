@@ -1,0 +1,109 @@
+"""The measurement of a machine, section by section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from ...comm import Grid
+from ...comm.machine_cache import key_of
+from ...model.machine import available_memory, cores, cpu, loaded_blas
+from ...model.machines import Machine
+from . import collectives, gemms, passes
+from .fitting import Fitted, fitted
+from .hidden import PLACES, measured_hidden
+from .overhead import measured_overhead
+from .sampling import Sampler, SlowRank, slow_ranks
+
+Tell = Callable[[str, int], None]
+
+
+class Nodes(NamedTuple):
+    """Where the ranks are, the same on all of them.
+
+    count           nodes
+    ranks_per_node  the most of any
+    hosts           the node of each rank
+    memory          bytes that a rank may have, on the node with the least for each
+    crowding        ranks that share a core, on the node where it is most
+    """
+
+    count: int
+    ranks_per_node: int
+    hosts: list[str]
+    memory: int
+    crowding: float
+
+
+class Report(NamedTuple):
+    """What was found.
+
+    machine   to be written
+    fit       its laws and how well they fit
+    slow      ranks that were slow in a section
+    thrown    samples that were jumps of the clock, of all ranks
+    hosts     the node of each rank
+    """
+
+    machine: Machine
+    fit: Fitted
+    slow: list[SlowRank]
+    thrown: int
+    hosts: list[str]
+
+
+def stages(ranks: int, dtypes: list[str]) -> int:
+    """What `tell` counts up to, about."""
+    return gemms.count(dtypes) + passes.count() + collectives.count(ranks) + len(PLACES)
+
+
+def nodes_of(comm: MPI.Intracomm) -> Nodes:
+    """Collective. Memory: what the node could still give now, shared by its ranks; what they hold is not part of it."""
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        hosts = [grid.host_of(rank) for rank in range(comm.size)]
+    here = hosts.count(hosts[comm.rank])
+    masks = comm.allgather((hosts[comm.rank], sum(1 << core for core in cores())))
+    own = 0
+    for host, mask in masks:
+        own |= mask if host == hosts[comm.rank] else 0
+    threads = max(1, loaded_blas().threads)
+    figures = comm.allgather((available_memory() // here, here * threads / max(1, own.bit_count())))
+    memory, crowding = zip(*figures)
+    most = max(map(hosts.count, set(hosts)))
+    return Nodes(len(set(hosts)), most, hosts, min(memory), max(crowding))
+
+
+def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -> Report:
+    """All sections, one after the other. Collective; the report is the same on all ranks.
+
+    budget   time that sections may take, as a share of what they take at most without it
+    tell     tell(what, points done)
+    """
+    nodes = nodes_of(comm)
+    sampler = Sampler(comm, nodes.crowding, budget)
+    rates = gemms.measured_gemms(sampler, dtypes, tell)
+    speeds = passes.measured_passes(sampler, tell)
+    rows, sharers = collectives.measured_collectives(sampler, tell)
+    fit = fitted(rows, sharers)
+    hidden = measured_hidden(sampler, dtypes[0], tell)
+    peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
+    machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,
+                      ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), hidden=hidden,
+                      key=comm.bcast(key_of(nodes.ranks_per_node, nodes.count)), gemms=rates, passes=speeds,
+                      collectives=tuple(rows), laws=fit.laws)
+    machine = replace(machine, overhead=measured_overhead(sampler, machine))
+    everyones = comm.allgather((sampler.thrown, sampler.medians))
+    thrown, medians = zip(*everyones)
+    slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
+    return Report(machine, fit, slow, sum(thrown), nodes.hosts)
+
+
+def _sources(nodes: Nodes) -> dict[str, str]:
+    here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.count} node(s), all ranks at once"
+    across = "" if nodes.count > 1 else "; figures across nodes are those of the nominal machine"
+    return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
+            "peak": "the best GEMM", "passes": here, "collectives": here, "laws": f"fitted to the collectives{across}",
+            "hidden": here, "memory": "available on the node at the time, shared by its ranks", "overhead": here}

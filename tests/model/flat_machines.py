@@ -1,0 +1,50 @@
+"""Machines made by hand, for tests of what is priced by one."""
+
+from dataclasses import dataclass
+
+from pmm3d.model.machines import Group, Machine
+
+
+@dataclass(frozen=True)
+class SimpleMachine(Machine):
+    """GEMMs at one rate; collectives of latency for each member and of bytes; passes of bytes."""
+
+    rate: float = float("inf")
+    latency: float = 0.0
+    latency_across: float = 0.0
+    bandwidth: float = 1e9
+    bandwidth_across: float = 1e9
+    copying: float = float("inf")
+    hiding: float = 0.0
+
+    def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
+        return 2 * m * n * k / self.rate
+
+    def pass_seconds(self, name: str, nbytes: int) -> float:
+        return nbytes / self.copying
+
+    def collective_seconds(self, operation: str, group: Group, nbytes: int) -> float:
+        if group.size == 1:
+            return 0.0
+        away = (group.size - group.inside) / (group.size - 1)
+        inside = self.latency * (group.inside - 1) + (1 - away) * nbytes / self.bandwidth
+        across = self.latency_across * (group.size - group.inside) + away * nbytes * group.sharers / self.bandwidth_across
+        return inside + across
+
+    def hidden_share(self, group: Group) -> float:
+        return self.hiding
+
+
+def machine(ranks_per_node: int = 2**20, **figures: float) -> SimpleMachine:
+    return SimpleMachine("simple", ranks_per_node, 0, {"float64": 5e10}, {}, **figures)
+
+
+BYTES_ONLY = machine()
+"""Nothing takes time but bytes, which take the same everywhere."""
+
+
+def cluster(ranks_per_node: int = 8, **figures: float) -> SimpleMachine:
+    """Nodes with a network between them that their ranks share."""
+    known = {"rate": 5e10, "latency": 1e-6, "latency_across": 3e-6, "bandwidth": 5e9, "bandwidth_across": 12e9,
+             "copying": 1e10, "hiding": 0.5}
+    return machine(ranks_per_node, **{**known, **figures})
