@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import Pmm3dError
 from ...model.axonn import ORDER, parse_order
 from ...model.candidates import Ranking
 from ...model.gpt_ranking import Search, rank_by_axonn, rank_by_machine
@@ -78,11 +77,10 @@ def _training(asked: Asked, machine: Machine, limit: int | None, top: int) -> Ra
     from ...nn.training import config as configuration
     from ...nn.training.planning import SampleSizes, rank_training
 
-    config = configuration.load(asked.config)
-    if (asked["features"] is None) != (asked["outputs"] is None):
-        raise Pmm3dError("--features and --outputs go together, in place of the file of samples")
-    sizes = None if asked["features"] is None else SampleSizes(asked["features"], asked["outputs"])
-    return rank_training(config, asked.ranks, machine, limit=limit, sizes=sizes, top=top)
+    assert asked.config is not None
+    last = asked["classes"] or asked["outputs"]
+    sizes = SampleSizes(asked["features"], last, asked["classes"] is not None) if last else None
+    return rank_training(configuration.load(asked.config), asked.ranks, machine, limit=limit, samples=sizes, top=top)
 
 
 def _how_often(asked: Asked, machine: Machine, ranking: Ranking) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ GPT_OPTIONS = ("layers", "hidden", "sequence", "batch", "heads", "vocabulary", "
                "powers_of_two")
 GPT_NEEDS = ("layers", "hidden", "sequence", "batch")
 PRODUCT_OPTIONS = ("m", "n", "k", "dtype")
-TRAINING_OPTIONS = ("features", "outputs")
+TRAINING_OPTIONS = ("features", "outputs", "classes")
 WITH_FULL = {"accumulate": "which counts no passes", "ranks_per_node": "which knows the order of the ranks, no nodes",
              "mtbf": "which counts collectives alone", "write_seconds": "which counts collectives alone"}
 """Options that the five terms cannot heed."""
@@ -55,6 +55,9 @@ class Asked:
         needs = {"gpt": GPT_NEEDS, "training": (), "product": ("m", "n", "k")}[self.source]
         if missing := [name for name in needs if self[name] is None]:
             raise Pmm3dError(f"{_OF[self.source]} needs {', '.join(map(option, missing))} too")
+        given_sizes = [self[name] is not None for name in TRAINING_OPTIONS]
+        if any(given_sizes) and (not given_sizes[0] or sum(given_sizes) != 2):
+            raise Pmm3dError("samples are given by --features together with either --outputs or --classes")
         self._check_terms()
 
     def _belongs(self, given: list[str]) -> str:

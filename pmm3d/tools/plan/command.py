@@ -40,8 +40,9 @@ def plan_command(
     dtype: Annotated[DTypes | None, typer.Option(help="A product: of its elements. Left out: float64.")] = None,
     features: Annotated[int | None, typer.Option(min=1, help="A training: columns of a sample, where the file of "
                                                              "samples is not there.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="A training: columns of a target, or classes; "
-                                                            "likewise.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="A training: columns of a target, likewise.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="A training: number of classes, in place of "
+                                                            "--outputs.")] = None,
     gpt: Annotated[bool, typer.Option("--gpt", help="A GPT by formulas, in bfloat16 with AdamW, blocks "
                                                     "recomputed.")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="A GPT: its blocks.")] = None,
@@ -82,7 +83,7 @@ def plan_command(
 
     pmm3d plan --m 65536 --n 65536 --k 65536 --ranks 512 --machine perlmutter
 
-    pmm3d plan apps/digits.toml --ranks 64 --features 64 --outputs 10
+    pmm3d plan apps/digits.toml --ranks 64 --features 64 --classes 10
 
     pmm3d plan --gpt --layers 24 --hidden 4096 --heads 32 --sequence 2048 --batch 512 --ranks 512 --machine frontier
 
@@ -96,10 +97,10 @@ def plan_command(
 
     mpi4py.rc(initialize=False, finalize=False)
     options = {"m": m, "n": n, "k": k, "dtype": dtype.value if dtype else None, "features": features,
-               "outputs": outputs, "layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence,
-               "batch": batch, "vocabulary": vocabulary, "accumulate": accumulate, "ranks_per_node": ranks_per_node,
-               "order": order, "powers_of_two": powers_of_two, "min_tensor": min_tensor, "memory": memory,
-               "mtbf": mtbf, "write_seconds": write_seconds}
+               "outputs": outputs, "classes": classes, "layers": layers, "hidden": hidden, "heads": heads,
+               "sequence": sequence, "batch": batch, "vocabulary": vocabulary, "accumulate": accumulate,
+               "ranks_per_node": ranks_per_node, "order": order, "powers_of_two": powers_of_two,
+               "min_tensor": min_tensor, "memory": memory, "mtbf": mtbf, "write_seconds": write_seconds}
     with complaining():
         asked = Asked(ranks, config, gpt, terms is Terms.AXONN, options)
         asked.check()

@@ -16,7 +16,8 @@ from .shown import TERMS, Shown, names
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 ENOUGH = 10
 """Of a unit in which times are told."""
-HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents", "workspace": "work-\nspace"}
+HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents",
+           "workspace": "work-\nspace"}
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 """Of `in_bytes`."""
 
