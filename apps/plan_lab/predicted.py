@@ -12,7 +12,6 @@ from pmm3d.model.ranking import rank_products
 from pmm3d.model.simulation import simulate
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
-from pmm3d.nn.training.planning import rank_training
 
 from .cases import Product, grid_named, name_of
 from .compared import Compared
@@ -22,11 +21,13 @@ from .measured import Measurement
 def of_product(text: str, ranks: int, machine: Machine) -> list[Candidate]:
     """Every grid of exactly that many ranks."""
     product = Product.named(text)
-    found = rank_products(product[:3], ranks, product.dtype, machine, exact=True, top=None)
+    found = rank_products(product[:3], ranks, product.dtype, machine, exact=True, top=10**6)
     return found.candidates + found.dropped
 
 
 def of_step(settings: Mapping[str, Any], ranks: int, machine: Machine) -> list[Candidate]:
+    from pmm3d.nn.training.planning import rank_training
+
     found = rank_training(checked({**settings}), ranks, machine)
     return found.candidates + found.dropped
 
