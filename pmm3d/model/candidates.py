@@ -19,6 +19,7 @@ class Candidate:
     bytes     that the busiest rank receives
     preset    "ddp", "fsdp", "hsdp", "megatron" if it is the grid of one
     why_not   what speaks against it, if it was dropped
+    estimated   whether seconds and memory are by formulas only, where there were too many grids to try each
     """
 
     grid: GridShape
@@ -28,6 +29,7 @@ class Candidate:
     bytes: int = 0
     preset: str = ""
     why_not: str = ""
+    estimated: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ...errors import DataError, Pmm3dError
 from ...io import DataSet
 from ...layout import GridShape, batch_layout, itemsize
 from ..dry import Facts, memory
+from ..layers import Module
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
@@ -90,6 +92,23 @@ class DrySteps:
         if config.network.build:
             with Grid.dry((1, 1, 1)) as alone:
                 self._own = OwnNetwork(alone, config.network, config.precision)
+
+    def accumulating(self, batches: int) -> DrySteps:
+        """The same, but for steps of so many batches."""
+        made = copy(self)
+        training = self.config.training.model_copy(update={"accumulate": batches})
+        made.config = self.config.model_copy(update={"training": training})
+        return made
+
+    @property
+    def rows(self) -> int:
+        """Of a batch."""
+        return min(self.config.data.batch_size, self.samples.rows or self.config.data.batch_size)
+
+    def network(self, dry: Grid) -> Module:
+        """The network, on a grid without data."""
+        sizes = layer_sizes(self.config, self.samples.features, self.samples.outputs)
+        return make_network(self.config, dry, sizes, self._own)[0]
 
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """The step of a rank. Raises Pmm3dError for what the grid, the network or the loss refuses."""

@@ -1,0 +1,207 @@
+"""About what a training step takes on a grid, by formulas: for thousands of grids, too many to try them one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import ceil, prod
+from typing import NamedTuple
+
+from ...comm import Grid
+from ...layout import GridShape, itemsize
+from ...model.machines import Group, Machine, groups_of
+from ..overlap import Overlap
+from ..parameter import Parameter
+from .dry_step import DrySteps, Step
+
+OF_WEIGHTS = ("norm", "sgd", "adam", "adamw")
+"""Passes over gradients, weights and states; all others are over activations."""
+AGREED_BYTES = 64
+"""What every rank says at the end of a batch."""
+
+
+class Weight(NamedTuple):
+    """A matrix (inputs, outputs) that is multiplied in each batch, by the axes that its rows and columns are split
+    over besides z; `first`: nothing before it needs the gradient of its input."""
+
+    inputs: int
+    outputs: int
+    over_rows: tuple[str, ...]
+    over_columns: tuple[str, ...]
+    dtype: str
+    first: bool
+
+    @classmethod
+    def of(cls, parameter: Parameter, first: bool) -> Weight:
+        rows, columns = (tuple(axis for axis in axes if axis != "z")
+                         for axes in (parameter.layout.rows, parameter.layout.cols))
+        return cls(*parameter.shape, rows, columns, parameter.dtype, first)
+
+    def local(self, shape: GridShape, rows: int) -> tuple[int, int, int]:
+        """m, n, k of the product of a rank that has so many rows of the batch."""
+        return (rows, ceil(self.outputs / shape.along(self.over_columns)),
+                ceil(self.inputs / shape.along(self.over_rows)))
+
+
+class Estimate(NamedTuple):
+    """terms    seconds of a step, as those of a `Candidate`;   memory   bytes by kind, as those of a `Step`"""
+
+    terms: dict[str, float]
+    memory: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def held(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass
+class _Spent:
+    """In a batch so far: seconds of GEMMs, of them of the backward pass, seconds waited by axis, actions of strips and
+    collectives."""
+
+    gemm: float = 0.0
+    backward: float = 0.0
+    waited: dict[str, float] = field(default_factory=dict)
+    actions: int = 0
+
+
+class Estimates:
+    """Of a configuration's steps on a machine.
+
+    steps       of one batch;   reference   that on one rank;   batches   that make a step
+    """
+
+    def __init__(self, steps: DrySteps, reference: Step, machine: Machine, batches: int = 1):
+        self.batches = batches
+        self.config, self.machine, self.reference = steps.config, machine, reference
+        self.samples, self.rows, self.keep = steps.samples, steps.rows, steps.keep
+        self.overlap = Overlap(**self.config.overlap.model_dump())
+        with Grid.dry((1, 1, 1)) as alone:
+            parameters = steps.network(alone).parameters()
+            matrices = [parameter for parameter in parameters if not parameter.is_vector]
+            self.weights = Counter(Weight.of(each, each is matrices[0]) for each in matrices)
+            self.size = sum(prod(each.shape) for each in parameters)
+        self.wide = sum(weight.outputs * count for weight, count in self.weights.items())
+        self.passes = Counter[tuple[str, int]]()
+        for action in reference.actions:
+            if action.what == "pass":
+                self.passes[action.operation, action.nbytes] += 1
+        self.calls = len(reference.actions)
+        self.biases = any(action.what == "gemm" and action.m == 1 for action in reference.actions)
+
+    def of(self, shape: GridShape, ranks_per_node: int) -> Estimate:
+        return Estimate(self.terms(shape, groups_of(shape, ranks_per_node)), self.memory(shape))
+
+    def _rows(self, shape: GridShape) -> int:
+        """Of a batch, on the rank with the most."""
+        return ceil(self.rows / (shape.z * shape.data))
+
+    def terms(self, shape: GridShape, groups: dict[str, Group]) -> dict[str, float]:
+        spent, rows, kept = _Spent(), self._rows(shape), self._kept(shape)
+        for weight, count in self.weights.items():
+            self._add(spent, weight, count, shape, groups, rows, kept)
+        agreed = self.machine.collective_seconds("all_reduce", groups["all"], AGREED_BYTES)
+        batch = {"gemm": spent.gemm, "passes": self._passes(shape, rows, of_weights=False),
+                 "overhead": (self.calls + spent.actions) * self.machine.overhead, **spent.waited, "all": agreed}
+        step = {name: self.batches * seconds for name, seconds in batch.items()}
+        step["passes"] += self._passes(shape, rows, of_weights=True)
+        if shape.data > 1:
+            step["data"] = step.get("data", 0.0) + self._data(shape, groups, spent.backward)
+        return step
+
+    def _add(self, spent: _Spent, weight: Weight, count: int, shape: GridShape, groups: dict[str, Group], rows: int,
+             kept: bool) -> None:
+        """The products of a weight, and what is sent for them beside products and Python."""
+        m, n, k = weight.local(shape, rows)
+        size, machine, overlap, nodes = itemsize(weight.dtype), self.machine, self.overlap, groups["all"].nodes
+        over, across = shape.along(weight.over_rows) > 1, shape.along(weight.over_columns) > 1 and not weight.first
+        strips, others = (len(overlap.row_strips(m, columns, weight.dtype, nodes)) if summed else 1
+                          for columns, summed in ((n, over), (k, across)))
+        forward = strips * machine.gemm_seconds(ceil(m / strips), n, k, weight.dtype, "nn")
+        gradient = machine.gemm_seconds(k, n, m, weight.dtype, "tn")
+        inputs = 0.0 if weight.first else others * machine.gemm_seconds(ceil(m / others), k, n, weight.dtype, "nt")
+        sums = machine.gemm_seconds(1, n, m, weight.dtype, "nn") if self.biases else 0.0
+        spent.gemm += count * (forward + gradient + inputs + sums)
+        spent.actions += count * (strips + others - 2)
+        spent.backward += count * (gradient + inputs)
+        beside = 2 * machine.overhead
+        for operation, axes, nbytes, parts, under in (
+                ("all_gather", ("z",), size * k * n, 1, (forward + beside) * overlap.oag),
+                ("all_gather", ("z",), 0 if kept else size * k * n, 1, (inputs + beside) * overlap.oag),
+                ("reduce_scatter", ("z",), size * k * n, 1, (inputs and inputs + sums + beside) * overlap.ors),
+                ("all_reduce", weight.over_rows, 2 * size * m * n, strips,
+                 forward * (strips - 1) / strips * overlap.oar),
+                ("all_reduce", weight.over_columns, 2 * size * m * k * across, others,
+                 (inputs * (others - 1) / others + gradient + beside) * overlap.oar)):
+            for axis in axes:
+                seconds, hidden = self._collective(operation, groups[axis], nbytes // parts)
+                least = hidden if parts > 1 else 0.0
+                waited = count * (parts * (seconds - hidden) + max(least, parts * hidden - under))
+                if seconds:
+                    spent.waited[axis] = spent.waited.get(axis, 0.0) + waited
+                    spent.actions += 2 * count * parts
+
+    def _collective(self, operation: str, group: Group, nbytes: int) -> tuple[float, float]:
+        """(seconds of a collective on an array of so many bytes, those of them that pass under computation)."""
+        received = nbytes * (group.size - 1) // group.size
+        seconds = self.machine.collective_seconds(operation, group, received) if received else 0.0
+        return seconds, seconds * self.machine.hidden_share(group)
+
+    def _data(self, shape: GridShape, groups: dict[str, Group], backward: float) -> float:
+        """Of the sums of gradients over data, once a step, beside a backward pass of so many seconds: bucket by bucket,
+        of which the last is waited for."""
+        nbytes = self.reference.memory["gradients"] // (shape.x * shape.y * shape.z)
+        buckets = max(1, ceil(nbytes / self.overlap.bucket_bytes)) if self.overlap.buckets else len(self.weights)
+        seconds, hidden = self._collective("all_reduce", groups["data"], 2 * nbytes // buckets)
+        under = backward * (buckets - 1) / buckets * self.overlap.buckets
+        return buckets * (seconds - hidden) + max(hidden, buckets * hidden - under)
+
+    def _passes(self, shape: GridShape, rows: int, of_weights: bool) -> float:
+        share = self._share(shape) if of_weights else self._active(shape, rows)
+        if of_weights and self.config.optimizer.shard_over_data:
+            share /= shape.data
+        return sum((count * self.machine.pass_seconds(name, int(nbytes * share))
+                    for (name, nbytes), count in self.passes.items() if (name in OF_WEIGHTS) == of_weights), 0.0)
+
+    @staticmethod
+    def _share(shape: GridShape) -> float:
+        """Of all weights, on a rank."""
+        return 1 / (shape.x * shape.y * shape.z)
+
+    def _active(self, shape: GridShape, rows: int) -> float:
+        """Of all activations, on a rank that has so many rows."""
+        own = sum(count * rows * weight.local(shape, rows)[1] for weight, count in self.weights.items())
+        return own / (self.rows * self.wide)
+
+    def _kept(self, shape: GridShape) -> bool:
+        """Whether gathered weights are kept after the forward pass."""
+        if self.overlap.reshard_after_forward is not None or shape.z == 1:
+            return not self.overlap.reshard_after_forward or shape.z == 1
+        return sum(self._gathered(shape)) <= self.keep
+
+    def _gathered(self, shape: GridShape) -> list[int]:
+        found = list[int]()
+        for weight, count in self.weights.items():
+            _, n, k = weight.local(shape, 1)
+            found += [itemsize(weight.dtype) * n * k] * count
+        return found
+
+    def memory(self, shape: GridShape) -> dict[str, int]:
+        """Bytes by kind of the fullest rank."""
+        known, share, rows = self.reference.memory, self._share(shape), self._rows(shape)
+        state = share / shape.data if self.config.optimizer.shard_over_data else share
+        work = known["work"] * self._active(shape, rows)
+        if shape.z > 1:
+            gathered = sorted(self._gathered(shape))
+            work += (sum(gathered) if self._kept(shape) else sum(gathered[-2:])) + 2 * sum(gathered[-2:])
+        work += 2 * known["gradients"] * share if shape.data > 1 else 0
+        batch = rows * itemsize(self.config.network.dtype) * (
+            ceil(self.samples.features / shape.y) + (2 if self.samples.classes else self.samples.outputs))
+        found: dict[str, float] = {"weights": known["weights"] * share, "gradients": known["gradients"] * share,
+                                   "state": known["state"] * state, "work": work,
+                                   "batches": (self.config.data.prefetch + 2) * batch}
+        return {kind: ceil(nbytes) for kind, nbytes in found.items()}
