@@ -62,6 +62,14 @@ def test_a_clock_that_stands_still_on_one_rank_is_an_error_on_all(comm):
 
 
 @pytest.mark.parallel([1, 3])
+def test_the_fastest_rank_says_how_often_work_is_repeated(comm):
+    """Whose core is its own: what another one was kept waiting is not the work's."""
+    clock = Clock(1e-3, {1: 50.0} if comm.rank == 1 else {})
+    sampler_of(comm, clock).measure(clock.work, sample_seconds=1e-2)
+    assert next(clock.calls) == 2 + 3 * 10
+
+
+@pytest.mark.parallel([1, 3])
 def test_all_ranks_leave_off_when_the_time_of_one_is_up(comm):
     clock = Clock(1.0 if comm.rank == 0 else 0.1)
     sampler = sampler_of(comm, clock, budget=0.5)

@@ -12,7 +12,7 @@ from ...model.machines import Group, load
 from ...model.machines.figures import Measured
 from ...model.machines.laws import DEFAULT, Law, terms
 
-LEAST_RATE = 1e3
+LEAST_RATE = 1.0
 """Bytes a second, where no rate can be seen."""
 AT_LEAST = 100.0
 """Times the largest rate seen: the rate of what takes no longer for more bytes."""
