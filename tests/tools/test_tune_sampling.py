@@ -9,7 +9,7 @@ from pmm3d.tools.tune.sampling import Sampler, plausible, slow_ranks
 
 
 class Clock:
-    """Each call of `work` takes so many seconds; `jumps` says what the clock does besides, by the number of the call."""
+    """Each call of `work` takes so many seconds; `jumps`: what the clock does besides, by the number of the call."""
 
     def __init__(self, seconds, jumps=None):
         self.now, self.seconds, self.calls, self.jumps = 1e3, seconds, count(), jumps or {}

@@ -152,7 +152,7 @@ def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRan
     """medians: of each rank, its median of each point.
 
         >>> slow_ranks("gemm", [[1.0, 2.0], [1.1, 2.0], [5.0, 6.0], [0.9, 1.9]])
-        [SlowRank(rank=2, section='gemm', ratio=3.8)]
+        [SlowRank(rank=2, section='gemm', ratio=3.9)]
     """
     if not medians or not medians[0]:
         return []
