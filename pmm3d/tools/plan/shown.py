@@ -13,6 +13,8 @@ TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "all")
 """In this order; others follow."""
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 MOST_REASONS = 3
+ALIKE = 0.0005
+"""Share by which seconds differ that are called as long."""
 
 
 class Shown(NamedTuple):
@@ -78,6 +80,8 @@ def choice(ranking: Ranking, unit: str) -> str:
 
 def _more(candidate: Candidate, first: Candidate) -> str:
     ratio = candidate.seconds / first.seconds if first.seconds else 1.0
-    if ratio < 1.0005:
+    if abs(ratio - 1) < ALIKE:
         return "as long"
+    if ratio < 1:
+        return f"{100 * (1 - ratio):.2g}% less, too little to give the preset up for"
     return f"{100 * (ratio - 1):.2g}% longer" if ratio < 2 else f"{ratio:.3g} times as long"

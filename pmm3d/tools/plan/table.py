@@ -14,6 +14,8 @@ from ...model.ranking import lower_bound
 from .shown import TERMS, Shown, names
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+LEAST_SHARE = 0.01
+"""Percent of peak; less is not told."""
 ENOUGH = 10
 """Of a unit in which times are told."""
 HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents",
@@ -24,10 +26,12 @@ BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def print_ranking(console: Console, ranking: Ranking, shown: Shown, peak: float,
                   product: tuple[int, int, int] | None = None) -> None:
-    """Two tables: where the time goes, and what is held. peak: flop/s of a rank, 0 if seconds are no whole step."""
+    """Two tables: where the time goes, and what is held. peak: flop/s of a rank; 0 if seconds are no whole step."""
     console.print(_times(ranking, shown, peak, product))
     if any(candidate.memory for candidate in shown.all):
         console.print(_memory(shown))
+    if any(candidate.estimated for candidate in shown.all):
+        console.print("~ by formulas: there are too many grids to simulate each")
 
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> Table:
@@ -36,9 +40,9 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        unit: lambda candidate: f"{candidate.seconds / scale:,.{decimals}f}"}
+        unit: lambda candidate: "~" * candidate.estimated + f"{candidate.seconds / scale:,.{decimals}f}"}
     if peak:
-        columns["peak\n%"] = lambda candidate: f"{100 * ranking.share_of_peak(candidate, peak):.3g}"
+        columns["peak\n%"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         columns["bytes over\nbound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
     for term in names((candidate.terms for candidate in shown.all), TERMS):
@@ -71,6 +75,11 @@ def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Sh
         table.add_row(str(place) if place <= len(shown.best) else "", str(candidate.grid), candidate.preset, *figures,
                       end_section=place == len(shown.best))
     return table
+
+
+def _share(share: float) -> str:
+    """Of three digits, in percent."""
+    return f"{share:.3g}" if share >= LEAST_SHARE else f"<{LEAST_SHARE}"
 
 
 def decimals_of(most: float) -> int:
