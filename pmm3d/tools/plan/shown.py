@@ -42,20 +42,17 @@ def names(rows: Iterable[Iterable[str]], order: Sequence[str] = ()) -> list[str]
 
 
 def dropped_lines(ranking: Ranking) -> Iterator[str]:
-    """How many grids were dropped, the first few with what speaks against them, and the presets among them."""
+    """How many grids were dropped; what speaks against presets of which no grid is left, where it is least, and against
+    the first few others."""
     if not ranking.dropped:
         return
     yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
-    first = ranking.dropped[:MOST_REASONS]
     ranked = {candidate.preset for candidate in ranking.candidates}
-    presets = {dropped.preset: dropped for dropped in reversed(ranking.dropped)
-               if dropped.preset and dropped.preset not in ranked}
     for preset in PRESETS:
-        if preset in presets:
-            yield _dropped(presets[preset])
-    for each in first:
-        if each not in presets.values():
-            yield _dropped(each)
+        if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
+            yield _dropped(min(of_it, key=lambda dropped: sum(dropped.memory.values())))
+    for dropped in [dropped for dropped in ranking.dropped if not dropped.preset][:MOST_REASONS]:
+        yield _dropped(dropped)
 
 
 def _dropped(candidate: Candidate) -> str:
