@@ -21,7 +21,7 @@ from ...errors import DataError, GridError
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
-from ...layout import batch_layout
+from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
@@ -95,7 +95,8 @@ def _shape(config: Config, ranks: int) -> tuple[str, int]:
     """Of the run's grid, or that of copies on all ranks."""
     asked = config.grid.shape, config.grid.data
     try:
-        fits = chosen_shape(*asked, {}, ranks, None, "float32", None).size == ranks
+        chosen = chosen_shape(*asked, {}, ranks, None, "float32", None)
+        fits = isinstance(chosen, GridShape) and chosen.size == ranks
     except GridError:
         fits = False
     return asked if fits else ("ddp", 1)
