@@ -102,6 +102,10 @@ class OneOfMany:
     def Allreduce(self, in_place: Any, figures: np.ndarray, operation: MPI.Op) -> None:
         self._count("Allreduce", figures.nbytes)
 
+    def bcast(self, known: Any, root: int = 0) -> Any:
+        self._count("bcast", 0)
+        return known
+
     def improbe(self, tag: int) -> None:
         return None
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from cluster import ClusterError
 from measuring import ProgramError
-from plan_lab import compared, measured
+from plan_lab import compared, measured, published
 from plan_lab.cases import (
     MEMORY,
     NETWORKS,
@@ -47,8 +47,10 @@ from plan_lab.cases import (
 )
 from plan_lab.compared import Compared
 from plan_lab.places import Here, on_nodes
+from plan_lab.predicted import beside, memory_of, of_product, of_step, simulated
 
 from pmm3d.errors import Pmm3dError
+from pmm3d.model.machines import Machine, machine_from
 
 SIMULATED = ("1x1x1x8", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x1x2x4", "2x1x2x2", "1x2x1x4")
 MEASURE = "measure"
@@ -64,10 +66,8 @@ class Bench:
         self.found: list[Compared] = []
         self._before = json.loads(options.again.read_text()) if options.again else None
 
-    def machine(self, place: Here) -> Any:
+    def machine(self, place: Here) -> Machine:
         """The description of the machine as it is there."""
-        from pmm3d.model.machines import machine_from
-
         where = str(place)
         if self._before and not self.options.machines:
             self.machines[where] = self._before["machines"][where]
@@ -96,22 +96,18 @@ class Bench:
 
 
 def compare_products(bench: Bench, place: Here) -> None:
-    from plan_lab.predicted import beside, of_product
-
     machine = bench.machine(place)
     grids = [name_of(grid) for grid in grids_3d(place.ranks)]
     found = bench.measure(place, "products", products=[*map(str, bench.options.products)], grids=grids)
     for one in found:
-        bench.found.append(beside(one, str(place), of_product(one["what"], place.ranks, machine)))
+        bench.found.append(beside(one, "products", str(place), of_product(one["what"], place.ranks, machine)))
 
 
 def compare_steps(bench: Bench, place: Here) -> None:
-    from plan_lab.predicted import beside, of_step
-
     machine, configs = bench.machine(place), {name: bench.settings(name) for name in bench.options.networks}
     grids = [name_of(grid) for grid in grids_4d(place.ranks)]
     for one in bench.measure(place, "steps", networks=configs, grids=grids):
-        bench.found.append(beside(one, str(place), of_step(configs[one["what"]], place.ranks, machine)))
+        bench.found.append(beside(one, "steps", str(place), of_step(configs[one["what"]], place.ranks, machine)))
 
 
 def products(bench: Bench) -> None:
@@ -145,8 +141,6 @@ def show(found: Sequence[Compared], options: argparse.Namespace, *, presets: boo
 
 
 def simulation(bench: Bench) -> None:
-    from plan_lab.predicted import simulated
-
     for ranks in bench.options.ranks or (8,):
         place = Here(ranks)
         machine, grids = bench.machine(place), SIMULATED if ranks == 8 else [*map(name_of, grids_4d(ranks))]
@@ -159,8 +153,6 @@ def simulation(bench: Bench) -> None:
 
 
 def memory(bench: Bench) -> None:
-    from plan_lab.predicted import memory_of
-
     write_data(MEMORY, bench.folder)
     for ranks in bench.options.ranks or (8,):
         grids = [grid for grid in grids_4d(ranks) if preset(grid) or min(grid[:3]) > 1]
@@ -173,8 +165,6 @@ def memory(bench: Bench) -> None:
 
 
 def scaling(bench: Bench) -> None:
-    from plan_lab import published
-
     print(published.scaling())
 
 

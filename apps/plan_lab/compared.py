@@ -26,27 +26,25 @@ class Compared:
 
     what        that was run;   where   on which ranks
     rounds      grid -> seconds measured, round by round;   predicted   grid -> seconds
-    more        what else is kept beside it: "spent", "terms"
+    order       grids, the first choice first; by the seconds predicted if left out
+    more        what else is kept beside it: "kind", "spent", "terms"
     """
 
     def __init__(self, what: str, where: str, rounds: Mapping[str, Sequence[float]], predicted: Mapping[str, float],
-                 **more: Any):
+                 order: Sequence[str] = (), **more: Any):
         if {*rounds} != {*predicted}:
             raise ValueError(f"{what}: measured on {', '.join(rounds)}, predicted for {', '.join(predicted)}")
         self.what, self.where, self.rounds, self.predicted, self.more = what, where, rounds, predicted, more
+        self.order = [*order] or sorted(predicted, key=predicted.__getitem__)
 
     def as_json(self) -> dict[str, Any]:
-        return {"what": self.what, "where": self.where, "rounds": self.rounds, "predicted": self.predicted, **self.more}
+        return {"what": self.what, "where": self.where, "rounds": self.rounds, "predicted": self.predicted,
+                "order": self.order, **self.more}
 
     @cached_property
     def measured(self) -> dict[str, float]:
         """Grid -> the median over the rounds."""
         return {grid: median(seconds) for grid, seconds in self.rounds.items()}
-
-    @cached_property
-    def order(self) -> list[str]:
-        """The grids as they are predicted, the fastest first."""
-        return sorted(self.predicted, key=self.predicted.__getitem__)
 
     @property
     def chosen(self) -> str:

@@ -18,11 +18,14 @@ from .cases import Product, grid_named, name_of
 from .compared import Compared
 from .measured import Measurement
 
+ALL = 2**62
+"""Bytes of gathered weights that a rank keeps: all that there are, as where memory is not short."""
+
 
 def of_product(text: str, ranks: int, machine: Machine) -> list[Candidate]:
     """Every grid of exactly that many ranks."""
     product = Product.named(text)
-    found = rank_products(product[:3], ranks, product.dtype, machine, exact=True, top=None)
+    found = rank_products(product[:3], ranks, product.dtype, machine, exact=True, top=10**6)
     return found.candidates + found.dropped
 
 
@@ -33,22 +36,26 @@ def of_step(settings: Mapping[str, Any], ranks: int, machine: Machine) -> list[C
 
 def memory_of(settings: Mapping[str, Any], grid: str) -> list[dict[str, int]]:
     """Bytes by kind on each rank of a grid of one node."""
-    steps, shape = DrySteps(checked({**settings})), grid_named(grid)
+    steps, shape = DrySteps(checked({**settings}), keep=ALL), grid_named(grid)
     return [steps.of(shape, shape.size, rank).memory for rank in range(shape.size)]
 
 
-def beside(measurement: Measurement, where: str, candidates: Iterable[Candidate]) -> Compared:
-    """The measurement with what was said of its grids."""
-    said = {name_of(candidate.grid): candidate for candidate in candidates}
-    known = {grid: said[grid] for grid in measurement["rounds"] if grid in said}
+def beside(measurement: Measurement, kind: str, where: str, candidates: Iterable[Candidate]) -> Compared:
+    """The measurement with what was said of its grids, by candidates in their order.
+
+    kind   of the measurement, as `measured.run` names it
+    """
+    known = {name: candidate for candidate in candidates
+             if (name := name_of(candidate.grid)) in measurement["rounds"]}
     return Compared(measurement["what"], where, measurement["rounds"],
-                    {grid: candidate.seconds for grid, candidate in known.items()}, spent=measurement["spent"],
-                    terms={grid: dict(candidate.terms) for grid, candidate in known.items()})
+                    {grid: candidate.seconds for grid, candidate in known.items()}, kind=kind, order=[*known],
+                    spent=measurement["spent"], terms={grid: dict(candidate.terms) for grid, candidate in known.items()})
 
 
 def simulated(settings: Mapping[str, Any], grid: str, machine: Machine) -> float:
     """Seconds of a step of all ranks of a grid, each by its own dry run."""
-    steps, shape, per_node = DrySteps(checked({**settings})), grid_named(grid), machine.ranks_per_node
+    steps, shape = DrySteps(checked({**settings}), keep=ALL), grid_named(grid)
+    per_node = machine.ranks_per_node
     groups = groups_of(shape, per_node)
     return simulate([tasks(steps.of(shape, per_node, rank).actions, machine, groups)
                      for rank in range(shape.size)]).seconds

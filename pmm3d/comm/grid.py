@@ -148,6 +148,10 @@ class Grid:
 
     def _best(self, asked: Auto) -> GridShape:
         """The grid of least time by the machine that was measured here, or else the nominal one."""
+        if asked.no_choice:
+            return asked.alone()
+        from .machine_cache import machine_here  # reads files, which other grids need not
+
         with self._waiting("the choice of a grid"):
             machine = machine_here(self._comm, self._processes.per_node(), self.hosts)
         with self.together("Grid", always=True):

@@ -12,9 +12,11 @@ from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 from mpi4py import MPI
 
 from ..errors import Pmm3dError, check_regular
+from ..model.environment import Settings
 from ..model.machine import cpu, loaded_blas
 from ..model.machines import Machine, load, machine_from
 from . import trial_cache
@@ -23,7 +25,7 @@ FORMAT = "1"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""
-AUTO, UNMEASURED = "auto", "nominal"
+AUTO = "auto"
 logger = logging.getLogger("pmm3d.comm")
 Key = dict[str, str]
 
@@ -32,54 +34,60 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
     """What a measured machine holds for: this kind of host, this MPI and BLAS, numpy and pmm3d, so many ranks on a
     node, and whether there are other nodes.
 
-    Raises MissingPackageError where threadpoolctl is not installed, which tells the BLAS.
+    Raises ImportError where threadpoolctl is not installed, which tells the BLAS.
     """
     blas = loaded_blas()
     pmm3d = import_module(__package__.partition(".")[0])
     return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(os.cpu_count() or 1),
-            "mpi": MPI.Get_library_version().strip("\0 \n"), "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(),
-            "threads": str(blas.threads), "numpy": import_module("numpy").__version__, "pmm3d": pmm3d.__version__,
-            "ranks per node": str(ranks_per_node), "nodes": ONE if nodes == 1 else SEVERAL}
-
-
-def machine_for(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: str = AUTO) -> Machine:
-    """The machine that a job is planned for: the one that was asked for, by name or path (PMM3D_MACHINE); with "auto"
-    the one measured here, or else the nominal one. Collective; the same on all ranks.
-
-    Raises Pmm3dError, on every rank, for a machine that is not known or whose file cannot be used.
-    """
-    if asked == AUTO:
-        return machine_here(comm, ranks_per_node, nodes) or load(UNMEASURED)
-    machine: Machine | None = None
-    error: Pmm3dError | None = None
-    if comm.rank == 0:
-        try:
-            machine = load(asked)
-        except Pmm3dError as raised:
-            error = raised
-    machine, error = comm.bcast((machine, error))
-    if error is not None:
-        error.everywhere = True
-        raise error
-    assert machine is not None
-    return machine
+            "mpi": MPI.Get_library_version().strip("\0 \n"),
+            "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(), "threads": str(blas.threads),
+            "numpy": np.__version__, "pmm3d": pmm3d.__version__, "ranks per node": str(ranks_per_node),
+            "nodes": ONE if nodes == 1 else SEVERAL}
 
 
 def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int) -> Machine | None:
-    """The machine that was measured with so many ranks on a node, on one node or on several; None if none was.
+    """The machine that a job goes by: the one that PMM3D_MACHINE names, or, with "auto", the one that was measured with
+    so many ranks on a node, on one node or on several; None if none was.
 
     Rank 0 looks, and tells all others: collective, and the same on all ranks. For one node, what was measured on
-    several serves too. A file that is damaged, or of another machine, is not used, which rank 0 notes.
+    several serves too. A file that is damaged, or of another machine, is not used, which rank 0 notes. Raises
+    Pmm3dError, on every rank, for a machine of PMM3D_MACHINE that is not known or cannot be read.
     """
-    text = comm.bcast(_text_here(ranks_per_node, nodes) if comm.rank == 0 else None)
-    return None if text is None else machine_from(text, "the machine measured here")
+    found: Machine | None = None
+    error: Pmm3dError | None = None
+    if comm.rank == 0:
+        try:
+            asked = Settings().machine
+            found = _of_job(ranks_per_node, nodes) if asked == AUTO else load(asked)
+        except Pmm3dError as raised:
+            error = raised
+    found, error = comm.bcast((found, error))
+    if error is not None:
+        error.everywhere = True
+        raise error
+    return found
 
 
-def _text_here(ranks_per_node: int, nodes: int) -> str | None:
+def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine | None:
+    """The newest that was measured on this kind of host, with this MPI, BLAS and versions, with whatever number of
+    threads and, if it is None, of ranks on a node: for who plans a job and is none. None if there is none. No MPI."""
+    with suppress(ImportError, OSError, RuntimeError):
+        for measured_on in (1, 2) if nodes == 1 else (2,):
+            wanted = key_of(ranks_per_node or 0, measured_on)
+            free = {"threads"} | ({"ranks per node"} if ranks_per_node is None else set())
+            for path in sorted(folder().glob("*.toml"), key=lambda path: path.stat().st_mtime, reverse=True):
+                with suppress(Pmm3dError):
+                    machine = load(path)
+                    if all(machine.key.get(part) == value for part, value in wanted.items() if part not in free):
+                        return machine
+    return None
+
+
+def _of_job(ranks_per_node: int, nodes: int) -> Machine | None:
     with suppress(ImportError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
             if (text := recalled(key_of(ranks_per_node, measured_on))) is not None:
-                return text
+                return machine_from(text, "what was measured here")
     return None
 
 
@@ -120,4 +128,9 @@ def remember(key: Mapping[str, str], text: str) -> Path:
 def file_of(key: Mapping[str, str]) -> Path:
     """Where the machine of a key is kept. Raises RuntimeError for users without a home."""
     digest = blake2b(json.dumps(dict(key), sort_keys=True).encode(), digest_size=16).hexdigest()
-    return trial_cache.folder().parent / "machines" / f"{digest}.toml"
+    return folder() / f"{digest}.toml"
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/pmm3d/machines, or ~/.cache/pmm3d/machines. Raises RuntimeError for users without a home."""
+    return trial_cache.folder().parent / "machines"

@@ -42,6 +42,15 @@ class Auto:
     data: int
     axes: Mapping[str, int]
 
+    @property
+    def no_choice(self) -> bool:
+        """Whether there is one grid only, and nothing that could keep it out."""
+        return self.left == 1 and self.memory is None
+
+    def alone(self) -> GridShape:
+        """That grid."""
+        return GridShape(1, 1, 1, self.data, **self.axes)
+
     def chosen(self, machine: Machine | None, processes: Processes, note: bool) -> GridShape:
         """The grid. Raises GridError if none keeps the memory.
 
@@ -55,8 +64,8 @@ class Auto:
                                 limit=NO_LIMIT if self.memory is None else self.memory)
         best, *others = ranking.candidates
         if note and others:
-            logger.info(f"auto: {best.grid} on {self.ranks:,} ranks, {1e3 * best.seconds:.3g} ms by the model of "
-                        f"{machine.name}; next {others[0].grid}, {1e3 * others[0].seconds:.3g} ms")
+            logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,
+                        f"{self.ranks:,}", 1e3 * best.seconds, machine.name, others[0].grid, 1e3 * others[0].seconds)
         return GridShape(*best.grid[:3], self.data, **self.axes)
 
 

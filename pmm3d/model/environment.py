@@ -104,7 +104,8 @@ def _variable(name: str, default: Any, kind: Callable[[str], Any], meaning: str,
         except ValueError:
             raise Pmm3dError(f"{name}={text!r} is not understood; it means {meaning}") from None
 
-    metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "argument": argument}
+    metadata = {"variable": name, "default": default, "meaning": meaning, "read": read, "kind": kind,
+                "argument": argument}
     return field(default_factory=read, metadata=metadata)
 
 
@@ -138,7 +139,7 @@ def _argument(setting: Field, value: Any) -> Any:
         if isinstance(default, float) and isinstance(value, Real):
             return _seconds(value)
         if isinstance(default, str) and isinstance(value, str):
-            return _transport(value)
+            return str(setting.metadata["kind"](value))
     except ValueError:
         pass
     raise GridError(f"{setting.name} is {setting.metadata['argument']}; got {value!r}")
@@ -160,6 +161,10 @@ class Settings:
     device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _transport,
                                       f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
                                       TRANSPORTS_IN_WORDS)
+    machine: str = _variable("PMM3D_MACHINE", "auto", str,
+                             "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
+                             "else nominal), the name of a known one, or the path of a TOML file",
+                             "auto, the name of a known machine, or the path of a TOML file")
 
     @classmethod
     def chosen(cls, **arguments: Any) -> tuple[Settings, Pmm3dError | None]:

@@ -85,8 +85,10 @@ class GPT:
 
     def __str__(self) -> str:
         heads = "" if self.heads is None else f", {self.heads} heads"
-        return (f"a step of a GPT of {self.parameters / 1e9:.1f} billion parameters ({self.layers} layers, hidden "
-                f"{self.hidden}{heads}, {self.batch} sequences of {self.sequence})")
+        passes = f" in {self.accumulate} passes" if self.accumulate > 1 else ""
+        return (f"a step of a GPT of {self.parameters / 1e9:.3g} billion parameters ({self.layers} layers, hidden "
+                f"{self.hidden}{heads}, vocabulary {self.vocabulary}, {self.batch} sequences of "
+                f"{self.sequence}{passes})")
 
     def why_not(self, grid: GridShape) -> str:
         """What speaks against a grid, in words; empty if nothing does."""

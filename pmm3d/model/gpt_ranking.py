@@ -136,9 +136,9 @@ def checked(ranking: Ranking, gpt: GPT, search: Search) -> Ranking:
                         "of ranks, or for grids of any sizes")
     fitting = [dropped for dropped in ranking.dropped if not why_not(gpt, dropped.grid, {}, search)]
     if not fitting:
-        few = ranking.dropped[len(ranking.dropped) // 2]
-        raise GridError(f"no grid of {ranking.ranks} ranks can take {ranking.what}; {few.grid}, for one: {few.why_not}. "
-                        f"{_enough(gpt, ranking.ranks, search)}")
+        one = ranking.dropped[len(ranking.dropped) // 2]
+        raise GridError(f"no grid of {ranking.ranks} ranks can take {ranking.what}; {one.grid}, for one: "
+                        f"{one.why_not}. {_enough(gpt, ranking.ranks, search)}")
     least = min(fitting, key=lambda dropped: sum(dropped.memory.values()))
     if search.memory is None or sum(least.memory.values()) <= search.memory:
         raise GridError(f"no grid of {ranking.ranks} ranks is left: grid {least.grid}: {least.why_not}")

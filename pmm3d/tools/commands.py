@@ -17,6 +17,7 @@ from .convert import convert_command
 from .doctor.command import doctor_command
 from .export import export_command
 from .outputs import check_writable
+from .plan.command import plan_command
 from .predict import predict_command
 from .ranks import all_ranks, on_first
 from .simulate.command import simulate_command
@@ -101,6 +102,8 @@ def report_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run, or a file of pmm3d bench --json.")],
     output: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder if left "
                                                      "out.")] = None,
+    mtbf: Annotated[float | None, typer.Option(help="Hours between failures of the whole job, for how often to write "
+                                                    "checkpoints; left out: a day.")] = None,
 ) -> None:
     """Make a page of a run: curves, time of each rank, bytes beside the model, memory, the grid.
 
@@ -120,7 +123,7 @@ def report_command(
 
         if output is not None:
             check_writable(output)
-        say(f"wrote {write_page(run, output)}")
+        say(f"wrote {write_page(run, output, mtbf)}")
 
 
 def _in_paragraphs(text: str) -> str:
@@ -128,12 +131,12 @@ def _in_paragraphs(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, train_command, predict_command, simulate_command, convert_command, doctor_command,
-                report_command, export_command):
+for command in (bench_command, plan_command, simulate_command, train_command, predict_command, convert_command,
+                doctor_command, report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
-tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                       help="Measure what plans and predictions go by: this machine.")
+tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                       pretty_exceptions_enable=False, help="Measure what plans and predictions go by: this machine.")
 tune_app.callback()(_pmm3d)
 tune_app.command("machine", help=_in_paragraphs(machine_command.__doc__ or ""))(machine_command)
 app.add_typer(tune_app, name="tune")

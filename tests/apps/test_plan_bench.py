@@ -56,6 +56,13 @@ def test_grids_that_were_as_fast_in_some_rounds_count_as_tied(lab):
     assert "| 3 (tied: 1) |" in lab.compared_.table([found])
 
 
+def test_the_order_of_the_ranking_counts(lab):
+    predicted = {grid: times[0] for grid, times in STEADY.items()}
+    found = lab.compared_.Compared("a step", "8 ranks", STEADY, predicted, [*STEADY])
+    assert found.chosen == "8x1x1" and found.ratio == 3.0 and found.place == 3
+    assert lab.compared_.Compared(**json.loads(json.dumps(found.as_json()))).order == [*STEADY]
+
+
 def test_what_was_not_predicted_is_refused(lab):
     with pytest.raises(ValueError, match="measured on 8x1x1, .* predicted for 8x1x1$"):
         compared(lab, {"8x1x1": 1.0}, STEADY)

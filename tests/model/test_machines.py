@@ -257,16 +257,12 @@ def test_a_node_is_filled_before_the_next_one():
 
 
 @given(st.tuples(*[st.integers(1, 6)] * 4), st.integers(1, 12))
-def test_the_group_of_an_axis_is_the_one_over_the_most_nodes(numbers, ranks_per_node):
+def test_the_group_of_an_axis_is_the_one_that_is_spread_most(numbers, ranks_per_node):
     shape = GridShape(*numbers)
-    for name, group in groups_of(shape, ranks_per_node).items():
-        if name == "all":
-            continue
-        size, stride = getattr(shape, name), dict(zip(shape.names, shape.strides))[name]
-        found = []
-        for first in range(shape.size):
-            if first // stride % size == 0:
-                nodes = [(first + index * stride) // ranks_per_node for index in range(size)]
-                found.append((-len(set(nodes)), max(map(nodes.count, nodes))))
-        assert (-group.nodes, group.inside) == min(found)
-        assert group.size == size and 1 <= group.sharers * group.inside <= min(ranks_per_node, shape.size)
+    for name, size, stride in zip(shape.names, shape, shape.strides):
+        group = groups_of(shape, ranks_per_node)[name]
+        firsts = [first for first in range(shape.size) if first // stride % size == 0]
+        nodes = [[(first + index * stride) // ranks_per_node for index in range(size)] for first in firsts]
+        spread = min((-len(set(found)), max(map(found.count, found))) for found in nodes)
+        assert (group.size, -group.nodes, group.inside) == (size, *spread)
+        assert 1 <= group.sharers <= group.sharers * group.inside <= min(ranks_per_node, shape.size)

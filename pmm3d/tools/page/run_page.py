@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import accumulate
 from math import isfinite
 from statistics import median
 
 from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words, ranks_in_words
 from ...layout import GridShape
+from .checkpoint_section import NEEDS, checkpoint_section
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section, ranks_of
 from .inputs import RunFiles
@@ -33,12 +35,15 @@ MOST_EVENTS = 40
 """A table that one screen shows; run.json has the others."""
 
 
-def run_page(run: RunFiles) -> Page:
-    """All that is known of the run; what is not is left out, and the notes say so."""
+def run_page(run: RunFiles, mtbf: float | None = None) -> Page:
+    """All that is known of the run; what is not is left out, and the notes say so. mtbf: `checkpoint_section`."""
     record = run.record
-    sections = [_curves(run.metrics), *(make(record) for make, parts in SECTIONS if record.keys() >= parts)]
+    makers = (*SECTIONS, (partial(checkpoint_section, mtbf=mtbf), NEEDS), *LAST)
+    missing = ["Nothing is known of checkpoints, so how often to write them (--mtbf) cannot be said."]
+    notes = run.notes + missing * (mtbf is not None and not record.keys() >= NEEDS)
+    sections = [_curves(run.metrics), *(make(record) for make, parts in makers if record.keys() >= parts)]
     return Page(run.path.absolute().name, "training run", _facts(run), _tiles(run),
-                [section for section in sections if section is not None], run.notes)
+                [section for section in sections if section is not None], notes)
 
 
 def _facts(run: RunFiles) -> list[tuple[str, str]]:
@@ -185,5 +190,8 @@ def _when(stamp: str) -> str:
 SECTIONS: tuple[tuple[Callable[[Json], Section | None], set[str]], ...] = (
     (network_section, {"network"}), (time_section, {"ranks", "moved", "grid"}),
     (volume_section, {"ranks", "moved", "passes"}), (wait_section, {"ranks", "moved"}),
-    (memory_section, {"ranks", "memory"}), (_grid, {"grid"}), (_history, {"starts"}), (settings_section, {"settings"}))
+    (memory_section, {"ranks", "memory"}), (_grid, {"grid"}))
 """In order; what each needs of the record."""
+LAST: tuple[tuple[Callable[[Json], Section | None], set[str]], ...] = (
+    (_history, {"starts"}), (settings_section, {"settings"}))
+"""After that about checkpoints."""

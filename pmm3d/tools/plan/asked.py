@@ -14,7 +14,7 @@ GPT_OPTIONS = ("layers", "hidden", "sequence", "batch", "heads", "vocabulary", "
                "powers_of_two")
 GPT_NEEDS = ("layers", "hidden", "sequence", "batch")
 PRODUCT_OPTIONS = ("m", "n", "k", "dtype")
-TRAINING_OPTIONS = ("features", "outputs")
+TRAINING_OPTIONS = ("features", "outputs", "classes")
 WITH_FULL = {"accumulate": "which counts no passes", "ranks_per_node": "which knows the order of the ranks, no nodes",
              "mtbf": "which counts collectives alone", "write_seconds": "which counts collectives alone"}
 """Options that the five terms cannot heed."""
@@ -46,8 +46,8 @@ class Asked:
             raise Pmm3dError("a GPT has no configuration: leave out CONFIG, or --gpt and what belongs to it")
         own = {"gpt": GPT_OPTIONS, "training": TRAINING_OPTIONS, "product": PRODUCT_OPTIONS}
         if self.source == "product" and not any(self[name] is not None for name in "mnk"):
-            raise Pmm3dError("what is to be planned: a product (--m --n --k), a training (the path of its TOML file), or "
-                             "a GPT (--gpt)?" + self._belongs(given))
+            raise Pmm3dError("what is to be planned: a product (--m --n --k), a training (the path of its TOML file), "
+                             "or a GPT (--gpt)?" + self._belongs(given))
         for source, names in own.items():
             if source != self.source and (others := [name for name in given if name in names]):
                 raise Pmm3dError(f"{option(others[0])} has no effect {_WITH[self.source]}: it is of {_OF[source]}. "
@@ -55,6 +55,9 @@ class Asked:
         needs = {"gpt": GPT_NEEDS, "training": (), "product": ("m", "n", "k")}[self.source]
         if missing := [name for name in needs if self[name] is None]:
             raise Pmm3dError(f"{_OF[self.source]} needs {', '.join(map(option, missing))} too")
+        given_sizes = [self[name] is not None for name in TRAINING_OPTIONS]
+        if any(given_sizes) and (not given_sizes[0] or sum(given_sizes) != 2):
+            raise Pmm3dError("samples are given by --features together with either --outputs or --classes")
         self._check_terms()
 
     def _belongs(self, given: list[str]) -> str:

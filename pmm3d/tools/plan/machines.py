@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...errors import Pmm3dError
 from ...model.machine import cores
 from ...model.machines import Machine
-from ...model.machines.reading import load
+from ...model.machines.reading import load, machine_from
 
 SECTIONS = {"full": ("gemm", "passes", "collectives", "laws", "memory"), "axonn": ("axonn",)}
 """Whose sources are told."""
@@ -53,5 +53,17 @@ def bandwidths_of(machine: Machine) -> dict[str, dict[str, float]]:
 
 
 def _measured_here(ranks: int, ranks_per_node: int | None) -> Machine | None:
-    """By `pmm3d tune machine`, with that many ranks on a node, or as many as there may be."""
+    """By `pmm3d tune machine`, with that many ranks on a node; if that was left out, with all of them on one, or with
+    as many as this node has cores, or half of that, and so on."""
+    from ...comm.machine_cache import key_of, recalled
+
+    here = len(cores())
+    may_be = [ranks, *(here >> halved for halved in range(here.bit_length()))]
+    for on_node in [ranks_per_node] if ranks_per_node else may_be:
+        with suppress(ImportError, RuntimeError):
+            for nodes in (1, 2) if ranks <= on_node else (2,):
+                key = key_of(on_node, nodes)
+                for threads in dict.fromkeys((str(max(1, here // on_node)), key["threads"])):
+                    if (text := recalled({**key, "threads": threads})) is not None:
+                        return machine_from(text, "the machine measured here")
     return None

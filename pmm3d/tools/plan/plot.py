@@ -19,8 +19,7 @@ def plot(ranking: Ranking, shown: Shown, machine: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = [f"{place}. {candidate.grid} {candidate.preset}".rstrip()
-            for place, candidate in (*shown.best, *shown.presets)]
+    bars = [f"{candidate.grid} {candidate.preset}".rstrip() for candidate in shown.all]
     figure, axes = pyplot.subplots(figsize=(9, 1.8 + 0.4 * len(bars)), layout="constrained")
     ends = [0.0] * len(bars)
     for term in names((candidate.terms for candidate in shown.all), TERMS):

@@ -16,23 +16,21 @@ MOST_REASONS = 3
 
 
 class Shown(NamedTuple):
-    """Candidates with their places in the ranking, from 1: the best, and those of presets that are not among them."""
+    """The best candidates, and those of presets that are not among them."""
 
-    best: list[tuple[int, Candidate]]
-    presets: list[tuple[int, Candidate]]
+    best: list[Candidate]
+    presets: list[Candidate]
 
     @property
     def all(self) -> list[Candidate]:
-        return [candidate for _, candidate in (*self.best, *self.presets)]
+        return [*self.best, *self.presets]
 
 
 def shown_of(ranking: Ranking, top: int) -> Shown:
     """The first `top`; and of each preset its best grid, if it is not among them."""
-    numbered = list(enumerate(ranking.candidates, 1))
-    best = numbered[:top]
-    there = {candidate.preset for _, candidate in best}
-    first = {preset: next((each for each in numbered if each[1].preset == preset), None) for preset in PRESETS}
-    return Shown(best, [each for preset, each in first.items() if each and preset not in there])
+    best = ranking.candidates[:top]
+    first = {preset: next((each for each in ranking.candidates if each.preset == preset), None) for preset in PRESETS}
+    return Shown(best, [each for each in first.values() if each and each not in best])
 
 
 def names(rows: Iterable[Iterable[str]], order: Sequence[str] = ()) -> list[str]:
@@ -50,8 +48,9 @@ def dropped_lines(ranking: Ranking) -> Iterator[str]:
     ranked = {candidate.preset for candidate in ranking.candidates}
     presets = {dropped.preset: dropped for dropped in reversed(ranking.dropped)
                if dropped.preset and dropped.preset not in ranked}
-    for dropped in dict.fromkeys([*presets, *()]):
-        yield _dropped(presets[dropped])
+    for preset in PRESETS:
+        if preset in presets:
+            yield _dropped(presets[preset])
     for each in first:
         if each not in presets.values():
             yield _dropped(each)

@@ -13,8 +13,13 @@ from ...model.candidates import Candidate, Ranking
 from ...model.ranking import lower_bound
 from .shown import TERMS, Shown, names
 
-MOST_DIGITS = 4
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+ENOUGH = 10
+"""Of a unit in which times are told."""
+HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents",
+           "workspace": "work-\nspace"}
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+"""Of `in_bytes`."""
 
 
 def print_ranking(console: Console, ranking: Ranking, shown: Shown, peak: float,
@@ -27,43 +32,51 @@ def print_ranking(console: Console, ranking: Ranking, shown: Shown, peak: float,
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> Table:
     """Seconds, share of peak, bytes over the lower bound, and each term."""
-    scale, unit = next((each for each in UNITS if shown.all[0].seconds >= each[0]), UNITS[-1])
+    best = shown.all[0].seconds
+    scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
+    decimals = decimals_of(best / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        unit: lambda candidate: figure(candidate.seconds / scale)}
+        unit: lambda candidate: f"{candidate.seconds / scale:,.{decimals}f}"}
     if peak:
-        columns["peak"] = lambda candidate: f"{100 * ranking.share_of_peak(candidate, peak):.3g}%"
+        columns["peak\n%"] = lambda candidate: f"{100 * ranking.share_of_peak(candidate, peak):.3g}"
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         columns["bytes over\nbound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
     for term in names((candidate.terms for candidate in shown.all), TERMS):
-        columns[term] = lambda candidate, term=term: figure(  # type: ignore[misc]
-            candidate.terms.get(term, 0.0) / scale)
+        columns[HEADERS.get(term, term)] = lambda candidate, term=term: (  # type: ignore[misc]
+            f"{candidate.terms.get(term, 0.0) / scale:,.{decimals}f}")
     return _table(f"[bold]{ranking.what} on {ranking.ranks:,} ranks[/], time in {unit}", columns, shown)
 
 
 def _memory(shown: Shown) -> Table:
+    """Each kind, in the unit of the most."""
+    most = max(sum(candidate.memory.values()) for candidate in shown.all)
+    unit = in_bytes(most).split()[1]
+    scale = 1024 ** BYTES.index(unit)
+    decimals = decimals_of(most / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        "all": lambda candidate: in_bytes(sum(candidate.memory.values()))}
+        "all": lambda candidate: f"{sum(candidate.memory.values()) / scale:,.{decimals}f}"}
     for kind in names(candidate.memory for candidate in shown.all):
-        columns[kind] = lambda candidate, kind=kind: in_bytes(candidate.memory.get(kind, 0))  # type: ignore[misc]
-    return _table("[bold]Memory[/] of the fullest rank", columns, shown)
+        columns[HEADERS.get(kind, kind)] = lambda candidate, kind=kind: (  # type: ignore[misc]
+            f"{candidate.memory.get(kind, 0) / scale:,.{decimals}f}")
+    return _table(f"[bold]Memory[/] of the fullest rank, in {unit}", columns, shown)
 
 
 def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> Table:
     """A line for each candidate; presets below a rule. Figures that do not fit are folded, not cut."""
     headers = [Column(name, justify="right", overflow="fold") for name in columns]
-    table = Table(Column("", justify="right"), Column("grid", overflow="fold"), Column("preset"), *headers, title=title,
-                  title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for rows in (shown.best, shown.presets):
-        for place, candidate in rows:
-            table.add_row(str(place), str(candidate.grid), candidate.preset, *(of(candidate) for of in columns.values()))
-        table.add_section()
+    table = Table(Column("", justify="right"), Column("grid", no_wrap=True), Column("preset", no_wrap=True), *headers,
+                  title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for place, candidate in enumerate(shown.all, 1):
+        figures = [of(candidate) for of in columns.values()]
+        table.add_row(str(place) if place <= len(shown.best) else "", str(candidate.grid), candidate.preset, *figures,
+                      end_section=place == len(shown.best))
     return table
 
 
-def figure(value: float) -> str:
-    """Four digits, without zeros that say nothing.
+def decimals_of(most: float) -> int:
+    """Digits after the point, so that the most has three.
 
-        >>> figure(1.72684), figure(12345.6), figure(0.0), figure(0.00001)
-        ('1.727', '12,346', '0', '1e-05')
+        >>> decimals_of(1.727), decimals_of(88.5), decimals_of(12345.6)
+        (2, 1, 0)
     """
-    return f"{value:,.0f}" if value >= 10**MOST_DIGITS else f"{value:.{MOST_DIGITS}g}"
+    return max(0, 3 - len(f"{most:.0f}"))

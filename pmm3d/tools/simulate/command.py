@@ -89,6 +89,7 @@ def simulate_command(
     with complaining():
         from ...model.machines import load as load_machine
         from ...nn.training.config import load
+        from ..bench.plot import check_picture
         from .scaling import curves, rank_counts
         from .steps import Simulator
 
@@ -96,6 +97,8 @@ def simulate_command(
             raise Pmm3dError("--beside puts a real trace into the file of --trace: give that too")
         if plot is not None and not scaling.kinds:
             raise Pmm3dError("--plot draws the curves, and --scaling none asks for none: leave one of them out")
+        if plot is not None:
+            check_picture(plot)
         check_writable(trace, plot, json_file)
         loaded, known = load(config), load_machine(machine)
         sizes = _sizes(features, outputs, classes)
@@ -133,7 +136,10 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
         size = along
         if size is None and grid[:1].isdigit():
             x, y, z = parse_shape(grid)[:3]
-            size = max(1, ranks // (x * y * z))
+            size, over = divmod(ranks, max(1, x * y * z))
+            if over or not size:
+                raise Pmm3dError(f"grid {grid} takes a multiple of {x * y * z} ranks, and these are {ranks:,}: give "
+                                 "another --grid or --ranks")
         elif size is None and grid == "hsdp":
             size = -(-ranks // simulator.ranks_per_node)
         return chosen_shape(grid, size or 1, {}, ranks, None, "float32", None)
@@ -144,7 +150,7 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
 
 
 def _best(simulator: Simulator, config: Config, ranks: int) -> GridShape:
-    from ...nn.training.planning import rank_training
+    from ...nn.training.planning import rank_training  # type: ignore[attr-defined]
 
     ranking = rank_training(config, ranks, simulator.machine, samples=simulator.steps.samples)
     return ranking.candidates[0].grid

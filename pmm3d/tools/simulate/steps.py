@@ -152,7 +152,8 @@ class Simulator:
                          slowest(self.noise, grid.size))
 
     def cuts(self, config: Config) -> list[Cut]:
-        """All numbers of rows and columns that axes cut: sizes of the products of one rank by itself."""
+        """All numbers of rows and columns that axes cut: sizes of the products of one rank by itself. One of a single
+        row sums rows, as those of a bias."""
         more = ("data",) if config.optimizer.shard_over_data else ()
         sharded = config.network.build or config.network.activations == "sharded"
         rows = min(config.data.batch_size, self.steps.samples.rows or config.data.batch_size)
@@ -162,7 +163,7 @@ class Simulator:
     @cached_property
     def _sizes(self) -> list[int]:
         step = self.steps.of(GridShape(1, 1, 1), 1)
-        return sorted({size for action in step.actions if action.what == "gemm"
+        return sorted({size for action in step.actions if action.what == "gemm" and action.m > 1
                        for size in (action.m, action.n, action.k)})
 
 

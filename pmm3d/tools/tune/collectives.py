@@ -85,7 +85,8 @@ def kind_of(grid: Grid, axis: Axis) -> Kind:
     return Kind(*map(int, figures))
 
 
-def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]) -> tuple[list[Measured], dict[tuple[int, int], int]]:
+def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
+                         ) -> tuple[list[Measured], dict[tuple[int, int], int]]:
     """Rows, and (inside, nodes) -> sharers of the groups that were measured."""
     rows, sharers = list[Measured](), dict[tuple[int, int], int]()
     if sampler.comm.size == 1:
@@ -120,10 +121,11 @@ def _points(sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> l
     return found
 
 
-class Call(NamedTuple):
+class Call:
     """A collective: begin() gives a Pending; to call it waits too, and gives the record."""
 
-    begin: Callable[[], Pending]
+    def __init__(self, begin: Callable[[], Pending]):
+        self.begin = begin
 
     def __call__(self) -> Record:
         pending = self.begin()

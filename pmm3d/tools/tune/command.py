@@ -38,8 +38,8 @@ def machine_command(
                                                          "at most: 0.5 measures fewer points.")] = 1.0,
     output: Annotated[Path | None, typer.Option(help="Write the machine here too: a TOML file for PMM3D_MACHINE and "
                                                      "pmm3d plan --machine.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print what was measured of this machine before, as TOML; measure "
-                                                      "nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print what was measured of this machine before, as TOML; "
+                                                      "measure nothing.")] = False,
 ) -> None:
     """Measure this machine: GEMMs, passes over memory, collectives, what is hidden under computation.
 
@@ -114,9 +114,9 @@ def _show(comm: MPI.Intracomm) -> None:
     from .measure import nodes_of
 
     nodes = nodes_of(comm)
-    machine = machine_here(comm, nodes.ranks_per_node, nodes.count)
+    machine = machine_here(comm, nodes.ranks_per_node, nodes.number)
     if machine is None:
-        raise Pmm3dError(f"nothing was measured with {nodes.ranks_per_node} ranks a node on {nodes.count} node(s) of "
+        raise Pmm3dError(f"nothing was measured with {nodes.ranks_per_node} ranks a node on {nodes.number} node(s) of "
                          "this kind, with this MPI and BLAS: run pmm3d tune machine on as many")
     if comm.rank == 0:
         say(as_toml(machine))

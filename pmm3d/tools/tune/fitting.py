@@ -66,7 +66,7 @@ def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
     if not matrix[:, BYTES_ACROSS].any():
         nominal = load("nominal").laws[DEFAULT]
         figures[MESSAGES_ACROSS], figures[BYTES_ACROSS] = nominal[MESSAGES_ACROSS], nominal[BYTES_ACROSS]
-    return Law(*map(float, figures), misfit=round(misfit.median, 4)), misfit
+    return Law(*map(float, [*figures, round(misfit.median, 4)])), misfit
 
 
 def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -81,15 +81,15 @@ def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return found / scale
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(overhead, rate) of seconds = overhead + bytes / rate through points (bytes, seconds).
+def line(points: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
+    """(overhead, rate) of seconds = count * overhead + bytes / rate through points (count, bytes, seconds).
 
-        >>> line([(100, 1.5), (200, 2.5)])[1].__round__(6)
-        100.0
+        >>> overhead, rate = line([(2, 100, 2.0), (2, 200, 3.0)])
+        >>> round(overhead, 6), round(rate, 6)
+        (0.5, 100.0)
     """
-    nbytes, seconds = (np.array(values, float) for values in zip(*points))
-    overhead, each = relative_fit(np.stack([np.ones(len(points)), nbytes], axis=1), seconds)
+    seconds = np.array([point[2] for point in points])
+    overhead, each = relative_fit(np.array([point[:2] for point in points], float), seconds)
     if each > 0:
         return float(overhead), float(1 / each)
-    fastest = median(size / time for size, time in points)
-    return 0.0, max(fastest, LEAST_RATE)
+    return 0.0, max(LEAST_RATE, median(nbytes / time for _, nbytes, time in points))

@@ -89,7 +89,7 @@ def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:
         >>> filled((1, 2), {(1, 1, 1): 5.0, (2, 2, 1): 7.0}).flops
         (5.0, 5.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0)
     """
-    grid = list(product(sizes, repeat=3))
+    grid = [(m, n, k) for m, n, k in product(sizes, repeat=3)]
     values = [rates.get(shape) or rates[min(rates, key=partial(_distance, shape))] for shape in grid]
     m, n, k = zip(*grid)
     return GemmPoints(m, n, k, tuple(values))

@@ -55,8 +55,12 @@ def _share(sampler: Sampler, grid: Grid, axis: Axis, buffers: Buffers, operands:
         gemms()
         pending.wait()
 
-    turns = [[sampler.measure(work, samples=1) for work in (call, gemms, both)] for _ in range(REPEATS)]
-    shares = [share_hidden(*turn) for turn in turns if None not in turn]
+    shares = list[float]()
+    for _ in range(REPEATS):
+        turn = [sampler.measure(work, samples=1) for work in (call, gemms, both)]
+        known = [seconds for seconds in turn if seconds is not None]
+        if len(known) == len(turn):
+            shares.append(share_hidden(*known))
     return round(median(shares), 4) if shares else None
 
 

@@ -24,14 +24,14 @@ Tell = Callable[[str, int], None]
 class Nodes(NamedTuple):
     """Where the ranks are, the same on all of them.
 
-    count           nodes
+    number          of nodes
     ranks_per_node  the most of any
     hosts           the node of each rank
     memory          bytes that a rank may have, on the node with the least for each
     crowding        ranks that share a core, on the node where it is most
     """
 
-    count: int
+    number: int
     ranks_per_node: int
     hosts: list[str]
     memory: int
@@ -45,6 +45,7 @@ class Report(NamedTuple):
     fit       its laws and how well they fit
     slow      ranks that were slow in a section
     thrown    samples that were jumps of the clock, of all ranks
+    left_out  points that there was no time for
     hosts     the node of each rank
     """
 
@@ -52,6 +53,7 @@ class Report(NamedTuple):
     fit: Fitted
     slow: list[SlowRank]
     thrown: int
+    left_out: int
     hosts: list[str]
 
 
@@ -85,25 +87,25 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     nodes = nodes_of(comm)
     sampler = Sampler(comm, nodes.crowding, budget)
     rates = gemms.measured_gemms(sampler, dtypes, tell)
-    speeds = passes.measured_passes(sampler, tell)
-    rows, sharers = collectives.measured_collectives(sampler, tell)
-    fit = fitted(rows, sharers)
-    hidden = measured_hidden(sampler, dtypes[0], tell)
     peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
     machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,
-                      ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), hidden=hidden,
-                      key=comm.bcast(key_of(nodes.ranks_per_node, nodes.count)), gemms=rates, passes=speeds,
-                      collectives=tuple(rows), laws=fit.laws)
+                      ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), gemms=rates,
+                      key=comm.bcast(key_of(nodes.ranks_per_node, nodes.number)))
+    machine = replace(machine, passes=passes.measured_passes(sampler, machine, tell))
+    rows, sharers = collectives.measured_collectives(sampler, tell)
+    fit = fitted(rows, sharers)
+    machine = replace(machine, collectives=tuple(rows), laws=fit.laws,
+                      hidden=measured_hidden(sampler, dtypes[0], tell))
     machine = replace(machine, overhead=measured_overhead(sampler, machine))
     everyones = comm.allgather((sampler.thrown, sampler.medians))
     thrown, medians = zip(*everyones)
     slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
-    return Report(machine, fit, slow, sum(thrown), nodes.hosts)
+    return Report(machine, fit, slow, sum(thrown), sampler.left_out, nodes.hosts)
 
 
 def _sources(nodes: Nodes) -> dict[str, str]:
-    here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.count} node(s), all ranks at once"
-    across = "" if nodes.count > 1 else "; figures across nodes are those of the nominal machine"
+    here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.number} node(s), all ranks at once"
+    across = "" if nodes.number > 1 else "; figures across nodes are those of the nominal machine"
     return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
             "peak": "the best GEMM", "passes": here, "collectives": here, "laws": f"fitted to the collectives{across}",
             "hidden": here, "memory": "available on the node at the time, shared by its ranks", "overhead": here}

@@ -48,7 +48,7 @@ def overhead_of(seconds: float, actions: Iterable[Action], machine: Machine) -> 
     for action in actions:
         count += 1
         if action.what == "gemm":
-            priced += machine.gemm_seconds(action.m, action.n, action.k, action.dtype, getattr(action, "form", "") or "nn")
+            priced += machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
         elif action.what == "pass":
             priced += machine.pass_seconds(action.operation, action.nbytes)
     return max(0.0, seconds - priced) / max(1, count)

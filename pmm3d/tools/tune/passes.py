@@ -4,7 +4,7 @@ says by what name, and over how many bytes."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ... import nn
 from ...arrays.dry_run import Action
 from ...comm import Grid
 from ...layout import Layout
+from ...model.machines import Machine
 from ...model.machines.figures import Pass
 from ...model.machines.laws import DEFAULT
 from ...nn import loss, optim
@@ -23,34 +24,47 @@ from .fitting import line
 from .sampling import Sampler, Work
 
 COLUMNS = 256
-ROWS = 32, 1024, 8192
-"""Of arrays of COLUMNS float32: 32 KiB, 1 MiB, 8 MiB."""
+ROWS = 32, 512, 4096
+"""Of arrays of COLUMNS float32: 32 KiB, 512 KiB, 4 MiB."""
+CHAIN = 3
+"""Times that an operation is done one after the other, so that its backward pass is seen beside what any takes."""
+LONG = 0.02
+"""Seconds from which on a program is not measured with larger arrays."""
 COPY, DEFAULT_IS = "copy", "add"
-SECONDS = 18.0
+SECONDS = 20.0
 SAMPLE_SECONDS = 2e-3
 
 
 class Phase(NamedTuple):
-    """What is timed of a program: work; before is done each time before it, untimed."""
+    """What is timed of a program: work; before is done each time before it, untimed. beside: what is timed too, with
+    the same before, and subtracted."""
 
     work: Work
     before: Work | None = None
+    beside: Work | None = None
 
 
 Program = Callable[[Grid, int], Iterator[Phase]]
 """program(grid, rows): its phases, one after the other."""
+Function = Callable[[nn.Tensor], nn.Tensor]
+Done = dict[str, tuple[int, int]]
+"""Name of passes -> how many, bytes of them all."""
 
 
 def programs() -> list[Program]:
-    """Every pass that is measured; those that are parts of later ones first."""
-    unary = [nn.relu, nn.tanh, nn.sigmoid, nn.silu, nn.gelu, nn.softmax, nn.log_softmax, lambda x: x * 2.0,
-             lambda x: nn.dropout(x, 0.1, 1), lambda x: nn.cast(x, "float64")]
-    optimizers = [partial(optim.SGD, lr=1e-3), partial(optim.SGD, lr=1e-3, momentum=0.9), partial(optim.Adam, lr=1e-3),
-                  partial(optim.AdamW, lr=1e-3)]
-    return [_copy, _sum, *(partial(_applied, each) for each in unary), _normalized,
-            *(partial(_of_two, each) for each in (nn.multiply, nn.subtract)),
-            *(partial(_loss, each) for each in (nn.mse, nn.mae)), _classes,
-            *(partial(_step, each) for each in optimizers)]
+    """Every pass that is measured; those that are parts of others first, then by how much training needs them."""
+    optimizers: list[Callable[..., optim.Optimizer]] = [optim.SGD, optim.Adam, optim.AdamW]
+    first: list[Program] = [_copy, _sum, partial(_applied, nn.relu), *(partial(_step, each) for each in optimizers),
+                            partial(_loss, nn.mse), _classes, _normalized]
+    unary: list[Function] = [nn.gelu, lambda x: nn.dropout(x, 0.1, 1), _scaled, nn.silu, nn.tanh, nn.sigmoid,
+                             nn.softmax, nn.log_softmax, lambda x: nn.cast(nn.cast(x, "float64"), "float32")]
+    two = [partial(_of_two, each) for each in (nn.multiply, nn.subtract)]
+    return [*first, *(partial(_applied, each) for each in unary), *two, partial(_loss, nn.mae)]
+
+
+def count() -> int:
+    """How many points there are."""
+    return len(programs()) * len(ROWS)
 
 
 def _random(grid: Grid, rows: int, seed: int = 1) -> DistMatrix:
@@ -61,11 +75,14 @@ def _leaf(grid: Grid, rows: int, seed: int = 1) -> nn.Tensor:
     return nn.Tensor(_random(grid, rows, seed), requires_grad=True)
 
 
+def _scaled(x: nn.Tensor) -> nn.Tensor:
+    return x * 2.0
+
+
 def _copy(grid: Grid, rows: int) -> Iterator[Phase]:
     """Its bytes are known: every dry run has copies among other passes."""
     source = _random(grid, rows).local
-    library = grid.library("numpy")
-    target = library.copy(source)
+    target = grid.library("numpy").copy(source)
     yield Phase(partial(_copied, target, source))
 
 
@@ -79,127 +96,171 @@ def _sum(grid: Grid, rows: int) -> Iterator[Phase]:
     yield Phase(lambda: nn.add(one, other))
 
 
-def _applied(function: Callable[[nn.Tensor], nn.Tensor], grid: Grid, rows: int) -> Iterator[Phase]:
-    x = _leaf(grid, rows)
-    yield Phase(lambda: function(x))
-    yield _backward([x], lambda: function(x))
+def _applied(function: Function, grid: Grid, rows: int) -> Iterator[Phase]:
+    yield from _forward_and_back(grid, rows, function)
 
 
 def _of_two(function: Callable[..., nn.Tensor], grid: Grid, rows: int) -> Iterator[Phase]:
-    one, other = _leaf(grid, rows), _leaf(grid, rows, 2)
-    yield Phase(lambda: function(one, other))
-    yield _backward([one, other], lambda: function(one, other))
+    other = _leaf(grid, rows, 2)
+    yield from _forward_and_back(grid, rows, lambda x: function(x, other), [other])
 
 
 def _normalized(grid: Grid, rows: int) -> Iterator[Phase]:
-    layer, x = nn.LayerNorm(grid, COLUMNS), _leaf(grid, rows)
-    yield Phase(lambda: layer(x))
-    yield _backward([x, *layer.parameters()], lambda: layer(x))
+    layer = nn.LayerNorm(grid, COLUMNS)
+    yield from _forward_and_back(grid, rows, layer, layer.parameters())
+
+
+def _forward_and_back(grid: Grid, rows: int, function: Function, others: Iterable[nn.Tensor] = ()) -> Iterator[Phase]:
+    """Backward through a chain, beside a backward pass that only brings the gradient to where it belongs."""
+    x, gradient, made = _leaf(grid, rows), _random(grid, rows, 3), list[nn.Tensor]()
+    yield Phase(lambda: function(x))
+    leaves = [x, *others]
+
+    def prepare() -> None:
+        end = x
+        for _ in range(CHAIN):
+            end = function(end)
+        made[:] = [end]
+        for leaf in leaves:
+            leaf.grad = None
+
+    yield Phase(lambda: made[0].backward(gradient), prepare, lambda: x.backward(gradient))
 
 
 def _loss(function: Callable[..., nn.Tensor], grid: Grid, rows: int) -> Iterator[Phase]:
+    """Of the backward pass of a loss, all that any backward pass takes is a part: each step has one."""
     x, target = _leaf(grid, rows), _random(grid, rows, 2)
-    yield Phase(lambda: function(x, target))
-    yield _backward([x], lambda: function(x, target), of_loss=True)
+    yield from _of_loss(x, lambda: function(x, target))
 
 
 def _classes(grid: Grid, rows: int) -> Iterator[Phase]:
     labels = grid.library("numpy").made((rows, 1), "int64", lambda: np.arange(rows)[:, None] % COLUMNS)
     matrix = DistMatrix(grid, labels, (rows, 1), Layout())
     x = _leaf(grid, rows)
-    yield Phase(lambda: loss.cross_entropy(x, matrix))
-    yield _backward([x], lambda: loss.cross_entropy(x, matrix), of_loss=True)
+    yield from _of_loss(x, lambda: loss.cross_entropy(x, matrix))
+
+
+def _of_loss(x: nn.Tensor, function: Callable[[], nn.Tensor]) -> Iterator[Phase]:
+    made = list[nn.Tensor]()
+
+    def prepare() -> None:
+        x.grad = None
+        made[:] = [function()]
+
+    yield Phase(function)
+    yield Phase(lambda: made[0].backward(), prepare)
 
 
 def _step(make: Callable[..., optim.Optimizer], grid: Grid, rows: int) -> Iterator[Phase]:
     """Of an optimizer, over a weight of as many elements."""
     layer = nn.Linear(grid, rows, COLUMNS, bias=False)
-    optimizer = make(layer.parameters())
+    optimizer = make(layer.parameters(), lr=1e-3)
     x, gradient = DistMatrix.random(grid, (1, rows), dtype="float32"), _random(grid, 1, 2)
     yield Phase(optimizer.step, lambda: layer(nn.Tensor(x)).backward(gradient))
 
 
-def _backward(leaves: list[nn.Tensor], forward: Callable[[], nn.Tensor], of_loss: bool = False) -> Phase:
-    made = list[nn.Tensor]()
-    gradient = list[DistMatrix]()
+def measured_passes(sampler: Sampler, machine: Machine, tell: Callable[[str, int], None]) -> dict[str, Pass]:
+    """Overhead and rate by the names that dry runs give; "default" for all others.
 
-    def prepare() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-        made[:] = [forward()]
-        if not of_loss and not gradient:
-            gradient.append(made[0].value.copy() if hasattr(made[0].value, "copy") else made[0].value)
-
-    return Phase(lambda: made[0].backward(*gradient), prepare)
-
-
-def measured_passes(sampler: Sampler, tell: Callable[[str, int], None]) -> dict[str, Pass]:
-    """Overhead and rate by the names that dry runs give; "default" for all others."""
+    machine   whose GEMMs are known: some passes come with small ones
+    """
     found: dict[str, Pass] = {}
     with sampler.section("passes", SECONDS), Grid(MPI.COMM_SELF, (1, 1, 1)) as grid:
         for program in programs():
-            timed: dict[int, list[tuple[dict[str, int], float]]] = defaultdict(list)
+            timed: dict[int, list[tuple[Done, float]]] = defaultdict(list)
+            longest = 0.0
             for rows in ROWS:
-                bytes_of = passes_of(program, rows)
-                for index, phase in enumerate(program(grid, rows)):
-                    seconds = sampler.measure(phase.work, phase.before, sample_seconds=SAMPLE_SECONDS)
-                    if seconds is not None and bytes_of[index]:
-                        timed[index].append((bytes_of[index], seconds))
                 tell("passes", 1)
+                done = done_in(program, rows) if longest < LONG else []
+                for index, (phase, actions) in enumerate(zip(program(grid, rows) if done else (), done)):
+                    seconds = _seconds(sampler, phase)
+                    if seconds is not None:
+                        longest = max(longest, seconds)
+                        gemms = seconds_of_gemms(actions, machine)
+                        timed[index].append((passes_of(actions), max(seconds - gemms, seconds / 10)))
             for points in timed.values():
                 learn(found, points)
-    found.setdefault(DEFAULT, found.get(DEFAULT_IS) or found.get(COPY) or Pass(0.0, 1e9))
+    found[DEFAULT] = found.get(DEFAULT_IS) or found.get(COPY) or Pass(0.0, 1e9)
     return found
 
 
-def passes_of(program: Program, rows: int) -> list[dict[str, int]]:
-    """Of each phase of a program, bytes by name of pass, as its dry run says."""
+def _seconds(sampler: Sampler, phase: Phase) -> float | None:
+    seconds = sampler.measure(phase.work, phase.before, sample_seconds=SAMPLE_SECONDS)
+    if seconds is None or phase.beside is None:
+        return seconds
+    beside = sampler.measure(phase.beside, phase.before, sample_seconds=SAMPLE_SECONDS)
+    return None if beside is None else max(seconds - beside, seconds / 10)
+
+
+def done_in(program: Program, rows: int) -> list[list[Action]]:
+    """The actions of each phase of a program, as its dry run says; of `beside` none are left."""
     if program is _copy:
-        return [{COPY: 2 * rows * COLUMNS * 4}]
+        return [[Action("pass", operation=COPY, nbytes=2 * rows * COLUMNS * 4)]]
     found = []
     with Grid.dry((1, 1, 1)) as grid:
-        assert grid.dry_run is not None
         for phase in program(grid, rows):
-            if phase.before is not None:
-                phase.before()
-            grid.dry_run.actions.clear()
-            phase.work()
-            found.append(by_name(grid.dry_run.actions))
+            done = _done(grid, phase.work, phase.before)
+            if phase.beside is not None:
+                done = _without(done, _done(grid, phase.beside, phase.before))
+            found.append(done)
     return found
 
 
-def by_name(actions: list[Action]) -> dict[str, int]:
-    """Bytes of the passes of each name."""
-    found: dict[str, int] = defaultdict(int)
+def _done(grid: Grid, work: Work, before: Work | None) -> list[Action]:
+    """The second time: in the first one an optimizer makes its state."""
+    assert grid.dry_run is not None
+    for _ in range(2):
+        if before is not None:
+            before()
+        grid.dry_run.actions.clear()
+        work()
+    return list(grid.dry_run.actions)
+
+
+def _without(actions: list[Action], others: list[Action]) -> list[Action]:
+    """Actions but as many that are like the others."""
+    left = list(actions)
+    for other in others:
+        alike = [index for index, action in enumerate(left) if str(action) == str(other)]
+        if alike:
+            del left[alike[-1]]
+    return left
+
+
+def passes_of(actions: Iterable[Action]) -> Done:
+    """How many passes of each name there are, and over how many bytes."""
+    found: Done = {}
     for action in actions:
         if action.what == "pass":
-            found[action.operation] += action.nbytes
-    return dict(found)
+            count, nbytes = found.get(action.operation, (0, 0))
+            found[action.operation] = (count + 1, nbytes + action.nbytes)
+    return found
 
 
-def learn(found: dict[str, Pass], points: list[tuple[dict[str, int], float]]) -> None:
+def seconds_of_gemms(actions: Iterable[Action], machine: Machine) -> float:
+    """Of the GEMMs among the actions."""
+    return sum(machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
+               for action in actions if action.what == "gemm")
+
+
+def learn(found: dict[str, Pass], points: Sequence[tuple[Done, float]]) -> None:
     """Add the passes of a phase that are not known yet: what those that are known take is subtracted.
 
-    points   bytes by name, and seconds, for each size
+    points   passes by name, and seconds, for each size
 
         >>> known = {"copy": Pass(0.0, 100.0)}
-        >>> learn(known, [({"relu": 100, "copy": 100}, 3.0), ({"relu": 300, "copy": 300}, 8.0)])
-        >>> known["relu"].rate, round(known["relu"].overhead, 9)
-        (66.66666666666667, 0.5)
+        >>> learn(known, [({"relu": (2, 100), "copy": (1, 100)}, 3.0), ({"relu": (2, 300), "copy": (1, 300)}, 8.0)])
+        >>> round(known["relu"].rate, 6), round(known["relu"].overhead, 6)
+        (66.666667, 0.25)
     """
     names = [name for name in points[0][0] if name not in found]
     if not names:
         return
-    left = list[tuple[float, float]]()
-    for bytes_of, seconds in points:
-        known = sum(found[name].overhead + nbytes / found[name].rate for name, nbytes in bytes_of.items()
-                    if name in found)
-        left.append((sum(bytes_of.get(name, 0) for name in names), max(seconds - known, seconds / 10)))
-    overhead, rate = line(left)
-    for name in names:
-        found[name] = Pass(overhead / len(names), rate)
-
-
-def count() -> int:
-    """How many points there are."""
-    return len(programs()) * len(ROWS)
+    left = list[tuple[int, int, float]]()
+    for done, seconds in points:
+        known = sum(count * found[name].overhead + nbytes / found[name].rate
+                    for name, (count, nbytes) in done.items() if name in found)
+        own = [done[name] for name in names if name in done]
+        count, nbytes = map(sum, zip(*own))
+        left.append((count, nbytes, max(seconds - known, seconds / 10)))
+    found.update(dict.fromkeys(names, Pass(*line(left))))

@@ -40,13 +40,14 @@ class Sampler:
     crowding  ranks that share a core, at least 1
     budget    seconds that a section may take, as a share of what it asks for
     thrown    samples of this rank that were jumps of the clock
+    left_out  points that were not measured, since the time of their section was up
     medians   section -> this rank's median of each point, in order
     """
 
     def __init__(self, comm: MPI.Intracomm, crowding: float = 1.0, budget: float = 1.0,
                  clock: Callable[[], float] = time.perf_counter):
         self.comm, self.crowding, self.budget, self.clock = comm, max(1.0, crowding), budget, clock
-        self.thrown = 0
+        self.thrown = self.left_out = 0
         self.medians: dict[str, list[float]] = {}
         self._section, self._ends, self._over = "", float("inf"), False
 
@@ -84,14 +85,14 @@ class Sampler:
         Raises Pmm3dError, on every rank, if the clock of one gives no time at all.
         """
         if self._over:
+            self.left_out += 1
             return None
         for _ in range(ATTEMPTS):
-            begun = self.clock()
             self._timed(work, before, 1)
             estimate = self._timed(work, before, 1)
             slowest, over = self.largest(estimate, self.clock() - self._ends)
             if over > 0:
-                self._over = True
+                self._over, self.left_out = True, self.left_out + 1
                 return None
             wanted = sample_seconds * self.crowding
             calls = 1 if slowest <= 0 else max(1, min(MOST_CALLS, round(wanted / slowest)))
@@ -103,8 +104,8 @@ class Sampler:
             if not missing:
                 self.medians.setdefault(self._section, []).append(own)
                 return found
-        raise Pmm3dError(f"the clock of this machine gives no time: {ATTEMPTS * samples} timings in a row, since it was "
-                         f"at {begun:g} s, were not positive. Measure again")
+        raise Pmm3dError(f"the clock of a rank's host gives no time: {ATTEMPTS * samples} timings in a row were not "
+                         "positive. Measure again, or on another host")
 
     def _timed(self, work: Work, before: Work | None, calls: int) -> float:
         """Seconds of one of so many calls."""

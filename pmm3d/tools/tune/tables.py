@@ -14,7 +14,6 @@ from .fitting import Fitted
 from .measure import Report
 
 SHOWN_GEMMS = (64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (1024, 16, 1024), (16, 1024, 1024)
-SHOWN_PASSES = 12
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -36,10 +35,14 @@ def print_report(report: Report, console: Console) -> None:
 
 def _print_doubts(report: Report, console: Console) -> None:
     if report.thrown:
-        console.print(f"[yellow]{report.thrown} samples were thrown away: the clock had jumped[/]")
+        console.print(f"[yellow]{report.thrown} samples were thrown away: the clock had jumped, or a rank stood "
+                      "still[/]")
+    if report.left_out:
+        console.print(f"[yellow]{report.left_out} points were not measured: the time was up. --budget 2 takes "
+                      "longer[/]")
     for one in report.slow:
         console.print(f"[yellow]rank {one.rank} (host {report.hosts[one.rank]}) was slow in {one.section}: "
-                      f"{one.ratio:g} times the median of the ranks[/]", markup=True)
+                      f"{one.ratio:g} times the median of the ranks[/]")
 
 
 def _gemms(machine: Machine) -> Table:

@@ -1,0 +1,95 @@
+"""The answer of `pmm3d plan`: a ranking by the one of its three sources that was asked for, and what is said beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...model.axonn import ORDER, parse_order
+from ...model.candidates import Ranking
+from ...model.gpt_ranking import Search, rank_by_axonn, rank_by_machine
+from ...model.interval import HOUR, advice
+from ...model.machines import Machine
+from .asked import Asked
+from .machines import bandwidths_of
+
+NODE_WRITES = 1e9
+"""Bytes/s that a node is taken to write, where nobody measured a checkpoint."""
+WRITTEN = ("weights", "state")
+"""Kinds of memory that a checkpoint has."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A ranking.
+
+    peak      flop/s of a rank that the share is of; 0 where seconds are not those of a whole step
+    product   m, n, k, of a product
+    unit      what the seconds are of
+    notes     what is to be known of the seconds
+    advice    how often to write a checkpoint
+    """
+
+    ranking: Ranking
+    peak: float
+    unit: str
+    product: tuple[int, int, int] | None = None
+    notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The ranked grids, the best first."""
+        return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
+                 "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset}
+                for candidate in self.ranking.candidates]
+
+
+def answered(asked: Asked, machine: Machine, top: int) -> Answer:
+    """Raises Pmm3dError where there is no answer, with the remedy."""
+    if asked.axonn:
+        return _by_axonn(asked, machine)
+    limit = asked["memory"] or machine.memory or None
+    if asked.source == "gpt":
+        search = Search(asked["powers_of_two"], asked["min_tensor"] or 1, limit)
+        ranking, product, unit = rank_by_machine(asked.model(), asked.ranks, machine, search, top), None, "a step"
+    elif asked.source == "training":
+        ranking, product, unit = _training(asked, machine, limit, top), None, "a step"
+    else:
+        from ...model.ranking import rank_products
+
+        product, unit = (asked["m"], asked["n"], asked["k"]), "a product"
+        ranking = rank_products(product, asked.ranks, asked["dtype"] or "float64", machine, limit=limit, top=top)
+    peak = machine.peak.get(ranking.dtype, machine.peak.get(machine.stands_for(ranking.dtype), 0.0))
+    return Answer(ranking, peak, unit, product, advice=_how_often(asked, machine, ranking))
+
+
+def _by_axonn(asked: Asked, machine: Machine) -> Answer:
+    order = ORDER if asked["order"] is None else parse_order(asked["order"])
+    search = Search(asked["powers_of_two"], asked["min_tensor"] or 1, asked["memory"])
+    ranking = rank_by_axonn(asked.model(), asked.ranks, bandwidths_of(machine), search, order)
+    memory = "" if asked["memory"] else " Memory is shown, and drops nothing without --memory."
+    return Answer(ranking, 0.0, "of collectives in a step", notes=(
+        f"Five terms of AxoNN's authors, ranks along {', '.join(order)}: collectives of the fully connected layers "
+        f"alone, without computation, latency, overlap.{memory}",))
+
+
+def _training(asked: Asked, machine: Machine, limit: int | None, top: int) -> Ranking:
+    from ...nn.training import config as configuration
+    from ...nn.training.planning import SampleSizes, rank_training
+
+    assert asked.config is not None
+    last = asked["classes"] or asked["outputs"]
+    sizes = SampleSizes(asked["features"], last, asked["classes"] is not None) if last else None
+    return rank_training(configuration.load(asked.config), asked.ranks, machine, limit=limit, samples=sizes, top=top)
+
+
+def _how_often(asked: Asked, machine: Machine, ranking: Ranking) -> tuple[str, ...]:
+    """In a sentence, for the first candidate."""
+    if asked["mtbf"] is None:
+        return ()
+    best = ranking.candidates[0]
+    written = sum(best.memory.get(kind, 0) for kind in WRITTEN) * min(machine.ranks_per_node, ranking.ranks)
+    seconds = written / NODE_WRITES if asked["write_seconds"] is None else asked["write_seconds"]
+    how = (f"A checkpoint is taken to be written in {seconds:.3g} s, at 1 GB/s a node: --write-seconds says it better",)
+    found = advice(seconds, asked["mtbf"] * HOUR, best.seconds)
+    return (found.sentence, *(how if asked["write_seconds"] is None else ()))

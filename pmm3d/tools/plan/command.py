@@ -1,0 +1,140 @@
+"""The command `pmm3d plan`."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...layout import MATRIX_DTYPES
+from ...model.environment import task_rank
+from ..outputs import check_writable
+from ..terminal import complaining, console, say
+from .asked import Asked
+
+
+class Terms(Enum):
+    """What --terms takes."""
+
+    FULL = "full"
+    AXONN = "axonn"
+
+
+DTypes = Enum("DTypes", {name: name for name in MATRIX_DTYPES})  # type: ignore[misc]
+"""What --dtype takes."""
+
+
+def plan_command(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of a training.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = ...,  # type: ignore[assignment]
+    machine: Annotated[str | None, typer.Option(help="perlmutter, frontier, alps, nominal, or a TOML file. Left out: "
+                                                     "as measured here (pmm3d tune machine), else nominal.")] = None,
+    m: Annotated[int | None, typer.Option(min=1, help="A product: rows of A and C.")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="A product: columns of B and C.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="A product: columns of A, rows of B.")] = None,
+    dtype: Annotated[DTypes | None, typer.Option(help="A product: of its elements. Left out: float64.")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="A training: columns of a sample, where the file of "
+                                                             "samples is not there.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="A training: columns of a target, likewise.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="A training: number of classes, in place of "
+                                                            "--outputs.")] = None,
+    gpt: Annotated[bool, typer.Option("--gpt", help="A GPT by formulas, in bfloat16 with AdamW, blocks "
+                                                    "recomputed.")] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="A GPT: its blocks.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="A GPT: its width.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="A GPT: x must divide them. Left out: not looked "
+                                                          "at.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="A GPT: tokens of a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="A GPT: sequences of a step; data x z must divide "
+                                                          "them.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=0, help="A GPT: tokens there are. Left out: 51200.")] = None,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="A GPT: passes that a step's batch is cut into. Left "
+                                                               "out: 1.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Left out: as the machine says.")] = None,
+    terms: Annotated[Terms, typer.Option(help="full: all that a rank does, simulated; axonn: the collectives of a GPT "
+                                              "by the five terms of AxoNN's authors.")] = Terms.FULL,
+    order: Annotated[str | None, typer.Option(help="Of ranks along the axes, innermost first, for --terms axonn. Left "
+                                                   "out: y,x,z,data.")] = None,
+    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="A GPT: only grids whose sizes are.")] = False,
+    min_tensor: Annotated[int | None, typer.Option(min=1, help="A GPT: ranks along x, y and z together, at "
+                                                               "least.")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="Bytes that a rank may hold. Left out: those of the "
+                                                           "machine; no limit for --terms axonn.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Grids to show.")] = 10,
+    mtbf: Annotated[float | None, typer.Option(help="Hours between failures of the job: says how often to write a "
+                                                    "checkpoint.")] = None,
+    write_seconds: Annotated[float | None, typer.Option(help="That a checkpoint takes to write. Left out: at 1 GB/s "
+                                                             "a node.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all ranked grids here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw where the time goes here (.png, .pdf, .svg).")] = None,
+) -> None:
+    """Which grid, how many ranks, will it fit, how long: before a job is submitted.
+
+    All grids of that many ranks are priced for a machine; what does not fit is dropped, and said. The best are shown
+    with the time of each term, what a rank holds and the share of peak, and beside them the grids of plain data
+    parallelism (ddp), of sharded weights (fsdp, hsdp) and of tensor parallelism (megatron). No MPI is used.
+
+    [bold]Examples[/]
+
+    pmm3d plan --m 65536 --n 65536 --k 65536 --ranks 512 --machine perlmutter
+
+    pmm3d plan apps/digits.toml --ranks 64 --features 64 --classes 10
+
+    pmm3d plan --gpt --layers 24 --hidden 4096 --heads 32 --sequence 2048 --batch 512 --ranks 512 --machine frontier
+
+    The last with figures of a paper: --terms axonn --powers-of-two --min-tensor 8
+
+    How often to write: --mtbf 24 --write-seconds 30
+    """
+    if task_rank(os.environ):
+        return
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    options = {"m": m, "n": n, "k": k, "dtype": dtype.value if dtype else None, "features": features,
+               "outputs": outputs, "classes": classes, "layers": layers, "hidden": hidden, "heads": heads,
+               "sequence": sequence, "batch": batch, "vocabulary": vocabulary, "accumulate": accumulate,
+               "ranks_per_node": ranks_per_node, "order": order, "powers_of_two": powers_of_two,
+               "min_tensor": min_tensor, "memory": memory, "mtbf": mtbf, "write_seconds": write_seconds}
+    with complaining():
+        asked = Asked(ranks, config, gpt, terms is Terms.AXONN, options)
+        asked.check()
+        _check_output(json, plot)
+        _plan(asked, machine, top, json, plot)
+
+
+def _check_output(json: Path | None, plot: Path | None) -> None:
+    check_writable(json, plot)
+    if plot:
+        from ..bench.plot import check_picture
+
+        check_picture(plot)
+
+
+def _plan(asked: Asked, machine: str | None, top: int, json: Path | None, plot: Path | None) -> None:
+    from .answer import answered
+    from .machines import chosen_machine
+    from .shown import choice, dropped_lines, shown_of
+    from .table import print_ranking
+
+    chosen = chosen_machine(machine, asked.ranks, asked["ranks_per_node"])
+    answer = answered(asked, chosen.machine, top)
+    ranking, shown = answer.ranking, shown_of(answer.ranking, top)
+    for line in chosen.lines("axonn" if asked.axonn else "full", ranking.dtype):
+        say(line)
+    print_ranking(console(sys.stdout), ranking, shown, answer.peak, answer.product)
+    for line in (*answer.notes, *dropped_lines(ranking), choice(ranking, answer.unit), *answer.advice):
+        say(line)
+    if json:
+        json.write_text(json_format.dumps(answer.as_json(), indent=1) + "\n", encoding="utf-8")
+    if plot:
+        from .plot import plot as draw
+
+        draw(ranking, shown, chosen.machine.name, plot)
+    for written in filter(None, (json, plot)):
+        say(f"wrote {written}")

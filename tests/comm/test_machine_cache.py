@@ -1,0 +1,141 @@
+"""Machines that were measured: found again by the same kind of job only, damaged files left aside and told of."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from pmm3d.comm import machine_cache
+from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember
+from pmm3d.errors import Pmm3dError
+from pmm3d.model.machines import as_toml, load
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PMM3D_MACHINE", raising=False)
+
+
+def text_of(key, name="measured"):
+    return as_toml(replace(load("nominal"), name=name, key=key))
+
+
+def keep(ranks_per_node, nodes=1, name="measured", **changes):
+    key = key_of(ranks_per_node, nodes) | changes
+    return remember(key, text_of(key, name))
+
+
+@pytest.mark.parallel([1])
+def test_what_was_measured_is_found_by_the_same_kind_of_job_only(comm):
+    keep(4)
+    assert machine_here(comm, 4, 1).name == "measured"
+    assert machine_here(comm, 8, 1) is None
+    assert machine_here(comm, 4, 2) is None
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("part", ["format", "cpu", "cores", "mpi", "blas", "threads", "numpy", "pmm3d"])
+def test_each_part_of_the_key_tells_machines_apart(comm, part):
+    keep(4, **{part: "another"})
+    assert machine_here(comm, 4, 1) is None
+    keep(4)
+    assert machine_here(comm, 4, 1).key[part] != "another"
+
+
+@pytest.mark.parallel([1])
+def test_several_nodes_serve_one_but_their_own_comes_first(comm):
+    keep(4, 2, "on several")
+    assert (machine_here(comm, 4, 1).name, machine_here(comm, 4, 3).name) == ("on several", "on several")
+    keep(4, 1, "on one")
+    assert (machine_here(comm, 4, 1).name, machine_here(comm, 4, 3).name) == ("on one", "on several")
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("damage", [
+    lambda text: text[: len(text) // 2], lambda text: "", lambda text: text.replace("memory", "memorv"),
+    lambda text: text.replace("rate = ", "rate = -"), lambda text: "\0" * 100,
+], ids=["cut", "empty", "unknown key", "negative", "zeros"])
+def test_a_damaged_file_is_not_used_and_told_of_once(comm, caplog, damage):
+    path = keep(4)
+    path.write_text(damage(path.read_text()))
+    assert machine_here(comm, 4, 1) is None
+    [told] = [record for record in caplog.records if str(path) in record.getMessage()]
+    assert told.name == "pmm3d.comm" and "pmm3d tune machine measures it anew" in told.getMessage()
+    keep(4)
+    assert machine_here(comm, 4, 1) is not None
+
+
+def test_bytes_that_are_no_text_and_pipes_are_not_used(caplog):
+    path = keep(4)
+    path.write_bytes(b"\xff\xfe\xff")
+    assert recalled(key_of(4, 1)) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert recalled(key_of(4, 1)) is None
+    assert len(caplog.records) == 2
+
+
+def test_a_file_that_was_copied_from_another_machine_is_not_used(caplog):
+    key = key_of(4, 1)
+    remember(key, text_of(key | {"cpu": "of another host"}))
+    assert recalled(key) is None
+    assert "was measured on another machine" in caplog.text
+
+
+@pytest.mark.parallel([1, 3])
+def test_all_ranks_have_what_rank_0_reads(comm, monkeypatch, tmp_path):
+    shared = comm.bcast(str(tmp_path))
+    if comm.rank == 0:
+        keep(4)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", shared + "/nothing")
+        monkeypatch.setattr(machine_cache, "recalled", None)
+    names = comm.allgather(machine_here(comm, 4, 1).name)
+    assert names == ["measured"] * comm.size
+
+
+@pytest.mark.parallel([1, 3])
+def test_another_machine_is_named_by_the_environment(comm, monkeypatch):
+    keep(4)
+    monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
+    assert machine_here(comm, 4, 1).name == "perlmutter"
+    monkeypatch.setenv("PMM3D_MACHINE", "no-such-machine")
+    with pytest.raises(Pmm3dError, match="no machine is named 'no-such-machine'") as raised:
+        machine_here(comm, 4, 1)
+    assert raised.value.everywhere
+
+
+def test_a_file_appears_whole_or_not_at_all(monkeypatch):
+    path = keep(4, name="first")
+
+    def fails(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="No space"):
+        keep(4, name="second")
+    assert 'name = "first"' in path.read_text()
+    assert list(folder().iterdir()) == [path]
+
+
+def test_who_plans_takes_the_newest_of_this_kind_of_host():
+    assert measured_here() is None
+    for age, (ranks, threads, name) in enumerate([(8, "1", "eight"), (4, "2", "four"), (2, "7", "two")]):
+        path = keep(ranks, name=name, threads=threads)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    os.utime(keep(16, name="another host", cpu="another"), (2e9, 2e9))
+    (folder() / "damaged.toml").write_text("= [")
+    assert measured_here().name == "eight"
+    assert (measured_here(2).name, measured_here(4).name, measured_here(16)) == ("two", "four", None)
+    assert measured_here(nodes=2) is None
+
+
+def test_users_without_a_home_and_without_threadpoolctl_have_none(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(machine_cache.trial_cache, "folder", no_home)
+    assert measured_here(4) is None
+    with pytest.raises(RuntimeError):
+        file_of(key_of(4, 1))

@@ -1,0 +1,193 @@
+"""pmm3d plan: its three sources, what is shown and written, and what is refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from pmm3d.layout import GridShape
+from pmm3d.model.candidates import Candidate, Ranking
+from pmm3d.model.gpt import GPT
+from pmm3d.model.gpt_ranking import Search, rank_by_axonn
+from pmm3d.model.machines.reading import as_toml, load
+from pmm3d.tools.commands import app
+from pmm3d.tools.plan.machines import chosen_machine
+from pmm3d.tools.plan.shown import choice, dropped_lines, shown_of
+
+WIDE = {"COLUMNS": "160"}
+SMALL = ("--gpt", "--layers", "12", "--hidden", "768", "--sequence", "1024", "--batch", "64", "--heads", "12")
+OF_ISSUE = ("--gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
+            "perlmutter --terms axonn --order y,x,z,data --powers-of-two").split()
+TRAINING = """
+[data]
+file = "none.h5"
+batch_size = 64
+[network]
+hidden = [32, 32]
+[training]
+folder = "run"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(*arguments):
+    done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def refused(*arguments):
+    """The line that says why."""
+    done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
+    assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_the_command_of_the_paper(tmp_path):
+    path = tmp_path / "plan.json"
+    said = plan(*OF_ISSUE, "--json", path)
+    written = json.loads(path.read_text())
+    ranking = rank_by_axonn(GPT(42, 12288, 2048, 256), 1024, load("perlmutter").axonn, Search(True, 64))
+    assert [(each["grid"], each["seconds"]) for each in written] == [
+        (candidate.grid._asdict(), candidate.seconds) for candidate in ranking.candidates]
+    assert len(written) == 215 and list(written[0]["grid"]) == ["x", "y", "z", "data"]
+    assert written == sorted(written, key=lambda each: each["seconds"])
+    assert "Machine perlmutter (asked for)" in said and "AxoNN's authors" in said
+    assert "71 of 286 grids dropped" in said and "ddp: x y z = 1 is less than min-tensor = 64" in said
+    assert "Choice: 2x8x64, 3.3 s of collectives in a step" in said and f"wrote {path}" in said
+
+
+def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
+    found = []
+    for order in ("y,x,z,data", "data,z,x,y"):
+        path = tmp_path / f"{order}.json"
+        plan(*OF_ISSUE, "--order", order, "--json", path)
+        found.append(json.loads(path.read_text())[0]["seconds"])
+    assert found[0] != found[1]
+
+
+def test_a_gpt_by_simulation(tmp_path):
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    said = plan(*SMALL, "--ranks", 16, "--machine", "frontier", "--json", path, "--plot", picture, "--top", 3,
+                "--mtbf", 24, "--write-seconds", 5)
+    written = json.loads(path.read_text())
+    assert len(written) >= 3
+    for each in written:
+        assert sum(each["terms"].values()) == pytest.approx(each["seconds"])
+        assert sum(each["memory"].values()) < 64e9 and each["bytes"] > 0
+    for preset in ("ddp", "fsdp", "hsdp", "megatron"):
+        assert re.search(rf"^ .*\b{preset}\b", said, re.M)
+    assert "12 heads do not divide by x = 8" in said
+    assert "write a checkpoint every" in said and "1 GB/s" not in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "1 GB/s a node: --write-seconds" in plan(*SMALL, "--ranks", 16, "--machine", "frontier", "--mtbf", 24)
+
+
+def test_a_product_with_its_bytes_over_the_bound(tmp_path):
+    path = tmp_path / "plan.json"
+    said = plan("--m", 4096, "--n", 4096, "--k", 4096, "--ranks", 64, "--dtype", "float32", "--machine", "perlmutter",
+                "--json", path)
+    best = json.loads(path.read_text())[0]
+    assert best["grid"] == {"x": 4, "y": 4, "z": 4, "data": 1}
+    assert re.search(r"4x4x4 .* 1\.00 ", said) and "4096 x 4096 x 4096 float32" in said
+
+
+def test_a_training_takes_its_configuration(tmp_path, monkeypatch):
+    from pmm3d.nn.training import planning
+
+    asked = {}
+
+    def ranking(config, ranks, machine, **options):
+        asked.update(options, config=config, ranks=ranks, machine=machine)
+        best = Candidate(GridShape(1, 1, 1, ranks), 0.25, {"gemm": 0.2, "data": 0.05}, {"weights": 100}, preset="ddp")
+        return Ranking("a step of x.toml", ranks, [best], [], 1e9, "float32", 1)
+
+    monkeypatch.setattr(planning, "rank_training", ranking, raising=False)
+    path = tmp_path / "x.toml"
+    path.write_text(TRAINING)
+    said = plan(path, "--ranks", 8, "--features", 20, "--classes", 4, "--memory", 10**9)
+    assert asked["config"].network.hidden == [32, 32] and asked["ranks"] == 8 and asked["limit"] == 10**9
+    assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal"
+    assert "Machine nominal (assumed: nothing was measured here" in said
+    assert "Choice: 1x1x1 (data 8) (ddp), 250 ms a step, 100 B on the fullest rank" in said
+
+
+def test_ranks_of_a_node_are_those_asked_for():
+    assert chosen_machine("frontier", 16, None).machine.ranks_per_node == 8
+    assert chosen_machine("frontier", 16, 4).machine.ranks_per_node == 4
+
+
+def test_a_machine_of_a_file(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(as_toml(load("frontier")).replace('name = "frontier"', 'name = "own"'))
+    assert "Machine own (asked for)" in plan(*SMALL, "--ranks", 8, "--machine", path)
+    path.write_text(path.read_text().replace("ranks_per_node = 8", "ranks_per_node = -8"))
+    assert "ranks_per_node" in refused(*SMALL, "--ranks", 8, "--machine", path)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ((), "what is to be planned"),
+    (("--min-tensor", 4), "--min-tensor belongs to --gpt"),
+    (("--m", 8, "--n", 8), "needs --k too"),
+    (("--m", 8, "--n", 8, "--k", 8, "--heads", 4), "--heads has no effect on a product: it is of a GPT (--gpt)"),
+    (("--m", 8, "--n", 8, "--k", 8, "--terms", "axonn"), "--terms axonn is of the layers of a GPT"),
+    (("--m", 8, "--n", 8, "--k", 8, "--mtbf", 3), "a product has no checkpoints"),
+    (("--gpt", "--layers", 3), "needs --hidden, --sequence, --batch too"),
+    (("x.toml", *SMALL), "leave out CONFIG, or --gpt"),
+    ((*SMALL, "--dtype", "float32"), "--dtype has no effect with --gpt: it is of a product"),
+    (("x.toml", "--features", 3), "--features together with either --outputs or --classes"),
+    (("x.toml", "--features", 3, "--outputs", 3), "cannot read the configuration x.toml"),
+    ((*SMALL, "--order", "y,x,z,data"), "--order has no effect with --terms full"),
+    ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "names each axis once"),
+    ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--machine", "frontier"), "--mtbf has no effect with --terms axonn"),
+    ((*SMALL, "--terms", "axonn", "--machine", "alps"), "machine alps has no table [axonn]"),
+    ((*SMALL, "--write-seconds", 3), "--write-seconds has no effect without --mtbf"),
+    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': known are alps, frontier"),
+    ((*SMALL, "--machine", "frontier", "--memory", 10**9), "The least number of ranks that fits is"),
+    ((*SMALL, "--machine", "frontier", "--batch", 65, "--accumulate", 2), "batch = 65 must be a multiple"),
+    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "seconds are no time"),
+    ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
+    ((*SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),
+], ids=str)
+def test_what_cannot_be_answered_is_said_in_a_line(arguments, words):
+    assert words in refused("--ranks", 4, *arguments)
+
+
+def test_other_ranks_are_silent():
+    rank = {**os.environ, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = subprocess.run([sys.executable, "-m", "pmm3d", "plan", *SMALL, "--ranks", "8"], capture_output=True,
+                          text=True, env=rank, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_presets_are_shown_wherever_they_stand():
+    def candidate(x, data, seconds, preset=""):
+        return Candidate(GridShape(x, 1, 1, data), seconds, preset=preset)
+
+    best = [candidate(2, 4, 1.0), candidate(4, 2, 1.2, "megatron"), candidate(8, 1, 3.0, "megatron"),
+            candidate(1, 8, 3.5, "ddp")]
+    why_not = [Candidate(GridShape(1, 1, 8), 0.0, preset="fsdp", why_not="too large")]
+    ranking = Ranking("it", 8, best, why_not, 1.0, "float32", 5)
+    shown = shown_of(ranking, 1)
+    assert shown.best == best[:1] and shown.presets == [best[3], best[1]]
+    assert shown_of(ranking, 2).presets == [best[3]]
+    assert list(dropped_lines(ranking)) == ["1 of 5 grids dropped:", "  1x1x8 fsdp: too large"]
+    assert choice(ranking, "a step") == ("Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes "
+                                         "20% longer")
+
+
+def test_many_ranks_are_soon_planned(tmp_path, record_property):
+    begun = time.perf_counter()
+    said = plan("--gpt", "--layers", 96, "--hidden", 16384, "--heads", 128, "--sequence", 2048, "--batch", 8192,
+                "--ranks", 32768, "--machine", "frontier")
+    record_property("seconds", time.perf_counter() - begun)
+    assert "of 816 grids dropped" in said

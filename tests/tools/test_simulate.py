@@ -1,0 +1,253 @@
+"""The command pmm3d simulate: a step on many ranks, its curves, its trace beside a real one."""
+
+import json
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from pmm3d import Pmm3dError
+from pmm3d.layout import GridShape
+from pmm3d.model.machines import load
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import SampleSizes
+from pmm3d.tools import cli
+from pmm3d.tools.simulate.beside import read_trace, write_trace
+from pmm3d.tools.simulate.scaling import AS_IT_IS, VARIANTS, curves, rank_counts
+from pmm3d.tools.simulate.steps import Simulator
+
+CONFIG = """
+[data]
+file = "nowhere.h5"
+batch_size = {batch}
+[network]
+hidden = [{hidden}]
+"""
+SAMPLES = ("--features", "64", "--outputs", "32")
+
+
+def simulator(batch=4096, hidden=(512, 256, 512), machine="frontier", noise=0.0, **sections):
+    config = checked({"data": {"file": "nowhere.h5", "batch_size": batch}, "network": {"hidden": list(hidden)},
+                      **sections})
+    known = load(machine)
+    return Simulator(config, known, known.ranks_per_node, noise, SampleSizes(64, 32))
+
+
+def command(monkeypatch, capsys, *arguments):
+    """What the command prints, and its exit code."""
+    monkeypatch.setattr(sys, "argv", ["pmm3d", "simulate", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("pmm3d.tools.cli.make_streams_safe", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return capsys.readouterr(), ended.value.code
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "net.toml"
+    path.write_text(CONFIG.format(batch=4096, hidden="512, 256, 512"))
+    return path
+
+
+def test_where_sizes_divide_one_rank_stands_for_all():
+    found = simulator().of(GridShape(2, 2, 4, 8))
+    assert found.alike == {0: 128} and len(found.timeline.tables) == 1
+    assert found.seconds == pytest.approx(sum(found.terms.values()))
+    assert set(found.terms) <= {"gemm", "passes", "overhead", "x", "y", "z", "data", "all"}
+    assert sum(found.received.values()) == found.step.received
+
+
+def test_where_they_do_not_ranks_that_differ_are_simulated_together():
+    """513 columns over x: 257 and 256. The larger ranks decide; the smaller wait for them, so that all end together."""
+    found = simulator(hidden=(513,)).of(GridShape(2, 1, 1, 4))
+    assert sum(found.alike.values()) == 8 and len(found.alike) > 1
+    alone = simulator(hidden=(513,)).of(GridShape(2, 1, 1, 4), alone=True)
+    assert alone.alike == {0: 8}
+    assert found.seconds >= alone.seconds
+    assert found.seconds == pytest.approx(alone.seconds, rel=0.05)
+
+
+def test_noise_is_a_term_of_its_own():
+    quiet, noisy = (simulator(noise=noise).of(GridShape(1, 1, 1, 100)) for noise in (0.0, 0.1))
+    assert "noise" not in quiet.terms
+    assert noisy.seconds == pytest.approx(quiet.seconds * 1.25075936)
+    assert noisy.terms["noise"] == pytest.approx(noisy.seconds - quiet.seconds)
+    assert sum(noisy.terms.values()) == pytest.approx(noisy.seconds)
+
+
+def test_what_is_hidden_and_what_is_waited_for_make_up_a_collective():
+    found = simulator(batch=2**16, hidden=(4096, 4096)).of(GridShape(1, 1, 8))
+    waits = found.timeline.waits(0)
+    assert found.hidden["z"] > 0
+    assert found.hidden["z"] + waits["z"] == pytest.approx(found.alone["z"])
+
+
+def test_the_largest_actions_are_all_of_the_step():
+    simulated = simulator()
+    found = simulated.of(GridShape(2, 1, 2, 2))
+    shares = simulated.largest(found)
+    assert [share.seconds for share in shares] == sorted((share.seconds for share in shares), reverse=True)
+    gemms = [share for share in shares if share.what.startswith("GEMM")]
+    assert sum(share.seconds for share in gemms) == pytest.approx(found.alone["gemm"])
+    assert sum(share.times for share in gemms) == sum(action.what == "gemm" for action in found.step.actions)
+
+
+def test_the_curves():
+    told = []
+    found = curves(simulator(), ["strong", "weak"], 64, [16, 64, 256], lambda config, ranks: GridShape(2, 1, 2, ranks // 4),
+                   lambda done, total: told.append((done, total)))
+    strong, weak = found
+    assert [point.batch for point in strong.points] == [4096] * 3
+    assert [point.batch for point in weak.points] == [1024, 4096, 16384]
+    assert told[-1] == (6, 6) and [done for done, _ in told] == [0, 1, 2, 3, 4, 5, 6]
+    same = strong.points[1], weak.points[1]
+    assert same[0].seconds == same[1].seconds
+    for curve in found:
+        assert curve.efficiency(curve.points[0]) == 1
+        for point in curve.points:
+            assert set(point.seconds) == set(VARIANTS)
+            assert point.seconds["none"] >= point.seconds[AS_IT_IS]
+    first, last = strong.points[0].seconds[AS_IT_IS], strong.points[2].seconds[AS_IT_IS]
+    assert strong.efficiency(strong.points[2]) == pytest.approx(first / last * 16 / 256)
+    assert weak.efficiency(weak.points[2]) == pytest.approx(
+        weak.points[0].seconds[AS_IT_IS] / weak.points[2].seconds[AS_IT_IS])
+
+
+def test_a_point_without_a_grid_says_why():
+    def chosen(config, ranks):
+        if ranks == 2:
+            raise Pmm3dError("no grid of 2")
+        return GridShape(1, 1, ranks)
+
+    strong, = curves(simulator(), ["strong"], 4, [2, 4], chosen, lambda done, total: None)
+    assert strong.points[0].why_not == "no grid of 2" and not strong.points[0].seconds
+    assert strong.efficiency(strong.points[0]) is None and strong.efficiency(strong.points[1]) == 1
+
+
+def test_a_point_that_does_not_fit_in_memory_says_so():
+    strong, = curves(simulator(hidden=(300_000,) * 3, batch=64), ["strong"], 1, [1, 1024],
+                     lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1), lambda done, total: None)
+    assert strong.points[0].why_not == "not enough memory" and strong.points[0].memory > 64e9
+    assert strong.points[1].why_not == ""
+
+
+@pytest.mark.parametrize("asked,counts", [
+    ((8192, None, None), [512, 1024, 2048, 4096, 8192, 16384, 32768]), ((48, 16, 128), [16, 32, 48, 64, 128]),
+    ((3, None, 8), [1, 2, 3, 4, 8]), ((65536, 32768, None), [32768, 65536]), ((5, 16, 16), [16])])
+def test_the_numbers_of_ranks_of_a_curve(asked, counts):
+    assert rank_counts(*asked) == counts
+
+
+def test_curves_that_end_before_they_begin_are_refused():
+    with pytest.raises(Pmm3dError, match="give --from-ranks below --to-ranks"):
+        rank_counts(8, 64, 32)
+
+
+def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
+    figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
+    said, code = command(monkeypatch, capsys, config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2", *SAMPLES,
+                         "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot", picture, "--noise", 0.02)
+    assert code == 0
+    for wanted in ("grid 2x1x2 (data 16)", "64 ranks on 8 nodes of frontier", "rank 0 for 64", "GEMM", "waiting: data",
+                   "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "no buckets", "100%"):
+        assert wanted in said.out, wanted
+    found = json.loads(figures.read_text())
+    assert found["grid"] == {"x": 2, "y": 1, "z": 2, "data": 16} and found["noise"] == 0.02
+    assert sum(found["terms"].values()) == pytest.approx(found["seconds"])
+    assert [point["ranks"] for point in found["scaling"]["weak"]] == [32, 64, 128]
+    at_64 = found["scaling"]["strong"][1]
+    assert at_64["seconds"][AS_IT_IS] == pytest.approx(found["seconds"]) and set(at_64["efficiency"]) == set(VARIANTS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_samples_may_come_from_the_file(monkeypatch, capsys, tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"], file["y"] = np.ones((40, 6), np.float32), np.arange(40) % 5
+    path = tmp_path / "net.toml"
+    path.write_text(CONFIG.format(batch=16, hidden="8").replace("nowhere.h5", str(tmp_path / "data.h5")))
+    said, code = command(monkeypatch, capsys, path, "--ranks", 2, "--grid", "ddp", "--data", 2, "--scaling", "none")
+    assert code == 0 and "grid 1x1x1 (data 2)" in said.out and "scaling" not in said.out
+
+
+def test_other_ranks_are_silent(monkeypatch, capsys, config):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    said, code = command(monkeypatch, capsys, config, "--ranks", 2, "--grid", "1x1x2", *SAMPLES)
+    assert code == 0 and said.out == ""
+
+
+@pytest.mark.parametrize("arguments,said", [
+    (("--grid", "3x1x1"), "takes a multiple of 3 ranks"),
+    (("--grid", "auto", "--data", 2), "--data goes with a --grid that is not auto"),
+    (("--grid", "1x1x8", "--beside", "real.json"), "give that too"),
+    (("--grid", "1x1x8", "--scaling", "none", "--plot", "p.png"), "leave one of them out"),
+    (("--grid", "1x1x8", "--plot", "p.nothing"), "the name of a picture ends in"),
+    (("--grid", "1x1x8", "--machine", "abacus"), "abacus"),
+    (("--grid", "1x1x8", "--to-ranks", 4, "--from-ranks", 8), "below --to-ranks"),
+    (("--grid", "1x1x8", "--classes", 3), "either --outputs or --classes"),
+    (("--grid", "wide"), "wide")])
+def test_bad_input(monkeypatch, capsys, config, arguments, said):
+    samples = () if "--classes" in arguments else SAMPLES
+    found, code = command(monkeypatch, capsys, config, "--ranks", 8, *arguments, *samples)
+    assert code == 2 and said in found.err and "Traceback" not in found.err
+
+
+def test_without_the_data_the_sizes_are_asked_for(monkeypatch, capsys, config):
+    found, code = command(monkeypatch, capsys, config, "--ranks", 8, "--grid", "1x1x8")
+    assert code == 2 and "--features" in found.err
+
+
+def real_trace(path, found, steps=3, shift=0.5):
+    """As of a run of the simulated program, whose steps take 2 s each."""
+    collectives = [(task, begun) for task, begun in zip(found.timeline.tables[0], found.timeline.begun[0])
+                   if task.kind == "collective"]
+    events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0 (here)"}}]
+    for step in range(steps):
+        events.append({"name": "gemm", "ph": "X", "pid": 0, "tid": "compute", "ts": 2e6 * step, "dur": 5.0, "args": {}})
+        for order, (task, begun) in enumerate(collectives):
+            events.append({"name": "all_gather", "ph": "X", "pid": 0, "tid": f"axis {task.meets[0]}", "dur": 1.0,
+                           "ts": (2 * step + shift) * 1e6 + order, "args": {"phase": task.name, "sent": 4, "received": 4}})
+        events.append({"name": "all_reduce", "ph": "X", "pid": 0, "tid": "axis y", "ts": 2e6 * step + 1.9e6, "dur": 1.0,
+                       "args": {"phase": "nothing", "sent": 0, "received": 0}})
+    path.write_text(json.dumps({"traceEvents": events}))
+    return events
+
+
+def test_the_trace_beside_a_real_one(tmp_path):
+    found = simulator().of(GridShape(1, 1, 4, 2))
+    events = real_trace(tmp_path / "real.json", found)
+    said = write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
+    assert "lies over the last one of rank 0" in said
+    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    assert both[: len(events)] == events
+    simulated = both[len(events):]
+    assert {event["pid"] for event in simulated} == {1}
+    assert simulated[0]["args"]["name"] == "simulated rank 0 (stands for 8 ranks of grid 1x1x4 (data 2))"
+    first = next(event for event in simulated if event.get("tid", "").startswith("axis"))
+    assert first["ts"] == pytest.approx(4.5e6)
+    tracks = {event["tid"] for event in simulated[1:]}
+    assert tracks >= {"compute", "wait", "axis z", "axis data"}
+    computed = sum(event["dur"] for event in simulated[1:] if event["tid"] == "compute")
+    assert computed == pytest.approx(1e6 * sum(found.terms[name] for name in ("gemm", "passes", "overhead")))
+    waited = sum(event["dur"] for event in simulated[1:] if event["tid"] == "wait")
+    assert waited == pytest.approx(1e6 * sum(found.timeline.waits(0).values()))
+
+
+def test_another_program_beside_it_begins_with_the_trace(tmp_path):
+    found = simulator().of(GridShape(1, 1, 4, 2))
+    real_trace(tmp_path / "real.json", simulator(hidden=(512,)).of(GridShape(2, 1, 4)))
+    assert "begins with the trace" in write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
+    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    assert min(event["ts"] for event in both if event["pid"] == 1 and "ts" in event) == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}',
+                                  '{"traceEvents": [{"ph": "X", "pid": 0, "ts": "now", "dur": 1}]}', "[" * 100_000])
+def test_what_is_no_trace_is_refused(tmp_path, text):
+    (tmp_path / "real.json").write_text(text)
+    with pytest.raises(Pmm3dError, match="is no Chrome trace. Name a file of pmm3d train --trace"):
+        read_trace(tmp_path / "real.json")
+    with pytest.raises(Pmm3dError, match="cannot read the trace"):
+        read_trace(tmp_path / "gone.json")

@@ -1,0 +1,224 @@
+"""What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
+
+import tomllib
+
+import pytest
+
+from pmm3d.comm import Grid
+from pmm3d.model.machines import Group, load, machine_from
+from pmm3d.model.machines.figures import Measured, Pass
+from pmm3d.model.machines.laws import OPERATIONS, Law
+from pmm3d.tools.tune import collectives, fitting, gemms, hidden, overhead, passes
+from pmm3d.tools.tune.sampling import Sampler
+
+PROGRAM = """
+    import sys
+    from pmm3d.tools.cli import main
+    sys.argv[0] = "pmm3d"
+    main()
+"""
+TRUE = Law(2e-5, 1e-6, 4e-6, 2e-10, 5e-11)
+SIZES = (64, 4096, 2**18, 2**22)
+
+
+def silent(what, done):
+    pass
+
+
+def rows_of(groups, law=TRUE):
+    return [Measured(operation, group.inside, group.nodes, SIZES,
+                     tuple(law.seconds(operation, group, nbytes) for nbytes in SIZES))
+            for operation in OPERATIONS for group in groups]
+
+
+def sharers_of(groups):
+    return {(group.inside, group.nodes): group.sharers for group in groups}
+
+
+def test_a_law_is_found_again():
+    groups = [Group(2, 2, 1, 2), Group(4, 4, 1, 1), Group(8, 4, 2, 1), Group(2, 1, 2, 4), Group(4, 2, 2, 2)]
+    found = fitting.fitted(rows_of(groups), sharers_of(groups))
+    assert set(found.laws) == {*OPERATIONS, "default"}
+    assert found.laws["default"][:5] == pytest.approx(TRUE[:5], rel=1e-6)
+    for operation in OPERATIONS:
+        law = found.laws[operation]
+        for row in rows_of(groups):
+            if row.operation == operation:
+                group = Group(row.inside * row.nodes, row.inside, row.nodes, sharers_of(groups)[row.inside, row.nodes])
+                assert [law.seconds(operation, group, each) for each in row.nbytes] == pytest.approx(row.seconds, rel=1e-6)
+        assert found.misfits[operation].largest < 1e-6
+
+
+def test_on_one_node_what_is_across_is_the_nominal_machines():
+    groups = [Group(2, 2, 1, 2), Group(4, 4, 1, 1)]
+    found, nominal = fitting.fitted(rows_of(groups), sharers_of(groups)), load("nominal").laws["default"]
+    for law in found.laws.values():
+        assert (law.message_across, law.byte_across) == (nominal.message_across, nominal.byte_across)
+    assert fitting.fitted([], {}).laws == {"default": nominal}
+
+
+def test_a_misfit_is_that_of_the_points():
+    rows = [Measured("shift", 2, 1, (100, 200, 400), (1.0, 1.0, 2.0))]
+    found = fitting.fitted(rows, {(2, 1): 1})
+    misfit = found.misfits["shift"]
+    assert misfit.points == 3 and 0 < misfit.median <= misfit.largest < 1
+    assert found.laws["shift"].misfit == pytest.approx(misfit.median, abs=1e-4)
+    assert all(figure >= 0 for figure in found.laws["shift"])
+
+
+@pytest.mark.parametrize("points, overhead_, rate", [
+    ([(1, 1000, 3.0), (1, 3000, 5.0)], 2.0, 1000.0), ([(3, 0, 6.0), (3, 100, 7.0)], 2.0, 100.0),
+    ([(1, 1000, 5.0), (1, 3000, 5.0)], 5.0, None), ([(1, 1000, 1.0)], 0.0, 1000.0),
+])
+def test_a_line_has_no_negative_figure(points, overhead_, rate):
+    found = fitting.line(points)
+    assert min(found) >= 0 and found[1] > 0
+    if rate is not None:
+        assert sum(points[0][i] * each for i, each in enumerate((found[0], 1 / found[1]))) == pytest.approx(points[0][2])
+    if len(points) > 1 and rate is not None:
+        assert found == pytest.approx((overhead_, rate))
+
+
+def test_shapes_that_were_not_measured_have_the_rate_of_the_nearest():
+    rates = {shape: float(index + 1) for index, shape in enumerate(gemms.shapes(gemms.FORMS["nn"]))}
+    points = gemms.filled(gemms.FORMS["nn"], rates)
+    assert len(points.flops) == len(gemms.FORMS["nn"]) ** 3
+    for shape, rate in rates.items():
+        assert points.rate(*shape) == pytest.approx(rate)
+    assert points.rate(4096, 4096, 4096) == pytest.approx(rates[1024, 1024, 1024])
+
+
+@pytest.mark.parametrize("form", gemms.FORMS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_operands_lie_as_their_form_says(form, dtype):
+    operands = gemms.Operands(dtype, 2**12)
+    multiply = operands.gemm((16, 32, 64), form)
+    a, b, c = multiply.args[:3]
+    assert (tuple(a.shape), tuple(b.shape), tuple(c.shape)) == ((16, 64), (64, 32), (16, 32))
+    library = gemms.library_for(dtype)
+    assert [library.is_contiguous(matrix) for matrix in (a, b)] == [flag == "n" for flag in form]
+    multiply()
+
+
+@pytest.mark.parallel([1, 2, 4, 6])
+def test_every_divisor_is_a_group(comm):
+    found = {kind[:2]: axis.size for kind, _, axis in collectives.groups(comm)}
+    assert found == {(size, 1): size for size in range(2, comm.size + 1) if comm.size % size == 0}
+
+
+@pytest.mark.parallel([2, 4])
+def test_groups_on_two_nodes(comm, monkeypatch):
+    """As if the first half of the ranks were on one host, the others on another."""
+    monkeypatch.setattr(Grid, "host_of", lambda self, rank: "ab"[2 * rank // self.size])
+    found = {(kind, axis.size) for kind, _, axis in collectives.groups(comm)}
+    expected = {2: {((1, 2, 1), 2)}, 4: {((2, 2, 1), 4), ((2, 1, 1), 2), ((1, 2, 2), 2)}}
+    assert found == expected[comm.size]
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_collective_moves_about_what_it_should(comm, operation):
+    buffers = collectives.Buffers(2**16, comm.size)
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        for nbytes in (64, 2**12, 2**16):
+            call = collectives.collective(grid.x, operation, nbytes, buffers)
+            record = call()
+            assert record.key.operation == operation
+            moved = max(record.received, record.sent)
+            assert moved == pytest.approx(nbytes, rel=0.5) or nbytes == 64
+
+
+@pytest.mark.parallel([2])
+def test_rows_ascend_and_can_be_written(comm, monkeypatch):
+    monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
+    rows, sharers = collectives.measured_collectives(Sampler(comm), silent)
+    assert [row.operation for row in rows] == list(OPERATIONS) and sharers == {(2, 1): 1}
+    assert all(list(row.nbytes) == sorted(set(row.nbytes)) and min(row.seconds) > 0 for row in rows)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_share_is_hidden_inside_a_node(comm, monkeypatch):
+    monkeypatch.setattr(hidden, "NBYTES", 2**12)
+    found = hidden.measured_hidden(Sampler(comm), "float32", silent)
+    assert set(found) == ({"inside"} if comm.size > 1 else set())
+    assert all(0 <= share <= 1 for share in found.values())
+
+
+@pytest.mark.parallel([1])
+def test_passes_have_the_names_of_dry_runs(comm, monkeypatch):
+    monkeypatch.setattr(passes, "ROWS", (8, 16))
+    found = passes.measured_passes(Sampler(comm), load("nominal"), silent)
+    for name in ("default", "copy", "add", "relu", "relu backward", "gelu backward", "layer_norm", "dropout", "sgd",
+                 "adam", "adamw", "mse", "mse backward", "cross_entropy", "cross_entropy backward", "softmax"):
+        assert name in found, sorted(found)
+    assert all(one.overhead >= 0 and one.rate > 0 for one in found.values())
+
+
+def test_of_a_backward_pass_only_the_operations_are_left():
+    forward, backward = passes.done_in(lambda grid, rows: passes._applied(passes.nn.relu, grid, rows), 64)
+    nbytes = 64 * passes.COLUMNS * 4
+    assert passes.passes_of(forward) == {"relu": (1, 2 * nbytes)}
+    assert passes.passes_of(backward) == {"relu backward": (passes.CHAIN, passes.CHAIN * 3 * nbytes)}
+
+
+def test_known_passes_are_subtracted_and_kept():
+    found = {"copy": Pass(1.0, 100.0)}
+    passes.learn(found, [({"copy": (1, 100)}, 50.0)])
+    assert found == {"copy": Pass(1.0, 100.0)}
+    passes.learn(found, [({"copy": (1, 100), "relu": (1, 200)}, 2.0 + 5.0), ({"copy": (1, 200), "relu": (1, 400)}, 3.0 + 9.0)])
+    assert found["relu"] == pytest.approx((1.0, 50.0))
+
+
+def test_the_overhead_is_what_is_left_of_a_step():
+    machine, [actions] = load("nominal"), passes.done_in(passes._sum, 1024)
+    priced = sum(machine.pass_seconds(action.operation, action.nbytes) for action in actions)
+    assert overhead.overhead_of(priced + 3e-3 * len(actions), actions, machine) == pytest.approx(3e-3)
+    assert overhead.overhead_of(0.0, actions, machine) == 0.0
+
+
+@pytest.fixture
+def tune(job, tmp_path):
+    """tune(ranks, *arguments): what `pmm3d tune machine` did on that many ranks, with a cache of its own."""
+    environment = {"TERM": "dumb", "COLUMNS": "120", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return lambda ranks, *arguments, **changes: job(ranks, PROGRAM, "tune", "machine", *map(str, arguments),
+                                                    env=environment | changes, timeout=280)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_machine_is_measured_kept_and_shown(tune, tmp_path, ranks):
+    output = tmp_path / "here.toml"
+    nothing = tune(ranks, "--show")
+    assert nothing.returncode == 2 and "nothing was measured" in nothing.stderr
+    done = tune(ranks, "--budget", 0.02, "--dtype", "float32", "--output", output)
+    assert done.returncode == 0, done.stderr
+    [kept] = (tmp_path / "cache" / "pmm3d" / "machines").iterdir()
+    assert f"kept in {kept}" in done.stdout and f"wrote {output}" in done.stdout
+    assert kept.read_text() == output.read_text()
+    machine = machine_from(output.read_text(), "")
+    assert (machine.ranks_per_node, list(machine.gemms)) == (ranks, ["float32"])
+    assert machine.memory > 0 and machine.peak["float32"] > 0 and "default" in machine.passes
+    assert bool(machine.collectives) == (ranks > 1)
+    shown = tune(ranks, "--show")
+    assert shown.returncode == 0 and tomllib.loads(shown.stdout) == tomllib.loads(output.read_text())
+
+
+def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    done = tune(1, "--budget", 0.02, "--dtype", "float32")
+    assert done.returncode == 0 and "what was measured is not kept" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
+    (("--budget", "0"), "Invalid value for '--budget'"),
+    (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
+])
+def test_wrong_options_are_explained_once(tune, arguments, text):
+    done = tune(2, *arguments)
+    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+    assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
+
+
+def test_help_teaches(tune):
+    done = tune(1, "--help")
+    assert done.returncode == 0 and "srun -N 2 -n 128 pmm3d tune machine --output here.toml" in done.stdout

@@ -1,0 +1,95 @@
+"""Timings freed of jumps of a clock, the slowest rank's; ranks that are slow are named. With made-up clocks."""
+
+from itertools import count
+
+import pytest
+
+from pmm3d.errors import Pmm3dError
+from pmm3d.tools.tune.sampling import Sampler, plausible, slow_ranks
+
+
+class Clock:
+    """Each call of `work` takes so many seconds; `jumps` says what the clock does besides, by the number of the call."""
+
+    def __init__(self, seconds, jumps=None):
+        self.now, self.seconds, self.calls, self.jumps = 1e3, seconds, count(), jumps or {}
+
+    def __call__(self):
+        return self.now
+
+    def work(self):
+        self.now += self.seconds + self.jumps.get(next(self.calls), 0.0)
+
+
+def sampler_of(comm, clock, **options):
+    sampler = Sampler(comm, clock=clock, **options)
+    sampler.meet = comm.Barrier
+    return sampler
+
+
+@pytest.mark.parametrize("samples, kept", [
+    ([1.0, 1.1, 0.9], [1.0, 1.1, 0.9]), ([1.0, -5.0, 1.2], [1.0, 1.2]), ([0.0, 2.0], [2.0]),
+    ([1.0, 1.0, 101.0], [1.0, 1.0]), ([1.0, 1.0, 99.0], [1.0, 1.0, 99.0]), ([1.0, 500.0], [1.0]),
+    ([float("inf"), 1.0, float("nan")], [1.0]), ([-1.0, 0.0], []), ([], []), ([3.0], [3.0]),
+])
+def test_what_a_clock_that_jumps_gives_is_thrown_away(samples, kept):
+    assert plausible(samples) == kept
+
+
+@pytest.mark.parallel([1, 3])
+def test_the_slowest_rank_counts(comm):
+    clock = Clock(1e-2 * (1 + comm.rank))
+    sampler = sampler_of(comm, clock)
+    with sampler.section("gemm", 1e3):
+        assert sampler.measure(clock.work) == pytest.approx(1e-2 * comm.size)
+    assert sampler.medians == {"gemm": [pytest.approx(clock.seconds)]} and sampler.thrown == 0
+
+
+@pytest.mark.parallel([1, 3])
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_jump_on_one_rank_is_thrown_away_there(comm, jump):
+    clock = Clock(1e-2, {3: jump} if comm.rank == 0 else {})
+    sampler = sampler_of(comm, clock)
+    assert sampler.measure(clock.work) == pytest.approx(1e-2)
+    assert sampler.thrown == (comm.rank == 0)
+
+
+@pytest.mark.parallel([1, 3])
+def test_a_clock_that_stands_still_on_one_rank_is_an_error_on_all(comm):
+    clock = Clock(1e-2 if comm.rank else 0.0)
+    with pytest.raises(Pmm3dError, match="9 timings in a row were not positive"):
+        sampler_of(comm, clock).measure(clock.work)
+
+
+@pytest.mark.parallel([1, 3])
+def test_all_ranks_leave_off_when_the_time_of_one_is_up(comm):
+    clock = Clock(1.0 if comm.rank == 0 else 0.1)
+    sampler = sampler_of(comm, clock, budget=0.5)
+    with sampler.section("gemm", 20.0):
+        found = [sampler.measure(clock.work) for _ in range(4)]
+    assert found == [pytest.approx(1.0), pytest.approx(1.0), None, None] and sampler.left_out == 2
+    assert len(sampler.medians["gemm"]) == 2
+    with sampler.section("passes", 20.0):
+        assert sampler.measure(clock.work) is not None
+
+
+@pytest.mark.parallel([1])
+def test_what_is_done_before_is_not_in_the_time_and_short_work_is_repeated(comm):
+    clock, before = Clock(1e-4), Clock(0.0)
+    sampler = sampler_of(comm, clock)
+
+    def prepare():
+        clock.now += 5.0
+        before.work()
+
+    assert sampler.measure(clock.work, prepare, sample_seconds=1e-3) == pytest.approx(1e-4)
+    assert next(before.calls) == next(clock.calls) == 2 + 3 * 10
+
+
+def test_a_rank_is_slow_if_it_is_on_most_points():
+    even = [1.0, 2.0, 3.0]
+    assert slow_ranks("gemm", [even, even, even, even]) == []
+    assert slow_ranks("gemm", [even, even, [9.0, 2.0, 3.0], even]) == []
+    [slow] = slow_ranks("gemm", [even, [3.0, 6.0, 3.0], even, even])
+    assert (slow.rank, slow.section, slow.ratio) == (1, "gemm", 3.0)
+    assert slow_ranks("gemm", []) == slow_ranks("gemm", [[], []]) == []
