@@ -44,10 +44,10 @@ class Commands(SphinxDirective):
     def run(self):
         from pmm3d.tools.commands import app
 
-        return [self._section(name, command) for name, command in typer.main.get_command(app).commands.items()]
+        return [self._section(name, command) for name, command in _commands(typer.main.get_command(app))]
 
     def _section(self, name: str, command):
-        section = nodes.section(ids=[f"pmm3d-{name}"], names=[f"pmm3d {name}"])
+        section = nodes.section(ids=[f"pmm3d-{name.replace(' ', '-')}"], names=[f"pmm3d {name}"])
         section += nodes.title(text=f"pmm3d {name}")
         section += _help(command.help or "")
         rows = [_parameter(parameter) for parameter in command.params if parameter.name != "help"]
@@ -66,6 +66,15 @@ class EnvironmentVariables(SphinxDirective):
         fields = [field.metadata for field in dataclasses.fields(Settings)]
         rows = [(field["variable"], field["meaning"], _plain(field["default"], ("0", "1"))) for field in fields]
         return [_table(("variable", "meaning", "default"), rows)]
+
+
+def _commands(group, before=""):
+    """(name, command), those of a group under its name: "tune machine"."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{before}{name} ")
+        else:
+            yield before + name, command
 
 
 def _help(text: str):

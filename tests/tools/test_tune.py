@@ -1,16 +1,20 @@
 """What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
 
+import re
 from functools import partial
 
 import pytest
 import tomllib
+from typer.testing import CliRunner
 
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
+from pmm3d.tools.commands import app
 from pmm3d.tools.tune import collectives, fitting, gemms, hidden, overhead, passes
+from pmm3d.tools.tune.command import machine_command
 from pmm3d.tools.tune.sampling import Sampler
 
 PROGRAM = """
@@ -226,6 +230,9 @@ def test_wrong_options_are_explained_once(tune, arguments, text):
     assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
 
 
-def test_help_teaches(tune):
-    done = tune(1, "--help")
-    assert done.returncode == 0 and "srun -N 2 -n 128 pmm3d tune machine --output here.toml" in done.stdout
+def test_help_fits_80_columns_and_keeps_its_examples_whole():
+    said = CliRunner().invoke(app, ["tune", "machine", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    lines = [line.rstrip() for line in said.splitlines()]
+    assert max(map(len, lines)) <= 80 and "…" not in said
+    examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", machine_command.__doc__, re.M)
+    assert len(examples) == 4 and all(f" {example}" in lines for example in examples), said

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from math import log2
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ Shape = tuple[int, int, int]
 
 
 def shapes(sizes: tuple[int, ...]) -> list[Shape]:
-    """The shapes that are measured, small ones first.
+    """The shapes that are measured: cubes first, then in no order, so that what there is time for is spread over all.
 
         >>> len(shapes(SIZES)), (4096, 64, 64) in shapes(FORMS["nn"]), (4096, 1024, 16) in shapes(FORMS["nn"])
         (64, True, False)
     """
     found = [(m, n, k) for m, n, k in product(sizes, repeat=3) if max(m * n, m * k, k * n) <= MOST_ELEMENTS]
-    return sorted(found, key=lambda shape: shape[0] * shape[1] * shape[2])
+    Random(0).shuffle(found)
+    return sorted(found, key=lambda shape: len(set(shape)) > 1)
 
 
 def count(dtypes: list[str]) -> int:
@@ -72,8 +74,10 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
     found: dict[str, dict[str, dict[Shape, float]]] = {dtype: {form: {} for form in FORMS} for dtype in dtypes}
     with sampler.section("gemm", SECONDS):
         operands = {dtype: Operands(dtype) for dtype in dtypes}
-        for form, dtype in product(FORMS, dtypes):
-            for shape in shapes(FORMS[form]):
+        orders = {form: shapes(sizes) for form, sizes in FORMS.items()}
+        for index, form, dtype in product(range(max(map(len, orders.values()))), FORMS, dtypes):
+            if index < len(orders[form]):
+                shape = orders[form][index]
                 seconds = sampler.measure(operands[dtype].gemm(shape, form))
                 tell(f"gemm {dtype} {form}", 1)
                 if seconds is not None:

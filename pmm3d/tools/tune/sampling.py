@@ -28,8 +28,10 @@ ATTEMPTS = 3
 """To get timings that are none of the clock's jumps."""
 SLOW = 2.0
 """Times the median of the ranks, from which on one is slow."""
-YIELD_SECONDS, SLEEP_SECONDS = 2e-4, 5e-5
-"""Whoever waits for the others yields its core, then sleeps: they may need it."""
+YIELD_SECONDS, SLEEP_SECONDS, SLEPT = 2e-4, 1e-3, 1 / 8
+"""Whoever waits for the others yields its core, then sleeps for a part of the time waited: they may need it."""
+LEAST_POINTS = 3
+"""Of a section, before a rank is called slow."""
 
 Work = Callable[[], Any]
 
@@ -70,10 +72,11 @@ class Sampler:
         """Wait for all ranks, and leave them the cores meanwhile."""
         arrival, begun = self.comm.Ibarrier(), self.clock()
         while not arrival.Test():
-            if 0 <= self.clock() - begun < YIELD_SECONDS:
+            waited = self.clock() - begun
+            if 0 <= waited < YIELD_SECONDS:
                 os.sched_yield()
             else:
-                time.sleep(SLEEP_SECONDS)
+                time.sleep(min(SLEEP_SECONDS, abs(waited) * SLEPT))
 
     def measure(self, work: Work, before: Work | None = None, *, samples: int = SAMPLES,
                 sample_seconds: float = SAMPLE_SECONDS) -> float | None:
@@ -149,10 +152,10 @@ class SlowRank(NamedTuple):
 def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRank]:
     """medians: of each rank, its median of each point.
 
-        >>> slow_ranks("gemm", [[1.0, 2.0], [1.1, 2.0], [5.0, 6.0], [0.9, 1.9]])
-        [SlowRank(rank=2, section='gemm', ratio=3.9)]
+        >>> slow_ranks("gemm", [[1.0, 2.0, 3.0], [1.1, 2.0, 3.0], [5.0, 6.0, 3.0]])
+        [SlowRank(rank=2, section='gemm', ratio=3.0)]
     """
-    if not medians or not medians[0]:
+    if not medians or len(medians[0]) < LEAST_POINTS:
         return []
     matrix = np.array(medians, float)
     ratios = matrix / np.median(matrix, axis=0)
