@@ -40,7 +40,8 @@ class Answer:
     def as_json(self) -> list[dict[str, Any]]:
         """The ranked grids, the best first."""
         return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
-                 "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset}
+                 "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset,
+                 "estimated": candidate.estimated}
                 for candidate in self.ranking.candidates]
 
 

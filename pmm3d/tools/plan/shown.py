@@ -13,6 +13,8 @@ TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "all")
 """In this order; others follow."""
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 MOST_REASONS = 3
+ALIKE = 0.0005
+"""Share by which seconds differ that are called as long."""
 
 
 class Shown(NamedTuple):
@@ -40,20 +42,17 @@ def names(rows: Iterable[Iterable[str]], order: Sequence[str] = ()) -> list[str]
 
 
 def dropped_lines(ranking: Ranking) -> Iterator[str]:
-    """How many grids were dropped, the first few with what speaks against them, and the presets among them."""
+    """How many grids were dropped; what speaks against presets of which no grid is left, where it is least, and against
+    the first few others."""
     if not ranking.dropped:
         return
     yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
-    first = ranking.dropped[:MOST_REASONS]
     ranked = {candidate.preset for candidate in ranking.candidates}
-    presets = {dropped.preset: dropped for dropped in reversed(ranking.dropped)
-               if dropped.preset and dropped.preset not in ranked}
     for preset in PRESETS:
-        if preset in presets:
-            yield _dropped(presets[preset])
-    for each in first:
-        if each not in presets.values():
-            yield _dropped(each)
+        if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
+            yield _dropped(min(of_it, key=lambda dropped: sum(dropped.memory.values())))
+    for dropped in [dropped for dropped in ranking.dropped if not dropped.preset][:MOST_REASONS]:
+        yield _dropped(dropped)
 
 
 def _dropped(candidate: Candidate) -> str:
@@ -78,6 +77,8 @@ def choice(ranking: Ranking, unit: str) -> str:
 
 def _more(candidate: Candidate, first: Candidate) -> str:
     ratio = candidate.seconds / first.seconds if first.seconds else 1.0
-    if ratio < 1.0005:
+    if abs(ratio - 1) < ALIKE:
         return "as long"
+    if ratio < 1:
+        return f"{100 * (1 - ratio):.2g}% less, too little to give the preset up for"
     return f"{100 * (ratio - 1):.2g}% longer" if ratio < 2 else f"{ratio:.3g} times as long"
