@@ -49,7 +49,7 @@ def beside(measurement: Measurement, kind: str, where: str, candidates: Iterable
              if (name := name_of(candidate.grid)) in measurement["rounds"]}
     return Compared(measurement["what"], where, measurement["rounds"],
                     {grid: candidate.seconds for grid, candidate in known.items()}, kind=kind, order=[*known],
-                    spent=measurement["spent"], terms={grid: dict(candidate.terms) for grid, candidate in known.items()})
+                    spent=measurement["spent"], terms={grid: {**candidate.terms} for grid, candidate in known.items()})
 
 
 def simulated(settings: Mapping[str, Any], grid: str, machine: Machine) -> float:

@@ -1,5 +1,6 @@
 """apps/plan_bench: what is made of predictions and measurements; and its jobs, in small."""
 
+import json
 from pathlib import Path
 
 import pytest

@@ -1,13 +1,24 @@
 """A training step that is planned: by a dry run of the code that trains."""
 
+import re
+from dataclasses import replace
+
 import h5py
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
-from pmm3d import Pmm3dError
-from pmm3d.layout import GridShape
+from pmm3d import GridError, Pmm3dError
+from pmm3d.comm.replay import tasks
+from pmm3d.layout import AXES, GridShape
+from pmm3d.model.gpt_ranking import grids_4d
+from pmm3d.model.machines import groups_of, load
+from pmm3d.model.machines.laws import Law
+from pmm3d.model.simulation import simulate
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps, SampleSizes, step_of
+from pmm3d.nn.training.estimate import Estimates
+from pmm3d.nn.training.planning import rank_training
 
 OWN = '''
 from pmm3d import nn
@@ -87,3 +98,111 @@ def choosy(grid, features, outputs):
     with pytest.raises(Pmm3dError, match=r"model.py:choosy does not run without data, as planning does: IndexError: "
                                          "no sample is above 0. Name the grid"):
         step_of(checked(settings), GridShape(1, 1, 2), 2, samples=(32, 16))
+
+
+PERLMUTTER, NOMINAL = load("perlmutter"), load("nominal")
+
+
+@pytest.mark.parametrize("machine", [PERLMUTTER, NOMINAL], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("ranks", [1, 7, 8, 12])
+def test_every_grid_of_few_ranks_is_simulated(ranks, machine):
+    """Terms add up to the seconds, a preset of each kind is among them; the first is the best, but for a preset that
+    is as good."""
+    ranking = rank_training(config([96, 64]), ranks, machine, samples=(32, 10, True))
+    assert {each.grid for each in ranking.candidates} == set(grids_4d(ranks)) and not ranking.dropped
+    assert ranking.considered == len(ranking.candidates)
+    assert {each.preset for each in ranking.candidates} >= ({"ddp", "fsdp", "megatron"} if ranks > 1 else {"ddp"})
+    for each in ranking.candidates:
+        assert not each.estimated and each.seconds == pytest.approx(sum(each.terms.values()))
+        assert set(each.terms) <= {"gemm", "passes", "overhead", *AXES, "all"} and min(each.terms.values()) >= 0
+        assert set(each.terms) & set(AXES) <= {name for name in AXES if getattr(each.grid, name) > 1}
+    first, *others = ranking.candidates
+    assert [each.seconds for each in others] == sorted(each.seconds for each in others)
+    assert first.seconds <= min(each.seconds for each in ranking.candidates) * (1.02 if first.preset else 1)
+
+
+def test_a_candidate_costs_what_the_simulation_of_its_step_says():
+    settings, grid = config([96, 64]), GridShape(2, 1, 2, 2)
+    step = step_of(settings, grid, 4, samples=(32, 10, True), keep=PERLMUTTER.memory // 4)
+    groups = groups_of(grid, 4)
+    expected = simulate([tasks(step.actions, PERLMUTTER, groups)]).seconds
+    found = rank_training(settings, 8, PERLMUTTER, samples=(32, 10, True))
+    (candidate,) = [each for each in found.candidates if each.grid == grid]
+    assert candidate.seconds == pytest.approx(expected)
+    assert (candidate.memory, candidate.bytes) == (step.memory, step.received)
+    assert found.flop == step_of(settings, GridShape(1, 1, 1), 1, samples=(32, 10, True)).flop
+
+
+def test_many_batches_of_a_step_are_not_all_run():
+    """What three batches take more than two, each further one takes."""
+    many = config(training={"accumulate": 9})
+    (found, *_) = rank_training(many, 4, NOMINAL, samples=(32, 16)).candidates
+    step = step_of(many, found.grid, NOMINAL.ranks_per_node, samples=(32, 16), keep=2**62)
+    whole = simulate([tasks(step.actions, NOMINAL, groups_of(found.grid, NOMINAL.ranks_per_node))])
+    assert found.seconds == pytest.approx(whole.seconds, rel=1e-6) and found.bytes == step.received
+
+
+def test_of_many_ranks_the_formulas_choose_what_is_simulated():
+    ranking = rank_training(config([512] * 3), 32768, PERLMUTTER, samples=(256, 16), top=12, seconds=0.0)
+    tried = [each for each in ranking.candidates if not each.estimated]
+    assert ranking.considered == len(ranking.candidates) == 816 and len(tried) == 12
+    assert {each.preset for each in tried} >= {"ddp", "fsdp", "hsdp", "megatron"}
+    assert ranking.candidates[:12] == tried
+    assert all(each.seconds > 0 and sum(each.memory.values()) > 0 for each in ranking.candidates)
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("machine, hidden, rows", [(NOMINAL, [1024] * 7, 256), (PERLMUTTER, [4096] * 4, 4096)])
+def test_the_formulas_order_grids_much_as_the_simulation_does(machine, hidden, rows):
+    """All 84 grids of 64 ranks: the order's correlation, and the best one among those that would be simulated."""
+    settings = checked({"data": {"file": "nowhere.h5", "batch_size": rows}, "network": {"hidden": hidden}})
+    steps = DrySteps(settings, (784, 10, True), keep=machine.memory // 4 or 2**62)
+    formulas = Estimates(steps, steps.of(GridShape(1, 1, 1), 1), machine)
+    ranking = rank_training(settings, 64, machine, samples=(784, 10, True), top=84)
+    exact = {each.grid: each for each in ranking.candidates}
+    assert len(exact) == 84 and not any(each.estimated for each in ranking.candidates)
+    estimates = {grid: formulas.of(grid, machine.ranks_per_node) for grid in exact}
+    correlation = spearmanr([exact[grid].seconds for grid in exact], [estimates[grid].seconds for grid in exact])
+    assert correlation.statistic > 0.9
+    nearest = sorted(exact, key=lambda grid: estimates[grid].seconds)[:5]
+    assert min(exact.values(), key=lambda each: each.seconds).grid in nearest
+    for grid, each in exact.items():
+        assert 0.6 < estimates[grid].held / sum(each.memory.values()) < 1.5, grid
+
+
+def test_a_preset_that_is_as_good_is_preferred():
+    """Where nothing is sent and all take as long: copies of the network."""
+    free = replace(NOMINAL, laws={"default": Law(0, 0, 0, 0, 0)}, overhead=1.0)
+    ranking = rank_training(config([64], **{"training": {"accumulate": 1}}), 4, free, samples=(32, 16))
+    assert ranking.candidates[0].preset and ranking.candidates[0].seconds <= 1.02 * min(
+        each.seconds for each in ranking.candidates)
+
+
+def test_what_does_not_fit_is_dropped_with_the_reason():
+    whole = rank_training(config([256] * 4), 8, NOMINAL, samples=(256, 256))
+    sizes = sorted(sum(each.memory.values()) for each in whole.candidates)
+    limit = sizes[len(sizes) // 2]
+    ranking = rank_training(config([256] * 4), 8, NOMINAL, samples=(256, 256), limit=limit)
+    assert ranking.dropped and len(ranking.candidates) + len(ranking.dropped) == 20
+    assert all(f"bytes on a rank, more than {limit:,}" in each.why_not for each in ranking.dropped)
+    assert all(sum(each.memory.values()) <= limit and not each.why_not for each in ranking.candidates)
+
+
+def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do():
+    with pytest.raises(GridError, match=r"no grid of 4 ranks holds a training step of 256-256-256-256 on a batch of 64 "
+                                        r"rows within 400,000 bytes a rank: grid .*\(weights [\d,]+, gradients") as error:
+        rank_training(config([256] * 2), 4, NOMINAL, samples=(256, 256), limit=400_000)
+    enough = int(re.search(r"The least number of ranks found to fit is (\d+)", str(error.value)).group(1))
+    assert enough > 4
+    fitting = rank_training(config([256] * 2), enough, NOMINAL, samples=(256, 256), limit=400_000).candidates
+    assert fitting and sum(fitting[0].memory.values()) <= 400_000
+    with pytest.raises(GridError, match=r"No number of ranks below \d+ was found that fits"):
+        rank_training(config([256]), 4, NOMINAL, samples=(256, 256), limit=100)
+    with pytest.raises(GridError, match="a plan is for at least 1 rank; got 0"):
+        rank_training(config([256]), 0, NOMINAL, samples=(256, 256))
+
+
+def test_progress_is_told():
+    told = []
+    rank_training(config([64]), 4, NOMINAL, samples=(32, 16), tell=lambda done, total: told.append((done, total)))
+    assert told == [(number, 10) for number in range(1, 11)]

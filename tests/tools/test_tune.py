@@ -1,9 +1,11 @@
 """What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
 
-import tomllib
+from functools import partial
 
 import pytest
+import tomllib
 
+from pmm3d.arrays.dry_run import Action
 from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import Measured, Pass
@@ -45,7 +47,8 @@ def test_a_law_is_found_again():
         for row in rows_of(groups):
             if row.operation == operation:
                 group = Group(row.inside * row.nodes, row.inside, row.nodes, sharers_of(groups)[row.inside, row.nodes])
-                assert [law.seconds(operation, group, each) for each in row.nbytes] == pytest.approx(row.seconds, rel=1e-6)
+                seconds = [law.seconds(operation, group, each) for each in row.nbytes]
+                assert seconds == pytest.approx(row.seconds, rel=1e-6)
         assert found.misfits[operation].largest < 1e-6
 
 
@@ -73,8 +76,8 @@ def test_a_misfit_is_that_of_the_points():
 def test_a_line_has_no_negative_figure(points, overhead_, rate):
     found = fitting.line(points)
     assert min(found) >= 0 and found[1] > 0
-    if rate is not None:
-        assert sum(points[0][i] * each for i, each in enumerate((found[0], 1 / found[1]))) == pytest.approx(points[0][2])
+    for number, nbytes, seconds in points:
+        assert number * found[0] + nbytes / found[1] == pytest.approx(seconds, rel=1e-2)
     if len(points) > 1 and rate is not None:
         assert found == pytest.approx((overhead_, rate))
 
@@ -124,8 +127,9 @@ def test_a_collective_moves_about_what_it_should(comm, operation):
             call = collectives.collective(grid.x, operation, nbytes, buffers)
             record = call()
             assert record.key.operation == operation
-            moved = max(record.received, record.sent)
-            assert moved == pytest.approx(nbytes, rel=0.5) or nbytes == 64
+            times = max(record.received, record.sent) / nbytes
+            whole = operation == "all_reduce" and nbytes < 2**16  # which is sent whole, since it is small
+            assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
 
 
 @pytest.mark.parallel([2])
@@ -155,23 +159,26 @@ def test_passes_have_the_names_of_dry_runs(comm, monkeypatch):
 
 
 def test_of_a_backward_pass_only_the_operations_are_left():
-    forward, backward = passes.done_in(lambda grid, rows: passes._applied(passes.nn.relu, grid, rows), 64)
+    told = passes.told(partial(passes._applied, passes.nn.relu), 64, load("nominal"))
     nbytes = 64 * passes.COLUMNS * 4
-    assert passes.passes_of(forward) == {"relu": (1, 2 * nbytes)}
-    assert passes.passes_of(backward) == {"relu backward": (passes.CHAIN, passes.CHAIN * 3 * nbytes)}
+    assert [one.passes for one in told] == [{"relu": (1, 2 * nbytes)},
+                                            {"relu backward": (passes.CHAIN, passes.CHAIN * 3 * nbytes)}]
+    assert [one.gemms for one in told] == [0.0, 0.0]
 
 
 def test_known_passes_are_subtracted_and_kept():
     found = {"copy": Pass(1.0, 100.0)}
     passes.learn(found, [({"copy": (1, 100)}, 50.0)])
     assert found == {"copy": Pass(1.0, 100.0)}
-    passes.learn(found, [({"copy": (1, 100), "relu": (1, 200)}, 2.0 + 5.0), ({"copy": (1, 200), "relu": (1, 400)}, 3.0 + 9.0)])
+    passes.learn(found, [({"copy": (1, 100), "relu": (1, 200)}, 2.0 + 5.0),
+                         ({"copy": (1, 200), "relu": (1, 400)}, 3.0 + 9.0)])
     assert found["relu"] == pytest.approx((1.0, 50.0))
 
 
 def test_the_overhead_is_what_is_left_of_a_step():
-    machine, [actions] = load("nominal"), passes.done_in(passes._sum, 1024)
-    priced = sum(machine.pass_seconds(action.operation, action.nbytes) for action in actions)
+    machine = load("nominal")
+    actions = [Action("pass", operation="relu", nbytes=10**6), Action("gemm", 64, 64, 64, "float32", form="nt")]
+    priced = machine.pass_seconds("relu", 10**6) + machine.gemm_seconds(64, 64, 64, "float32", "nt")
     assert overhead.overhead_of(priced + 3e-3 * len(actions), actions, machine) == pytest.approx(3e-3)
     assert overhead.overhead_of(0.0, actions, machine) == 0.0
 

@@ -9,7 +9,7 @@ from pmm3d.tools.tune.sampling import Sampler, plausible, slow_ranks
 
 
 class Clock:
-    """Each call of `work` takes so many seconds; `jumps` says what the clock does besides, by the number of the call."""
+    """Each call of `work` takes so many seconds; `jumps`: what the clock does besides, by the number of the call."""
 
     def __init__(self, seconds, jumps=None):
         self.now, self.seconds, self.calls, self.jumps = 1e3, seconds, count(), jumps or {}
@@ -59,6 +59,14 @@ def test_a_clock_that_stands_still_on_one_rank_is_an_error_on_all(comm):
     clock = Clock(1e-2 if comm.rank else 0.0)
     with pytest.raises(Pmm3dError, match="9 timings in a row were not positive"):
         sampler_of(comm, clock).measure(clock.work)
+
+
+@pytest.mark.parallel([1, 3])
+def test_the_fastest_rank_says_how_often_work_is_repeated(comm):
+    """Whose core is its own: what another one was kept waiting is not the work's."""
+    clock = Clock(1e-3, {1: 50.0} if comm.rank == 1 else {})
+    sampler_of(comm, clock).measure(clock.work, sample_seconds=1e-2)
+    assert next(clock.calls) == 2 + 3 * 10
 
 
 @pytest.mark.parallel([1, 3])

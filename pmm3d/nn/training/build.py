@@ -20,6 +20,7 @@ from ..dry import dry_grid, memory
 from ..layers import Module
 from ..overlap import Overlap
 from ..tape import Tape
+from .auto_grid import Choice, grid_of
 from .config import Config
 from .dry_step import STEPS, SampleSizes, rehearsed
 from .fitting import check_grid, check_steps, rows_to_train
@@ -42,7 +43,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
 
     Raises Pmm3dError, on every rank, if data and configuration do not fit together.
     """
-    with Grid(comm, config.grid.shape, config.grid.data, **options) as grid:
+    shape, auto = grid_of(config, comm)
+    with Grid(comm, *shape, **options) as grid:
         check_grid(config, grid)
         with grid.together("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
@@ -66,7 +68,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
-            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss))
+            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss),
+                           auto)
 
 
 @contextmanager
@@ -121,7 +124,7 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str,
 
 
 def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,
-             signals: Signals, samples: Samples) -> Trainer:
+             signals: Signals, samples: Samples, auto: Choice | None) -> Trainer:
     section, grid = config.training, network.grid
     optimizer = make_optimizer(config, network)
     epochs, steps = check_steps(config, grid, len(loader))
@@ -132,7 +135,7 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
         TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
-        settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals)
+        settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals, auto=auto)
 
 
 def _schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:

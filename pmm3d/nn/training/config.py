@@ -33,7 +33,7 @@ with needs("train", "a configuration"):
 
 EPOCHS = 10
 """Where neither `epochs` nor `steps` are given."""
-SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron"'
+SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LAYERED = Only("hidden", bool, "hidden has a layer")
 OF_MLP = without("build")
@@ -42,10 +42,11 @@ OF_MLP = without("build")
 class GridSection(Section):
     """Over which ranks what is spread."""
 
-    shape: Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron)$",
+    shape: Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$",
                                 json_schema_extra={"values": SHAPES})] = "ddp"
-    """ranks along x, y and z, or a family of parallel training, for the ranks that there are"""
-    data: Count = 1
+    """ranks along x, y and z, or a family of parallel training, for the ranks that there are; auto: the grid of least
+    time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
+    data: Annotated[Count, Only("shape", lambda shape: shape != "auto", "shape is not auto")] = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks"""
 
 

@@ -42,6 +42,9 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
     elif not run.resume(accept=accept):
         _refuse_if_requeued(run)
         _refuse_if_retired(run)
+    if run.auto is not None and run.log is not None:
+        again = f". The run goes on with it from step {run.step}" if run.step else ""
+        run.log.say(printable(run.auto.said() + again))
     _end_with_run(run)
     _warm_start(run)
     if run.log is not None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -26,6 +26,7 @@ from ...product import DistMatrix
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
+from .auto_grid import AUTO
 from .config import Config
 from .parts import network_of
 from .recalled import Recalled, recalled
@@ -81,7 +82,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         found, keeper = find_checkpoint(reading, asked.run)
         with reading.together("predict", str(asked.run), always=True):
             known = recalled(found)
-        shape = _shape(known.config, comm.size)
+        shape = _shape(known.config, found.meta.get("grid"), comm.size)
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
             fill_weights(made, found, keeper)
@@ -91,13 +92,15 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
             return Predicted(found.path, str(grid.shape), predictions.shapes)
 
 
-def _shape(config: Config, ranks: int) -> tuple[str, int]:
-    """Of the run's grid, or that of copies on all ranks."""
+def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int]:
+    """Of the run's grid, or that of copies on all ranks. saved: sizes of the checkpoint's grid, if it says them."""
     asked = config.grid.shape, config.grid.data
     try:
-        chosen = chosen_shape(*asked, {}, ranks, None, "float32", None)
-        fits = isinstance(chosen, GridShape) and chosen.size == ranks
-    except GridError:
+        if config.grid.shape == AUTO:
+            asked = "{x}x{y}x{z}".format(**saved), int(saved["data"])
+        shape = chosen_shape(*asked, {}, ranks, None, "float32", None)
+        fits = isinstance(shape, GridShape) and shape.size == ranks
+    except (GridError, KeyError, TypeError, ValueError):
         fits = False
     return asked if fits else ("ddp", 1)
 

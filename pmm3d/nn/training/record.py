@@ -88,6 +88,8 @@ class RunRecord:
             starts, events = _earlier(self._path) if run.step else ([], [])
             start = {"began": _now(), "state": "running", "resumed": self.resumed_from, "from_step": run.step,
                      "ranks": grid.size, "hosts": len(nodes), "grid": grid.shape._asdict(), "job": job_id()}
+            if run.auto is not None:
+                start["auto"] = run.auto.document()
             self._document = {
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
                 "program": _program(blas), "grid": grid.shape._asdict(),

@@ -15,6 +15,7 @@ from .state import TrainState
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
+    from .auto_grid import Choice
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Run:
     log: RunLog | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
+    auto: Choice | None = None
 
     def __post_init__(self) -> None:
         if self.state.loader is None:

@@ -31,6 +31,7 @@ STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
 AVERAGED = 12
 """A moving average is over so many values that they cut the curve into so many pieces."""
+Makers = tuple[tuple[Callable[[Json], Section | None], set[str]], ...]
 MOST_EVENTS = 40
 """A table that one screen shows; run.json has the others."""
 
@@ -38,7 +39,7 @@ MOST_EVENTS = 40
 def run_page(run: RunFiles, mtbf: float | None = None) -> Page:
     """All that is known of the run; what is not is left out, and the notes say so. mtbf: `checkpoint_section`."""
     record = run.record
-    makers = (*SECTIONS, (partial(checkpoint_section, mtbf=mtbf), NEEDS), *LAST)
+    makers: Makers = (*SECTIONS, (partial(checkpoint_section, mtbf=mtbf), NEEDS), *LAST)
     missing = ["Nothing is known of checkpoints, so how often to write them (--mtbf) cannot be said."]
     notes = run.notes + missing * (mtbf is not None and not record.keys() >= NEEDS)
     sections = [_curves(run.metrics), *(make(record) for make, parts in makers if record.keys() >= parts)]
@@ -187,11 +188,10 @@ def _when(stamp: str) -> str:
     return stamp.replace("T", " ")
 
 
-SECTIONS: tuple[tuple[Callable[[Json], Section | None], set[str]], ...] = (
+SECTIONS: Makers = (
     (network_section, {"network"}), (time_section, {"ranks", "moved", "grid"}),
     (volume_section, {"ranks", "moved", "passes"}), (wait_section, {"ranks", "moved"}),
     (memory_section, {"ranks", "memory"}), (_grid, {"grid"}))
 """In order; what each needs of the record."""
-LAST: tuple[tuple[Callable[[Json], Section | None], set[str]], ...] = (
-    (_history, {"starts"}), (settings_section, {"settings"}))
+LAST: Makers = ((_history, {"starts"}), (settings_section, {"settings"}))
 """After that about checkpoints."""

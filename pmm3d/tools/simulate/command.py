@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...layout import GridShape
     from ...nn.training.config import Config
     from ...nn.training.dry_step import SampleSizes
-    from .scaling import Chosen, Curve
+    from .scaling import Curve
     from .steps import Simulated, Simulator
 
 AUTO = "auto"
@@ -142,7 +142,7 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
                                  "another --grid or --ranks")
         elif size is None and grid == "hsdp":
             size = -(-ranks // simulator.ranks_per_node)
-        return chosen_shape(grid, size or 1, {}, ranks, None, "float32", None)
+        return cast("GridShape", chosen_shape(grid, size or 1, {}, ranks, None, "float32", None))
 
     if grid == AUTO and data is not None:
         raise Pmm3dError("--data goes with a --grid that is not auto: auto chooses it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,10 @@ from ...model.machines import Group, load
 from ...model.machines.figures import Measured
 from ...model.machines.laws import DEFAULT, Law, terms
 
-LEAST_RATE = 1e3
+LEAST_RATE = 1.0
 """Bytes a second, where no rate can be seen."""
+AT_LEAST = 100.0
+"""Times the largest rate seen: the rate of what takes no longer for more bytes."""
 MESSAGES_ACROSS, BYTES_ACROSS = 2, 4
 """Terms of a law that nothing on one node tells of."""
 
@@ -89,7 +90,8 @@ def line(points: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
         (0.5, 100.0)
     """
     seconds = np.array([point[2] for point in points])
+    if len(points) == 1:
+        return 0.0, max(LEAST_RATE, points[0][1] / points[0][2])
     overhead, each = relative_fit(np.array([point[:2] for point in points], float), seconds)
-    if each > 0:
-        return float(overhead), float(1 / each)
-    return 0.0, max(LEAST_RATE, median(nbytes / time for _, nbytes, time in points))
+    fastest = AT_LEAST * max(nbytes / taken for _, nbytes, taken in points)
+    return float(overhead), max(LEAST_RATE, float(1 / max(each, 1 / max(fastest, LEAST_RATE))))

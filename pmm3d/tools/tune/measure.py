@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from ...comm import Grid
 from ...comm.machine_cache import key_of
-from ...model.machine import available_memory, cores, cpu, loaded_blas
+from ...model.machine import available_memory, cpu
 from ...model.machines import Machine
 from . import collectives, gemms, passes
 from .fitting import Fitted, fitted
@@ -28,14 +28,12 @@ class Nodes(NamedTuple):
     ranks_per_node  the most of any
     hosts           the node of each rank
     memory          bytes that a rank may have, on the node with the least for each
-    crowding        ranks that share a core, on the node where it is most
     """
 
     number: int
     ranks_per_node: int
     hosts: list[str]
     memory: int
-    crowding: float
 
 
 class Report(NamedTuple):
@@ -67,15 +65,9 @@ def nodes_of(comm: MPI.Intracomm) -> Nodes:
     with Grid(comm, (comm.size, 1, 1)) as grid:
         hosts = [grid.host_of(rank) for rank in range(comm.size)]
     here = hosts.count(hosts[comm.rank])
-    masks = comm.allgather((hosts[comm.rank], sum(1 << core for core in cores())))
-    own = 0
-    for host, mask in masks:
-        own |= mask if host == hosts[comm.rank] else 0
-    threads = max(1, loaded_blas().threads)
-    figures = comm.allgather((available_memory() // here, here * threads / max(1, own.bit_count())))
-    memory, crowding = zip(*figures)
+    memory = min(comm.allgather(available_memory() // here))
     most = max(map(hosts.count, set(hosts)))
-    return Nodes(len(set(hosts)), most, hosts, min(memory), max(crowding))
+    return Nodes(len(set(hosts)), most, hosts, memory)
 
 
 def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -> Report:
@@ -85,7 +77,7 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     tell     tell(what, points done)
     """
     nodes = nodes_of(comm)
-    sampler = Sampler(comm, nodes.crowding, budget)
+    sampler = Sampler(comm, budget)
     rates = gemms.measured_gemms(sampler, dtypes, tell)
     peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
     machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,

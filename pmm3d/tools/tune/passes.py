@@ -51,6 +51,13 @@ Done = dict[str, tuple[int, int]]
 """Name of passes -> how many, bytes of them all."""
 
 
+class Told(NamedTuple):
+    """What a dry run says of a phase: its passes, and seconds of the GEMMs among them."""
+
+    passes: Done
+    gemms: float
+
+
 def programs() -> list[Program]:
     """Every pass that is measured; those that are parts of others first, then by how much training needs them."""
     optimizers: list[Callable[..., optim.Optimizer]] = [optim.SGD, optim.Adam, optim.AdamW]
@@ -171,13 +178,12 @@ def measured_passes(sampler: Sampler, machine: Machine, tell: Callable[[str, int
             longest = 0.0
             for rows in ROWS:
                 tell("passes", 1)
-                done = done_in(program, rows) if longest < LONG else []
-                for index, (phase, actions) in enumerate(zip(program(grid, rows) if done else (), done)):
+                expected = told(program, rows, machine) if longest < LONG else []
+                for index, (phase, one) in enumerate(zip(program(grid, rows) if expected else (), expected)):
                     seconds = _seconds(sampler, phase)
-                    if seconds is not None:
+                    if seconds is not None and one.passes:
                         longest = max(longest, seconds)
-                        gemms = seconds_of_gemms(actions, machine)
-                        timed[index].append((passes_of(actions), max(seconds - gemms, seconds / 10)))
+                        timed[index].append((one.passes, max(seconds - one.gemms, seconds / 10)))
             for points in timed.values():
                 learn(found, points)
     found[DEFAULT] = found.get(DEFAULT_IS) or found.get(COPY) or Pass(0.0, 1e9)
@@ -192,17 +198,17 @@ def _seconds(sampler: Sampler, phase: Phase) -> float | None:
     return None if beside is None else max(seconds - beside, seconds / 10)
 
 
-def done_in(program: Program, rows: int) -> list[list[Action]]:
-    """The actions of each phase of a program, as its dry run says; of `beside` none are left."""
+def told(program: Program, rows: int, machine: Machine) -> list[Told]:
+    """What its dry run says of each phase of a program."""
     if program is _copy:
-        return [[Action("pass", operation=COPY, nbytes=2 * rows * COLUMNS * 4)]]
+        return [Told({COPY: (1, 2 * rows * COLUMNS * 4)}, 0.0)]
     found = []
     with Grid.dry((1, 1, 1)) as grid:
         for phase in program(grid, rows):
-            done = _done(grid, phase.work, phase.before)
-            if phase.beside is not None:
-                done = _without(done, _done(grid, phase.beside, phase.before))
-            found.append(done)
+            actions = _done(grid, phase.work, phase.before)
+            others = [] if phase.beside is None else _done(grid, phase.beside, phase.before)
+            gemms = seconds_of_gemms(actions, machine) - seconds_of_gemms(others, machine)
+            found.append(Told(less(passes_of(actions), passes_of(others)), gemms))
     return found
 
 
@@ -217,16 +223,6 @@ def _done(grid: Grid, work: Work, before: Work | None) -> list[Action]:
     return list(grid.dry_run.actions)
 
 
-def _without(actions: list[Action], others: list[Action]) -> list[Action]:
-    """Actions but as many that are like the others."""
-    left = list(actions)
-    for other in others:
-        alike = [index for index, action in enumerate(left) if str(action) == str(other)]
-        if alike:
-            del left[alike[-1]]
-    return left
-
-
 def passes_of(actions: Iterable[Action]) -> Done:
     """How many passes of each name there are, and over how many bytes."""
     found: Done = {}
@@ -235,6 +231,20 @@ def passes_of(actions: Iterable[Action]) -> Done:
             count, nbytes = found.get(action.operation, (0, 0))
             found[action.operation] = (count + 1, nbytes + action.nbytes)
     return found
+
+
+def less(done: Done, others: Done) -> Done:
+    """What is left of passes without others, where anything is.
+
+        >>> less({"relu": (2, 30), "copy": (2, 10)}, {"copy": (1, 10)})
+        {'relu': (2, 30)}
+    """
+    left: Done = {}
+    for name, (count, nbytes) in done.items():
+        fewer, beside = others.get(name, (0, 0))
+        if nbytes > beside:
+            left[name] = (max(1, count - fewer), nbytes - beside)
+    return left
 
 
 def seconds_of_gemms(actions: Iterable[Action], machine: Machine) -> float:

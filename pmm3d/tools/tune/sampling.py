@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from ...errors import Pmm3dError
 SAMPLES = 3
 """Timings of a point, of which the median counts."""
 SAMPLE_SECONDS = 4e-3
-"""That one of them lasts at least, times the ranks that share a core: as long as they take turns."""
+"""That one of them lasts on a core of its own, by the fastest rank's first call: ranks that share a core take turns of
+some milliseconds, and a shorter timing of one would not see the others."""
 MOST_CALLS = 2000
 """In one of them."""
 JUMP = 100.0
@@ -37,19 +38,17 @@ class Sampler:
     """Measures work that all ranks of a communicator do at once. Its methods are collective.
 
     comm      the ranks
-    crowding  ranks that share a core, at least 1
     budget    seconds that a section may take, as a share of what it asks for
     thrown    samples of this rank that were jumps of the clock
     left_out  points that were not measured, since the time of their section was up
     medians   section -> this rank's median of each point, in order
     """
 
-    def __init__(self, comm: MPI.Intracomm, crowding: float = 1.0, budget: float = 1.0,
-                 clock: Callable[[], float] = time.perf_counter):
-        self.comm, self.crowding, self.budget, self.clock = comm, max(1.0, crowding), budget, clock
+    def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, clock: Callable[[], float] = time.perf_counter):
+        self.comm, self.budget, self.clock = comm, budget, clock
         self.thrown = self.left_out = 0
         self.medians: dict[str, list[float]] = {}
-        self._section, self._ends, self._over = "", float("inf"), False
+        self._section, self._ends, self._over = "", inf, False
 
     @contextmanager
     def section(self, name: str, seconds: float) -> Iterator[None]:
@@ -59,7 +58,7 @@ class Sampler:
         try:
             yield
         finally:
-            self._section, self._ends, self._over = "", float("inf"), False
+            self._section, self._ends, self._over = "", inf, False
 
     def largest(self, *values: float) -> list[float]:
         """Of each value, the largest of the ranks'."""
@@ -90,12 +89,11 @@ class Sampler:
         for _ in range(ATTEMPTS):
             self._timed(work, before, 1)
             estimate = self._timed(work, before, 1)
-            slowest, over = self.largest(estimate, self.clock() - self._ends)
+            negative, over = self.largest(-estimate if estimate > 0 else -inf, self.clock() - self._ends)
             if over > 0:
                 self._over, self.left_out = True, self.left_out + 1
                 return None
-            wanted = sample_seconds * self.crowding
-            calls = 1 if slowest <= 0 else max(1, min(MOST_CALLS, round(wanted / slowest)))
+            calls = max(1, min(MOST_CALLS, round(-sample_seconds / negative)))
             seconds = [self._timed(work, before, calls) for _ in range(samples)]
             kept = plausible(seconds)
             self.thrown += len(seconds) - len(kept)
@@ -152,7 +150,7 @@ def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRan
     """medians: of each rank, its median of each point.
 
         >>> slow_ranks("gemm", [[1.0, 2.0], [1.1, 2.0], [5.0, 6.0], [0.9, 1.9]])
-        [SlowRank(rank=2, section='gemm', ratio=3.8)]
+        [SlowRank(rank=2, section='gemm', ratio=3.9)]
     """
     if not medians or not medians[0]:
         return []

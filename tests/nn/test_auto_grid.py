@@ -1,0 +1,77 @@
+"""grid.shape = "auto": the run trains as with that grid named, says which one and why, and goes on with it."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from training_runs import Runs, fails
+
+from pmm3d import Pmm3dError
+from pmm3d.layout import GridShape
+from pmm3d.nn.training.config import checked
+
+AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
+
+
+@pytest.fixture
+def runs(tmp_path, job):
+    return Runs(tmp_path, job)
+
+
+def record(runs, name="run"):
+    return json.loads((runs.folder / name / "run.json").read_text())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_weights_are_those_of_the_grid_named(runs, ranks):
+    done = runs.train(runs.config(**AUTO), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    shape = GridShape(**record(runs)["grid"])
+    assert shape.size == ranks and done.stderr.count("grid.shape = auto: ") == 1
+    assert f"grid.shape = auto: {shape}" in done.stderr and ("; next " in done.stderr) == (ranks > 1)
+    auto = record(runs)["starts"][-1]["auto"]
+    assert auto["chosen"]["grid"] == record(runs)["grid"] and auto["chosen"]["seconds"] > 0
+    assert auto["next"] is None or auto["next"]["grid"] != auto["chosen"]["grid"]
+    named = f'shape = "{shape.x}x{shape.y}x{shape.z}"\ndata = {shape.data}'
+    assert runs.train(runs.config("named", grid=named, training="epochs = 2"), ranks=ranks).returncode == 0
+    ours, theirs = runs.weights(), runs.weights("named")
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(runs):
+    assert runs.train(runs.config(**AUTO), ranks=4).returncode == 0
+    done = runs.train(runs.config(**(AUTO | {"training": "epochs = 3"})), "--resume", "auto", ranks=3)
+    assert done.returncode == 0, done.stderr
+    starts = record(runs)["starts"]
+    assert [GridShape(**start["auto"]["chosen"]["grid"]).size for start in starts] == [4, 3]
+    assert ". The run goes on with it from step 12" in done.stderr, done.stderr
+    with h5py.File(runs.folder / "new.h5", "w") as file:
+        file["x"] = np.ones((5, 12), "float32")
+    predict = """
+import sys
+from pmm3d.tools.cli import main
+sys.argv = ["pmm3d", "predict", *sys.argv[1:]]
+main()
+"""
+    for ranks in (3, 1):
+        done = runs.job(ranks, predict, str(runs.folder / "run"), str(runs.folder / "new.h5"), "--out",
+                        str(runs.folder / f"out{ranks}.h5"), timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert GridShape(**starts[-1]["auto"]["chosen"]["grid"]).size != ranks or str(
+            GridShape(**starts[-1]["auto"]["chosen"]["grid"])) in done.stdout
+
+
+def test_what_is_wrong_is_said_as_without_it(runs):
+    """A file that is not there, memory that no grid keeps, ranks along data beside it."""
+    config = runs.config(**AUTO)
+    text = (runs.folder / "run.toml").read_text()
+    (runs.folder / "run.toml").write_text(text.replace("data.h5", "nowhere.h5"))
+    fails(runs.train(config), "cannot open")
+    fails(runs.train(runs.config(hidden=[2000, 2000], **AUTO), before="""
+import pmm3d.model.machine
+pmm3d.model.machine.available_memory = lambda *file: 2**24
+"""), "no grid of 2 ranks holds a training step of 12-2000-2000-3")
+    with pytest.raises(Pmm3dError, match="data has no effect here: it counts where shape is not auto"):
+        checked({"grid": {"shape": "auto", "data": 2}, "data": {"file": "x.h5"}})
