@@ -53,7 +53,9 @@ class DryGrid(Grid):
             ranks = prod(map(whole_number, (*sizes, data, *others.values())))
         except TypeError:
             ranks = 0
-        return chosen_shape(sizes, data, others, ranks, None, "float64", None)
+        made = chosen_shape(sizes, data, others, ranks, None, "float64", None)
+        assert isinstance(made, GridShape)  # what is written as sizes leaves no choice
+        return made
 
     def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
         kind = library_kind(name)

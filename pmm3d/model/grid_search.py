@@ -17,7 +17,7 @@ PRICED = 400
 """Grids of more ranks that are priced, besides those of exactly that many: the best by the estimate."""
 EVERY = 32
 """Sizes of an axis up to which all are looked at; of larger ones those without prime factors above `PRIMES`."""
-PRIMES = (2, 3, 5, 7)
+PRIMES = (2, 3, 5)
 NO_LIMIT = 2**63
 """Bytes of memory that nothing exceeds."""
 

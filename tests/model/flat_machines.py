@@ -28,15 +28,15 @@ class SimpleMachine(Machine):
             return 0.0
         away = (group.size - group.inside) / (group.size - 1)
         inside = self.latency * (group.inside - 1) + (1 - away) * nbytes / self.bandwidth
-        across = self.latency_across * (group.size - group.inside) + away * nbytes * group.sharers / self.bandwidth_across
-        return inside + across
+        into_node = away * nbytes * group.inside * group.sharers
+        return inside + self.latency_across * (group.size - group.inside) + into_node / self.bandwidth_across
 
     def hidden_share(self, group: Group) -> float:
         return self.hiding
 
 
-def machine(ranks_per_node: int = 2**20, **figures: float) -> SimpleMachine:
-    return SimpleMachine("simple", ranks_per_node, 0, {"float64": 5e10}, {}, **figures)
+def machine(ranks_per_node: int = 2**20, memory: int = 0, **figures: float) -> SimpleMachine:
+    return SimpleMachine("simple", ranks_per_node, memory, {"float64": 5e10}, {}, **figures)
 
 
 BYTES_ONLY = machine()
@@ -47,4 +47,4 @@ def cluster(ranks_per_node: int = 8, **figures: float) -> SimpleMachine:
     """Nodes with a network between them that their ranks share."""
     known = {"rate": 5e10, "latency": 1e-6, "latency_across": 3e-6, "bandwidth": 5e9, "bandwidth_across": 12e9,
              "copying": 1e10, "hiding": 0.5}
-    return machine(ranks_per_node, **{**known, **figures})
+    return machine(ranks_per_node, **known | figures)

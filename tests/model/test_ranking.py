@@ -1,16 +1,24 @@
 """pmm3d.model.ranking: the lower bound, the ranking of grids and what they hold."""
 
 import math
-from functools import cache
-from itertools import permutations, product
+import random
+from itertools import permutations
 
 import pytest
+from flat_machines import BYTES_ONLY, cluster, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pmm3d import GridError
-from pmm3d.layout import GridShape
+from pmm3d.layout import AXES, GridShape
 from pmm3d.model import ranking
+from pmm3d.model.grid_search import NO_LIMIT, shapes_of, shapes_up_to
+from pmm3d.model.machines import groups_of, load
+from pmm3d.model.plan import ProductPlan
+from pmm3d.model.product_costs import ProductCosts
+from pmm3d.model.ranking import rank_products
+
+CUBE = (4096, 4096, 4096)
 
 sizes = st.tuples(*[st.integers(1, 100000)] * 3)
 
@@ -48,10 +56,18 @@ def test_every_grid_is_listed_once():
         assert set(ranking.ranked_grids((7, 8, 9), ranks)) == expected
 
 
+MACHINES = {"bytes": BYTES_ONLY, "cluster": cluster(8), "nominal": load("nominal"), "perlmutter": load("perlmutter")}
+
+
+def received(size, grid):
+    """Bytes that the busiest rank of a grid receives, with one panel."""
+    return max(sum(rank.bytes_received.values()) for rank in ProductPlan(*size, "float64", GridShape(*grid)).fullest)
+
+
 @pytest.mark.parametrize(
     "size, ranks, grid",
     [
-        ((4096, 4096, 4096), 8, (2, 2, 2)),
+        (CUBE, 8, (2, 2, 2)),
         ((65536, 512, 512), 8, (1, 1, 8)),
         ((512, 65536, 512), 8, (8, 1, 1)),
         ((1024, 1024, 32768), 8, (1, 8, 1)),
@@ -61,80 +77,190 @@ def test_every_grid_is_listed_once():
 )
 def test_the_best_grid_follows_the_sizes(size, ranks, grid):
     assert ranking.best_grid(size, ranks)[:3] == grid
+    assert rank_products(size, ranks, "float64", BYTES_ONLY).candidates[0].grid[:3] == grid
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512, 4096])
+def test_where_only_bytes_count_the_best_grid_of_a_cube_attains_the_lower_bound(ranks):
+    best = rank_products(CUBE, ranks, "float64", BYTES_ONLY).candidates[0]
+    assert len(set(best.grid[:3])) == 1
+    assert best.bytes == round(ranking.lower_bound(CUBE, ranks)) == received(CUBE, best.grid[:3])
+
+
+def test_where_only_bytes_count_no_grid_moves_fewer():
+    """200 products whose dims all grids divide, against every grid of that many ranks."""
+    drawn = random.Random(14)
+    for _ in range(200):
+        ranks = drawn.choice((2, 6, 8, 12, 16))
+        size = tuple(ranks * drawn.choice((1, 2, 5, 16, 64, 300)) for _ in range(3))
+        best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
+        assert best.bytes == min(received(size, shape) for shape in shapes_of(ranks))
+        assert best.bytes >= ranking.lower_bound(size, ranks) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("size", [CUBE, (65536, 512, 513), (7, 30, 11), (0, 64, 64)])
+def test_every_grid_is_priced_and_the_list_is_in_order(name, size):
+    for ranks in (1, 7, 12, 64):
+        found = rank_products(size, ranks, "float64", MACHINES[name], top=1000)
+        shapes = [candidate.grid[:3] for candidate in found.candidates]
+        assert sorted(shapes) == sorted(shapes_of(ranks)) and found.considered == len(shapes)
+        seconds = [candidate.seconds for candidate in found.candidates]
+        assert all(one <= other * (1 + 1e-8) for one, other in zip(seconds, seconds[1:]))
+        for candidate in found.candidates:
+            assert sum(candidate.terms.values()) == pytest.approx(candidate.seconds)
+            assert set(candidate.terms) <= {"gemm", "passes", "overhead", "x", "y", "z", "all"}
+            assert all(getattr(candidate.grid, axis) > 1 for axis in AXES if axis in candidate.terms)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
+    for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
+        for ranks in (*range(1, 20), 31, 47, 64):
+            costs = ProductCosts(size, ranks, "float64", MACHINES[name])
+            best = rank_products(size, ranks, "float64", MACHINES[name], exact=False, top=1).candidates[0]
+            all_of_them = [shape for used in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(used)]
+            assert best.seconds <= min(costs.seconds(*shape) for shape in all_of_them) * (1 + 1e-8)
+            assert ranks // 2 < best.grid.size <= ranks
+
+
+@pytest.mark.parametrize("size, ranks, name", [(CUBE, 512, "cluster"), ((1000, 50, 16384), 509, "bytes"),
+                                               ((256, 513, 256), 300, "cluster"), ((65536, 300, 513), 257, "perlmutter"),
+                                               ((4096, 300, 1000), 521, "nominal")])
+def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
+    costs = ProductCosts(size, ranks, "float64", MACHINES[name])
+    looked_at = shapes_up_to(costs, ranks, NO_LIMIT)
+    all_of_them = [shape for used in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(used)]
+    assert len(looked_at) < len(all_of_them) / 2 and set(shapes_of(ranks)) <= set(looked_at) <= set(all_of_them)
+    best, best_of_all = (min(costs.seconds(*shape) for shape in shapes) for shapes in (looked_at, all_of_them))
+    assert best_of_all <= best <= 1.03 * best_of_all
 
 
 @pytest.mark.parametrize("ranks", [7, 13])
 def test_a_prime_number_of_ranks_may_leave_some_idle(ranks):
-    """A slower link makes 2x3x2 on 12 of 13 ranks better than 13x1x1; where a dim is long all ranks are used."""
-    for size in ((4096, 4096, 4096), (512, 512, 512)):
-        best = ranking.best_grid(size, ranks)
-        assert ranks // 2 < best.size <= ranks
-        assert all(
-            ranking.seconds(size, best, "float64") <= ranking.seconds(size, grid, "float64") * (1 + 1e-8)
-            for used in range(ranks // 2 + 1, ranks + 1)
-            for grid in ranking.grids(used)
-        )
-    assert ranking.best_grid((512, 512, 512), ranks).size < ranks
-    assert ranking.best_grid((ranks * 100000, 64, 64), ranks) == GridShape(1, 1, ranks)
+    """A slow link makes 2x2x3 on 12 of 13 ranks better than 13x1x1; where a dim is long all ranks are used."""
+    assert rank_products((512, 512, 512), ranks, "float64", BYTES_ONLY, exact=False).candidates[0].grid.size < ranks
+    long = rank_products((ranks * 100000, 64, 64), ranks, "float64", cluster(16), exact=False).candidates[0]
+    assert long.grid == GridShape(1, 1, ranks)
 
 
-def test_a_memory_limit_excludes_grids():
-    size = (4096, 4096, 4096)
-    free = ranking.best_grid(size, 8)
-    needed = ranking.memory(size, free, "float64")
-    assert ranking.best_grid(size, 8, "float64", limit=needed) == free
-    for limit in (needed, needed // 2):
-        found = list(ranking.ranked_grids(size, 8, "float64", limit))
-        assert all(ranking.memory(size, grid, "float64") <= limit for grid in found)
-        assert len(found) < len(ranking.grids(8))
-    with pytest.raises(GridError, match="no grid of 8 ranks keeps m, n, k = .* within 1,000 bytes"):
-        ranking.best_grid(size, 8, "float64", limit=1000)
+@pytest.mark.parametrize("ranks", [8191, 8192, 32749, 30240])
+def test_few_of_the_grids_of_many_ranks_are_priced(ranks):
+    found = rank_products(CUBE, ranks, "float64", cluster(8), exact=False)
+    assert found.considered < 2500 and 0.9 * ranks < found.candidates[0].grid.size <= ranks
 
 
-@given(sizes, st.integers(1, 40))
-def test_one_rank_alone_moves_nothing_and_ranks_share_the_work(size, ranks):
-    assert sum(ranking.volumes(size, GridShape(1, 1, 1), "float64").values()) == 0
-    alone = ranking.seconds(size, GridShape(1, 1, 1), "float64")
-    for grid in ranking.grids(ranks):
-        assert ranking.seconds(size, grid, "float64") * ranks >= alone * (1 - 1e-9)
+def test_what_does_not_fit_is_dropped_with_the_reason():
+    free = rank_products(CUBE, 8, "float64", BYTES_ONLY, top=100)
+    held = sorted(sum(candidate.memory.values()) for candidate in free.candidates)
+    limit = held[3]
+    found = rank_products(CUBE, 8, "float64", BYTES_ONLY, limit=limit, top=100)
+    assert len(found.candidates) + len(found.dropped) == 10 and found.dropped
+    assert all(sum(candidate.memory.values()) <= limit and not candidate.why_not for candidate in found.candidates)
+    for candidate in found.dropped:
+        assert sum(candidate.memory.values()) > limit
+        assert candidate.why_not == (f"holds {sum(candidate.memory.values()) / 1e9:.1f} GB a rank, "
+                                     f"{limit / 1e9:.1f} GB are there")
+    assert {grid[:3] for grid in ranking.ranked_grids(CUBE, 8, "float64", limit)} == {
+        candidate.grid[:3] for candidate in found.candidates}
 
 
-PRODUCTS = [((4096, 4096, 4096), "float64"), ((65536, 512, 512), "float32"), ((7, 30, 11), "float16"),
-            ((1000, 1, 100000), "complex128"), ((64, 64, 0), "float64"), ((0, 0, 0), "float32")]
+def test_nothing_fits():
+    """The error says what is short, and the fewest ranks of which a grid fits: of one less none does."""
+    limit = 30_000_000
+    with pytest.raises(GridError, match=r"no grid of 8 ranks keeps m, n, k = .* within 30,000,000 bytes a rank; the "
+                                        r"least is [\d,]+. (\d+) ranks are the fewest of which a grid does") as raised:
+        rank_products(CUBE, 8, "float64", BYTES_ONLY, limit=limit)
+    fewest = int(str(raised.value).split("rank; ")[1].split(". ")[1].split()[0])
+    least = {ranks: min(ranking.memory(CUBE, GridShape(*shape), "float64") for shape in shapes_of(ranks))
+             for ranks in range(9, fewest + 1)}
+    assert least.pop(fewest) <= limit < min(least.values())
+    with pytest.raises(GridError, match="within 1 bytes a rank; .*Use more ranks, or max_workspace="):
+        ranking.best_grid(CUBE, 8, limit=1)
 
 
-def all_in_order(size, dtype, largest):
-    """(grid, its memory) of every grid of at most so many ranks, best first, by what the words say."""
-    found = []
-    for grid in (grid for ranks in range(1, largest + 1) for grid in ranking.grids(ranks)):
-        held = ranking.memory(size, grid, dtype)
-        key = float(f"{ranking.seconds(size, grid, dtype):.9g}"), -grid.size, float(f"{held:.2g}"), grid.y, -grid.z
-        found.append((key, grid, held))
-    return [(grid, held) for _, grid, held in sorted(found)]
+def test_the_memory_of_the_machine_is_the_limit():
+    small = machine(memory=40_000_000)
+    assert sum(rank_products(CUBE, 64, "float64", small).candidates[0].memory.values()) <= 40_000_000
+    with pytest.raises(GridError, match="within 40,000,000 bytes"):
+        rank_products(CUBE, 8, "float64", small)
 
 
-@pytest.mark.parametrize("size, dtype", PRODUCTS)
-def test_the_best_grid_is_the_best_of_all(size, dtype, monkeypatch):
-    """On every number of ranks up to 200, without a limit of memory and with limits that leave out most or all."""
-    monkeypatch.setattr(ranking, "memory", cache(ranking.memory))
-    ordered = all_in_order(size, dtype, 200)
-    limits = [None, *sorted(held for _, held in ordered)[:: len(ordered) // 3]]
-    for ranks, limit in product(range(1, 201), limits):
-        best = next((grid for grid, held in ordered
-                     if ranks // 2 < grid.size <= ranks and (limit is None or held <= limit)), None)
-        if best is not None:
-            assert ranking.best_grid(size, ranks, dtype, limit) == best
-        else:
-            with pytest.raises(GridError, match=f"no grid of {ranks} ranks keeps"):
-                ranking.best_grid(size, ranks, dtype, limit)
+@given(st.tuples(*[st.integers(0, 600)] * 3), st.sampled_from([1, 6, 8, 12, 34, 51]),
+       st.sampled_from(["float64", "float16", "complex64"]), st.randoms())
+def test_bytes_and_memory_are_those_of_the_plan(size, ranks, dtype, drawn):
+    costs, shape = ProductCosts(size, ranks, dtype, cluster(4)), drawn.choice(shapes_of(ranks))
+    candidate, part = costs.priced(*shape), costs.sizes(*shape)
+    plan = ProductPlan(*size, dtype, GridShape(*shape), panels=part.panels, strips=part.strips)
+    first = plan.on_rank(plan.fullest[0].plan.grid.coords(0))
+    assert candidate.bytes == max(sum(rank.bytes_received.values()) for rank in plan.fullest)
+    assert sum(candidate.memory.values()) == plan.memory
+    assert part.depths() == [first.panel_depth(panel) for panel in range(part.panels)]
+    assert part.widths() == [high - low for low, high in first.strips]
+    assert sum(costs.held(*shape).values()) == pytest.approx(plan.memory, rel=0.1, abs=2000)
 
 
-@pytest.mark.parametrize("ranks", [8192, 32749, 32768])
-@pytest.mark.parametrize("limit", [None, 2 * 10**6])
-def test_few_of_the_grids_of_many_ranks_are_looked_at(ranks, limit, monkeypatch):
-    """Of hundreds of thousands: a bound leaves out the others."""
-    looked_at = []
-    seconds = ranking.seconds
-    monkeypatch.setattr(ranking, "seconds", lambda *asked: looked_at.append(asked) or seconds(*asked))
-    best = ranking.best_grid((4096, 4096, 4096), ranks, limit=limit)
-    assert 0.9 * ranks < best.size <= ranks and len(looked_at) < 5000
+def test_on_8192_ranks_of_1024_nodes_no_axis_straddles_nodes_unevenly():
+    for found in (rank_products(CUBE, 8192, "float64", cluster(8)),
+                  rank_products(CUBE, 8192, "float64", cluster(8), exact=False)):
+        best = found.candidates[0].grid
+        groups = groups_of(best, 8)
+        assert groups["x"].inside == 8 or groups["x"].nodes == 1
+        inner = 1
+        for axis in "xyz":
+            assert 8 % inner == 0 or inner % 8 == 0
+            inner *= getattr(best, axis)
+        assert inner > 0.95 * 8192
+
+
+def test_a_faster_network_makes_the_best_no_slower():
+    for size in (CUBE, (65536, 512, 512), (300, 300, 20000)):
+        for ranks in (13, 64, 512):
+            seconds = [rank_products(size, ranks, "float64", cluster(8, bandwidth_across=speed), exact=ranks != 13)
+                       .candidates[0].seconds for speed in (1e8, 1e9, 12e9, 1e11)]
+            assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
+def test_on_a_flat_machine_dims_that_change_places_take_their_axes_along():
+    """m lies along z, n along x, k along y."""
+    flat = machine(rate=5e10, latency=2e-6, latency_across=2e-6)
+    for ranks in (8, 64):
+        size = (16384, 4096, 1024)
+        orders = [rank_products(tuple(size[dim] for dim in order), ranks, "float64", flat).candidates[0]
+                  for order in permutations(range(3))]
+        for order, best in zip(permutations(range(3)), orders):
+            along = dict(zip(order, (best.grid.z, best.grid.x, best.grid.y)))
+            first = orders[0].grid
+            assert best.seconds == pytest.approx(orders[0].seconds)
+            assert [along[dim] for dim in range(3)] == [first.z, first.x, first.y]
+
+
+@pytest.mark.parametrize("size", [(65536, 512, 65536), (4096, 4096, 4096), (512, 16384, 16384)])
+def test_slow_links_between_nodes_put_the_axis_with_most_bytes_inside(size):
+    """Nodes of 4: what crosses them is less than what stays inside."""
+    best = rank_products(size, 16, "float64", cluster(4, bandwidth_across=1e7, hiding=0)).candidates[0].grid
+    groups, moved = groups_of(best, 4), ranking.volumes(size, best, "float64")
+    inside = [moved[axis] for axis in "xyz" if getattr(best, axis) > 1 and groups[axis].nodes == 1]
+    across = [moved[axis] for axis in "xyz" if groups[axis].nodes > 1]
+    assert not inside or max(inside) >= max(across)
+    across_of = {shape: bytes_between_nodes(size, GridShape(*shape)) for shape in shapes_of(16)}
+    assert across_of[best[:3]] == min(across_of.values())
+
+
+def bytes_between_nodes(size, grid):
+    """That a rank receives from other nodes of 4."""
+    groups, moved = groups_of(grid, 4), ranking.volumes(size, grid, "float64")
+    return sum(moved[axis] * (groups[axis].size - groups[axis].inside) / (groups[axis].size - 1)
+               for axis in "xyz" if groups[axis].size > 1)
+
+
+def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
+    in_order, in_turn = (ProductCosts(CUBE, 64, "float64", cluster(8), run=run) for run in (None, 1))
+    assert in_order.group(8, 1).nodes == 1 and in_turn.group(8, 1).nodes == 8
+    assert in_order.seconds(8, 4, 2) < in_turn.seconds(8, 4, 2)
+
+
+def test_equal_grids_are_told_apart_by_a_fixed_rule():
+    """Nothing to do on any grid: the fewest nodes crossed, then less memory, the smaller y, the larger z."""
+    grids = [candidate.grid[:3] for candidate in rank_products((0, 0, 0), 6, "float64", BYTES_ONLY).candidates]
+    assert grids == sorted(grids, key=lambda grid: (grid[1], -grid[2])) and len(grids) == 9

@@ -26,9 +26,9 @@ def record(**changes):
 def test_it_says_how_often_and_how_often_now():
     section = checkpoint_section(record())
     assert section.lead == (
-        "A checkpoint took 3.1 s, the median of 3. With a failure every 24 hours on this job, write a checkpoint every 12 "
-        "minutes (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: pmm3d report --mtbf HOURS "
-        "says others.")
+        "A checkpoint took 3.1 s, the median of 3. With a failure every 24 hours on this job, write a checkpoint every "
+        "12 minutes (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: pmm3d report --mtbf "
+        "HOURS says others.")
     assert section.tables[0].rows == [("best, by Daly", "339", "12 minutes", "0.84%"),
                                       ("best, by Young", "340", "12 minutes", "0.84%"),
                                       ("now", "1,000", "36 minutes", "1.38%")]

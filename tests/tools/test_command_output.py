@@ -32,8 +32,8 @@ measure.core_rate = core_rate
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
 MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
     ("bench", "bench.command"), ("convert", "convert"), ("doctor", "doctor.command"),
-    ("export", "export"), ("predict", "predict"))}
-COMMANDS = ("bench", "train", "predict", "convert", "doctor", "report", "export")
+    ("export", "export"), ("plan", "plan.command"), ("predict", "predict"))}
+COMMANDS = ("bench", "plan", "train", "predict", "convert", "doctor", "report", "export")
 
 
 def command(*arguments):

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from pmm3d.comm import machine_cache
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import Candidate, Ranking
 from pmm3d.model.gpt import GPT
@@ -124,6 +126,22 @@ def test_a_training_takes_its_configuration(tmp_path, monkeypatch):
 def test_ranks_of_a_node_are_those_asked_for():
     assert chosen_machine("frontier", 16, None).machine.ranks_per_node == 8
     assert chosen_machine("frontier", 16, 4).machine.ranks_per_node == 4
+
+
+def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
+    own = replace(load("frontier"), name="own")
+    one = replace(own, key={**machine_cache.key_of(8, 1), "threads": "1"})
+    machine_cache.remember(one.key, as_toml(one))
+    chosen = chosen_machine(None, 8, None)
+    assert (chosen.machine.name, chosen.why) == ("own", "measured here")
+    chosen = chosen_machine(None, 16, None)
+    assert chosen.machine.name == "nominal" and "is of one node with 8 ranks" in chosen.why
+    several = replace(own, name="several", key=machine_cache.key_of(8, 2))
+    machine_cache.remember(several.key, as_toml(several))
+    assert chosen_machine(None, 16, None).machine.name == "several"
+    assert chosen_machine(None, 16, 4).machine.name == "nominal"
+    monkeypatch.setenv("PMM3D_MACHINE", "alps")
+    assert chosen_machine(None, 16, None) == (load("alps"), "named by PMM3D_MACHINE")
 
 
 def test_a_machine_of_a_file(tmp_path):

@@ -96,8 +96,8 @@ def test_the_largest_actions_are_all_of_the_step():
 
 def test_the_curves():
     told = []
-    found = curves(simulator(), ["strong", "weak"], 64, [16, 64, 256], lambda config, ranks: GridShape(2, 1, 2, ranks // 4),
-                   lambda done, total: told.append((done, total)))
+    found = curves(simulator(), ["strong", "weak"], 64, [16, 64, 256],
+                   lambda config, ranks: GridShape(2, 1, 2, ranks // 4), lambda done, total: told.append((done, total)))
     strong, weak = found
     assert [point.batch for point in strong.points] == [4096] * 3
     assert [point.batch for point in weak.points] == [1024, 4096, 16384]
@@ -147,8 +147,8 @@ def test_curves_that_end_before_they_begin_are_refused():
 
 def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
-    said, code = command(monkeypatch, capsys, config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2", *SAMPLES,
-                         "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot", picture, "--noise", 0.02)
+    said, code = command(monkeypatch, capsys, config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2",
+                         *SAMPLES, "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot", picture, "--noise", 0.02)
     assert code == 0
     for wanted in ("grid 2x1x2 (data 16)", "64 ranks on 8 nodes of frontier", "rank 0 for 64", "GEMM", "waiting: data",
                    "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "no buckets", "100%"):
@@ -160,6 +160,16 @@ def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
     at_64 = found["scaling"]["strong"][1]
     assert at_64["seconds"][AS_IT_IS] == pytest.approx(found["seconds"]) and set(at_64["efficiency"]) == set(VARIANTS)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_best_grid_is_found(monkeypatch, capsys, config, tmp_path):
+    figures = tmp_path / "figures.json"
+    _, code = command(monkeypatch, capsys, config, "--ranks", 8, *SAMPLES, "--from-ranks", 4, "--to-ranks", 8,
+                      "--scaling", "strong", "--json", figures, "--ranks-per-node", 4)
+    found = json.loads(figures.read_text())
+    assert code == 0 and found["ranks"] == 8 and found["ranks_per_node"] == 4
+    four, eight = found["scaling"]["strong"]
+    assert eight["grid"] == found["grid"] and four["ranks"] == 4 and four["seconds"]
 
 
 def test_the_samples_may_come_from_the_file(monkeypatch, capsys, tmp_path):
@@ -208,7 +218,8 @@ def real_trace(path, found, steps=3, shift=0.5):
         events.append({"name": "gemm", "ph": "X", "pid": 0, "tid": "compute", "ts": 2e6 * step, "dur": 5.0, "args": {}})
         for order, (task, begun) in enumerate(collectives):
             events.append({"name": "all_gather", "ph": "X", "pid": 0, "tid": f"axis {task.meets[0]}", "dur": 1.0,
-                           "ts": (2 * step + shift) * 1e6 + order, "args": {"phase": task.name, "sent": 4, "received": 4}})
+                           "ts": (2 * step + shift) * 1e6 + order,
+                           "args": {"phase": task.name, "sent": 4, "received": 4}})
         events.append({"name": "all_reduce", "ph": "X", "pid": 0, "tid": "axis y", "ts": 2e6 * step + 1.9e6, "dur": 1.0,
                        "args": {"phase": "nothing", "sent": 0, "received": 0}})
     path.write_text(json.dumps({"traceEvents": events}))
@@ -235,9 +246,21 @@ def test_the_trace_beside_a_real_one(tmp_path):
     assert waited == pytest.approx(1e6 * sum(found.timeline.waits(0).values()))
 
 
+def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_path):
+    """Steps are still told by how one ends and the next begins."""
+    sections = {"overlap": {"reshard_after_forward": True}}
+    found, again = simulator().of(GridShape(1, 1, 4, 2)), simulator(**sections).of(GridShape(1, 1, 4, 2))
+    real_trace(tmp_path / "real.json", again)
+    said = write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
+    assert "over the last one of rank 0, which does other collectives" in said
+    both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    first = next(event for event in both if event["pid"] == 1 and event.get("tid", "").startswith("axis"))
+    assert first["ts"] == pytest.approx(2.5e6)
+
+
 def test_another_program_beside_it_begins_with_the_trace(tmp_path):
     found = simulator().of(GridShape(1, 1, 4, 2))
-    real_trace(tmp_path / "real.json", simulator(hidden=(512,)).of(GridShape(2, 1, 4)))
+    real_trace(tmp_path / "real.json", simulator(hidden=(512,)).of(GridShape(2, 1, 1)))
     assert "begins with the trace" in write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     assert min(event["ts"] for event in both if event["pid"] == 1 and "ts" in event) == 0

@@ -65,11 +65,13 @@ def _spread(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[in
     alike = min(ranks // block, ranks_per_node // gcd(block, ranks_per_node))
     firsts = {(number * block + rank) % ranks_per_node for number in range(alike) for rank in range(stride)}
     nodes = max((first + block - stride) // ranks_per_node for first in firsts) + 1
+    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # those between the first and the last have all counts
+        return -(-ranks_per_node // stride), nodes
     widest = [first for first in firsts if (first + block - stride) // ranks_per_node == nodes - 1]
-    return min(_most(first, size, stride, ranks_per_node) for first in widest), nodes
+    return min(_most(first, size, stride, ranks_per_node, nodes) for first in widest), nodes
 
 
-def _most(first: int, size: int, stride: int, ranks_per_node: int) -> int:
-    """Ranks of first, first + stride, ... on one node, the most of any; they lie alike in every `stride` nodes."""
-    ends = [-(-(number * ranks_per_node - first) // stride) for number in range(2 * stride + 2)]
-    return max(min(size, after) - min(size, max(0, before)) for before, after in pairwise(ends))
+def _most(first: int, size: int, stride: int, ranks_per_node: int, nodes: int) -> int:
+    """Ranks of first, first + stride, ... on one of so many nodes, the most of any."""
+    ends = [0, *[-(-(number * ranks_per_node - first) // stride) for number in range(1, nodes)], size]
+    return max([after - before for before, after in pairwise(ends)])

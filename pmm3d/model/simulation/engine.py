@@ -194,8 +194,8 @@ class _Order:
         said = [f"{self._said(task)} {way[task]}" for task in circle[:NAMED]]
         if len(circle) > NAMED:
             said.append(f"... ({len(circle) - NAMED} more) ...")
-        return (f"the tables wait for each other for ever: {' '.join(said)} {self._said(number)}. Put tasks that meet in "
-                f"the same order into all tables, or on different resources")
+        return (f"the tables wait for each other for ever: {' '.join(said)} {self._said(number)}. Put tasks that meet "
+                f"in the same order into all tables, or on different resources")
 
     def _said(self, number: int) -> str:
         return _said(*self._place(number), self.tasks[number])

@@ -24,7 +24,7 @@ def trace_events(timeline: Timeline, names: Sequence[str], first: int = 0, begin
         ...          Task("wait", PROCESSOR, 0.5, after=(0,))]
         >>> for event in trace_events(simulate([table]), ["rank 0"])[1:]:
         ...     print(event["tid"], event["name"], event["ts"], event["dur"])
-        axis z collective 0.0 3000000.0
+        axis z collective 0.0 3500000.0
         compute gemm 0.0 1000000.0
         wait wait for z 1000000.0 2500000.0
     """
@@ -38,14 +38,18 @@ def trace_events(timeline: Timeline, names: Sequence[str], first: int = 0, begin
 
 
 def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[str, str, float, float]]:
-    """What a rank does: name, track, beginning and end. What takes no time is not shown."""
+    """What a rank does: name, track, beginning and end. What takes no time is not shown. A collective ends where a
+    "wait" for it does: its seconds may all be in that."""
     table, begun, ended = timeline.tables[rank], timeline.begun[rank], timeline.ended[rank]
+    until = {earlier: ended[number] for number, task in reversed(list(enumerate(table))) if task.kind == WAIT
+             for earlier in task.after}
     now = 0.0
     for number, task in enumerate(table):
         name = task.name or task.kind
         if task.resource != PROCESSOR:
-            if ended[number] > begun[number]:
-                yield name, f"axis {awaited(task)}", begun[number], ended[number]
+            end = max(ended[number], until.get(number, 0.0))
+            if end > begun[number]:
+                yield name, f"axis {awaited(task)}", begun[number], end
             continue
         waits = task.kind == WAIT
         start = ended[number] if waits else begun[number]

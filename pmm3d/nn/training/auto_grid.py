@@ -14,8 +14,8 @@ from ...comm import Grid
 from ...comm.machine_cache import machine_here
 from ...errors import Pmm3dError
 from ...layout import GridShape
-from ...model.candidates import Candidate
 from ...model import machine as host
+from ...model.candidates import Candidate
 from ...model.machines import Machine, load
 from .config import Config
 from .dry_step import sizes_in_file

@@ -16,8 +16,8 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     output   report.html in the run's folder, or the name of the file with .html, if left out
     mtbf     hours between failures of the whole job, for how often to write checkpoints; a day if left out
 
-    Raises Pmm3dError if the source is neither, if mtbf is not above 0 or goes with a benchmark, or if the page cannot be
-    written; MissingPackageError without jinja2.
+    Raises Pmm3dError if the source is neither, if mtbf is not above 0 or goes with a benchmark, or if the page cannot
+    be written; MissingPackageError without jinja2.
 
         >>> import json, pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -85,11 +85,10 @@ def plan_command(
 
     pmm3d plan apps/digits.toml --ranks 64 --features 64 --classes 10
 
-    pmm3d plan --gpt --layers 24 --hidden 4096 --heads 32 --sequence 2048 --batch 512 --ranks 512 --machine frontier
+    pmm3d plan --gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
-    The last with figures of a paper: --terms axonn --powers-of-two --min-tensor 8
-
-    How often to write: --mtbf 24 --write-seconds 30
+    To the last: --machine frontier; --heads 16, which x must divide; --terms axonn --powers-of-two for the published
+    model; --mtbf 24 --write-seconds 30 for how often to write a checkpoint; --plot plan.png.
     """
     if task_rank(os.environ):
         return

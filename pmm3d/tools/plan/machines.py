@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...comm.machine_cache import AUTO, measured_here
 from ...errors import Pmm3dError
-from ...model.machine import cores
+from ...model.environment import Settings
 from ...model.machines import Machine
-from ...model.machines.reading import load, machine_from
+from ...model.machines.reading import load
 
+NOMINAL = "nominal"
 SECTIONS = {"full": ("gemm", "passes", "collectives", "laws", "memory"), "axonn": ("axonn",)}
 """Whose sources are told."""
 
@@ -32,16 +33,30 @@ class Chosen(NamedTuple):
 
 
 def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) -> Chosen:
-    """The one asked for by name or path; else the one measured here, else the nominal one. Raises Pmm3dError."""
+    """The one asked for by name or path, here or by PMM3D_MACHINE; else the one measured here, else the nominal one.
+    Raises Pmm3dError."""
+    by_variable = Settings().machine
     if asked is not None:
         found = Chosen(load(asked), "asked for")
+    elif by_variable != AUTO:
+        found = Chosen(load(by_variable), "named by PMM3D_MACHINE")
     else:
-        measured = _measured_here(ranks, ranks_per_node)
-        found = Chosen(measured, "measured here") if measured else Chosen(
-            load("nominal"), "assumed: nothing was measured here; pmm3d tune machine does, --machine names another")
+        found = _measured(ranks, ranks_per_node)
     if ranks_per_node is not None:
         found = found._replace(machine=replace(found.machine, ranks_per_node=ranks_per_node))
     return found
+
+
+def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
+    """By `pmm3d tune machine`: on one node for ranks that one holds, else on several."""
+    one = measured_here(ranks_per_node, 1)
+    if one is not None and ranks <= one.ranks_per_node:
+        return Chosen(one, "measured here")
+    if (several := measured_here(ranks_per_node, 2)) is not None:
+        return Chosen(several, "measured here")
+    why = "nothing was measured here" if one is None else (
+        f"what was measured here is of one node with {one.ranks_per_node} ranks")
+    return Chosen(load(NOMINAL), f"assumed: {why}; pmm3d tune machine measures, --machine names another")
 
 
 def bandwidths_of(machine: Machine) -> dict[str, dict[str, float]]:
@@ -50,20 +65,3 @@ def bandwidths_of(machine: Machine) -> dict[str, dict[str, float]]:
         raise Pmm3dError(f"machine {machine.name} has no table [axonn] of bandwidths, which --terms axonn goes by: "
                          "name one that has (--machine perlmutter, --machine frontier), or take --terms full")
     return {inside: dict(row) for inside, row in machine.axonn.items()}
-
-
-def _measured_here(ranks: int, ranks_per_node: int | None) -> Machine | None:
-    """By `pmm3d tune machine`, with that many ranks on a node; if that was left out, with all of them on one, or with
-    as many as this node has cores, or half of that, and so on."""
-    from ...comm.machine_cache import key_of, recalled
-
-    here = len(cores())
-    may_be = [ranks, *(here >> halved for halved in range(here.bit_length()))]
-    for on_node in [ranks_per_node] if ranks_per_node else may_be:
-        with suppress(ImportError, RuntimeError):
-            for nodes in (1, 2) if ranks <= on_node else (2,):
-                key = key_of(on_node, nodes)
-                for threads in dict.fromkeys((str(max(1, here // on_node)), key["threads"])):
-                    if (text := recalled({**key, "threads": threads})) is not None:
-                        return machine_from(text, "the machine measured here")
-    return None

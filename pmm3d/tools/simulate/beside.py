@@ -14,6 +14,8 @@ from ...model.simulation.timeline import awaited
 from ...model.simulation.trace import Event, trace_events
 from .steps import Simulated
 
+Key = tuple[str, str]
+"""Track and name of a collective."""
 REMEDY = "Name a file of pmm3d train --trace"
 
 
@@ -50,7 +52,7 @@ def _is_event(event: Any) -> bool:
 
 def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
     """When the simulated step is to begin so that it lies over the last step of the first rank that did the same
-    collectives in the same order; and what to say of it."""
+    collectives in the same order, or began and ended with the same; and what to say of it."""
     if not real:
         return 0.0, ""
     wanted = [(task, begun) for task, begun in zip(timeline.tables[0], timeline.begun[0]) if task.kind == "collective"]
@@ -58,12 +60,22 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
     rank = min(event["pid"] for event in real)
     done = sorted((event for event in real if event["pid"] == rank and _moves(event)), key=lambda event: event["ts"])
     keys = [(event["tid"], event["args"].get("phase") or event["name"]) for event in done]
+    start, others = _last_step(keys, order)
+    if start is None:
+        return 0.0, ": the run does other collectives than the simulated step, which begins with the trace"
+    begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
+    return begin, f": the simulated step lies over the last one of rank {rank}" + (
+        ", which does other collectives" if others else "")
+
+
+def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
+    """Where in the run's collectives the last step begins, None if that is not known; and whether it does others than
+    the simulated one: then steps are told by the last collective of one and the first of the next."""
     for start in range(len(keys) - len(order), -1, -1):
         if order and keys[start : start + len(order)] == order:
-            begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
-            return begin, f": the simulated step lies over the last one of rank {rank}"
-    return 0.0, (": the run does other collectives than the simulated step, which begins with the trace and not with a "
-                 "step")
+            return start, False
+    starts = [index for index in range(1, len(keys)) if order and keys[index - 1 : index + 1] == [order[-1], order[0]]]
+    return (starts[-2], True) if len(starts) > 1 else (None, True)
 
 
 def _moves(event: Event) -> bool:

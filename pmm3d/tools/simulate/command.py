@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -130,9 +131,13 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
     from ...comm.shapes import chosen_shape
     from ...layout import parse_shape
 
+    best: dict[tuple[int, int], GridShape] = {}
+
     def chosen(config: Config, ranks: int, along: int | None) -> GridShape:
         if grid == AUTO:
-            return _best(simulator, config, ranks)
+            key = config.data.batch_size, ranks
+            best[key] = best.get(key) or _best(simulator, config, ranks)
+            return best[key]
         size = along
         if size is None and grid[:1].isdigit():
             x, y, z = parse_shape(grid)[:3]
@@ -150,10 +155,11 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
 
 
 def _best(simulator: Simulator, config: Config, ranks: int) -> GridShape:
-    from ...nn.training.planning import rank_training  # type: ignore[attr-defined]
+    """By the planner, which simulates rank 0 too."""
+    from ...nn.training.planning import rank_training
 
-    ranking = rank_training(config, ranks, simulator.machine, samples=simulator.steps.samples)
-    return ranking.candidates[0].grid
+    machine = replace(simulator.machine, ranks_per_node=simulator.ranks_per_node)
+    return rank_training(config, ranks, machine, samples=simulator.steps.samples).candidates[0].grid
 
 
 @contextmanager

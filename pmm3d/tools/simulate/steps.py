@@ -132,7 +132,12 @@ class Simulator:
 
     @cached_property
     def steps(self) -> DrySteps:
-        return DrySteps(self.config, self.samples)
+        return DrySteps(self.config, self.samples, self._keep)
+
+    @property
+    def _keep(self) -> int:
+        """Bytes of gathered weights that a rank keeps: a quarter of its memory, as the planner says too."""
+        return self.machine.memory // 4 or 2**62
 
     def of(self, grid: GridShape, config: Config | None = None, alone: bool = False) -> Simulated:
         """The step on a grid. alone: of rank 0 only, which has the largest parts of all that does not divide.
@@ -141,7 +146,7 @@ class Simulator:
         """
         steps = self.steps
         if config is not None:
-            steps = DrySteps(config, self.steps.samples)
+            steps = DrySteps(config, self.steps.samples, self._keep)
         alike = {0: grid.size} if alone else representatives(grid, self.cuts(steps.config))
         done = {rank: steps.of(grid, self.ranks_per_node, rank) for rank in alike}
         groups = groups_of(grid, self.ranks_per_node)

@@ -1,0 +1,137 @@
+"""Grid("auto"): by which machine it goes, what it says, and that its prices are those of the replayed dry run."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pmm3d import DistMatrix, Grid, GridError, Layout
+from pmm3d.comm import machine_cache
+from pmm3d.comm.processes import Processes, row
+from pmm3d.comm.replay import tasks
+from pmm3d.comm.shapes import chosen_shape
+from pmm3d.comm.stacks import Process
+from pmm3d.layout import GridShape
+from pmm3d.model import product_costs
+from pmm3d.model.machines import groups_of, load
+from pmm3d.model.product_costs import ProductCosts
+from pmm3d.model.simulation import simulate
+
+NOMINAL = load("nominal")
+
+
+def on_hosts(hosts):
+    return Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), list(dict.fromkeys(hosts)))
+
+
+def replayed(shape, size, dtype, machine):
+    """(seconds, bytes received along x, y and z) of the first rank, from what a dry run writes down."""
+    hosts = -(-GridShape(*shape).size // machine.ranks_per_node)
+    with Grid.dry(shape, hosts=hosts) as grid:
+        m, n, k = size
+        a, b = DistMatrix.random(grid, (m, k), dtype=dtype), DistMatrix.random(grid, (k, n), dtype=dtype, layout=Layout.B)
+        before = len(grid.dry_run.actions)
+        a @ b
+        done = grid.dry_run.actions[before:]
+    alone = [replace(task, meets=None) for task in tasks(done, machine, groups_of(grid.shape, machine.ranks_per_node))]
+    return simulate([alone]).seconds, sum(action.received for action in done)
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("size, shape, dtype", [
+    ((1024, 1024, 1024), (2, 2, 2), "float64"), ((1024, 2048, 512), (8, 2, 2), "float64"),
+    ((4096, 513, 1000), (4, 1, 2), "float32"), ((1000, 4096, 2048), (4, 4, 4), "complex128"),
+    ((2048, 2048, 4096), (1, 16, 2), "float64"), ((8192, 512, 512), (1, 1, 16), "float32"),
+    ((512, 8192, 512), (16, 1, 1), "float64"), ((4096, 4096, 4096), (8, 4, 4), "float64")])
+@pytest.mark.parametrize("name", ["nominal", "perlmutter"])
+def test_a_price_is_that_of_the_replayed_dry_run(size, shape, dtype, hidden, name):
+    machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
+    candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine).priced(*shape)
+    seconds, received = replayed(shape, size, dtype, machine)
+    assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.03)
+    assert candidate.bytes >= received
+    if all(extent % GridShape(*shape).size == 0 for extent in size):
+        assert candidate.bytes == received
+
+
+def test_small_copies_count_as_in_a_dry_run():
+    from pmm3d.arrays import dry_run
+
+    assert product_costs.LEAST_PASS == dry_run.LEAST_PASS
+
+
+@pytest.mark.parametrize("hosts, per_node, run", [
+    ("aaaa", 4, 4), ("aabb", 2, 2), ("aaaabbbbcc", 4, 4), ("aabbbbcc", 4, 2), ("aaabbbbc", 4, 1), ("abcabc", 2, 1),
+    ("aabbaabb", 4, 2)])
+def test_where_ranks_run_says_what_stays_inside(hosts, per_node, run):
+    """Groups of `run` ranks, from a multiple of it on, are on one node each."""
+    processes = on_hosts(hosts)
+    assert (processes.per_node(), processes.run()) == (per_node, run)
+    for first in range(0, len(hosts), run):
+        assert len(set(hosts[first : first + run])) == 1
+
+
+def auto(ranks, size=None, memory=None, data=1, **axes):
+    return chosen_shape("auto", data, axes, ranks, size, "float64", memory)
+
+
+def test_the_same_ranks_in_another_order_are_given_another_grid():
+    """In order along nodes of 4 an axis of 4 stays inside; dealt out in turn none does."""
+    asked = auto(16, (16384, 16384, 16384))
+    in_order, in_turn = (asked.chosen(NOMINAL, on_hosts(hosts), False) for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
+    assert groups_of(in_order, 4)["x"].nodes == 1 and in_order.size == in_turn.size == 16
+
+
+def test_a_measured_machine_decides():
+    """One whose network is slow puts as few bytes as can be on it."""
+    asked, hosts = auto(16, (4096, 4096, 4096)), on_hosts("aaaabbbbccccdddd")
+    law = NOMINAL.laws["default"]
+    slow = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=1e3 * law.byte_across)})
+    fast = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=0.0, message_across=0.0)})
+    assert groups_of(asked.chosen(slow, hosts, False), 4)["x"].inside == 4
+    assert asked.chosen(slow, hosts, False) != asked.chosen(fast, hosts, False)
+
+
+def test_axes_and_data_take_their_ranks_first():
+    chosen = auto(16, data=2, seq=2).chosen(None, on_hosts("a" * 16), False)
+    assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
+
+
+def test_one_rank_has_no_choice():
+    assert auto(1).no_choice and auto(4, data=4).no_choice and not auto(2).no_choice
+    assert auto(4, data=4).alone() == GridShape(1, 1, 1, 4)
+    with pytest.raises(GridError, match="no grid of 1 ranks keeps"):
+        auto(1, memory=1000).chosen(None, on_hosts("a"), False)
+
+
+@pytest.mark.parallel([2, 4])
+def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
+    with caplog.at_level(logging.INFO, "pmm3d.comm"), Grid(comm, product=(512, 512, 512)) as grid:
+        notes = [record.getMessage() for record in caplog.records if record.getMessage().startswith("auto: ")]
+        assert len(notes) == (comm.rank == 0)
+        for note in notes:
+            assert note.startswith(f"auto: {grid.shape} on {comm.size} ranks, ") and "nominal; next " in note
+    assert len(set(comm.allgather(tuple(grid.shape)))) == 1
+
+
+@pytest.mark.parallel([3])
+def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch):
+    """The others have nothing in their caches; all take the grid by that machine."""
+    slow = replace(NOMINAL, name="slow", ranks_per_node=3)
+    asked = []
+
+    def known(talking, ranks_per_node, nodes):
+        asked.append((ranks_per_node, nodes))
+        return talking.bcast(slow if comm.rank == 0 else None)
+
+    monkeypatch.setattr(machine_cache, "machine_here", known)
+    with Grid(comm, product=(64, 64, 200000)) as grid:
+        assert len(set(comm.allgather(tuple(grid.shape)))) == 1
+    assert asked == [(3, 1)]
+
+
+@pytest.mark.parallel([2])
+def test_nothing_fits_on_any_rank(comm):
+    with pytest.raises(GridError, match=r"within 1,000 bytes a rank; the least is .*[Uu]se more ranks"):
+        Grid(comm, product=(4096, 4096, 4096), memory=1000)

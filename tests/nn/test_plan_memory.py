@@ -1,0 +1,73 @@
+"""The memory that a plan predicts, beside what a rank holds once it has trained: within 2%."""
+
+import pytest
+
+from pmm3d import DistMatrix, Grid
+from pmm3d.layout import GridShape, batch_layout
+from pmm3d.nn import Overlap, Tape
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps, SampleSizes
+from pmm3d.nn.training.parts import layer_sizes, make_network, make_optimizer
+from pmm3d.nn.training.passes import loss_named, train_step
+
+pytestmark = [pytest.mark.parallel([1, 4, 8]), pytest.mark.deadline(150)]
+
+SAMPLES = SampleSizes(192, 96)
+KEEP = 2**40
+"""Bytes of gathered weights: all are kept, as on a machine with room."""
+GRIDS = {1: [GridShape(1, 1, 1)],
+         4: [GridShape(1, 1, 1, 4), GridShape(1, 1, 4), GridShape(1, 1, 2, 2), GridShape(4, 1, 1), GridShape(2, 2, 1)],
+         8: [GridShape(1, 1, 1, 8), GridShape(1, 1, 8), GridShape(1, 1, 4, 2), GridShape(8, 1, 1), GridShape(2, 2, 2),
+             GridShape(2, 1, 2, 2)]}
+"""Those of ddp, fsdp, hsdp and megatron, and some on several axes."""
+OPTIONS = {
+    "as by default": {},
+    "sgd": {"optimizer": {"kind": "sgd"}},
+    "adam, clipped, ZeRO-1": {"optimizer": {"kind": "adam", "clip": 1.0, "shard_over_data": True}},
+    "recompute, norm": {"network": {"recompute": True, "norm": True}},
+    "dropout": {"network": {"dropout": 0.2}, "optimizer": {"weight_decay": 0.1}},
+    "sharded": {"network": {"activations": "sharded"}, "overlap": {"regather_inputs": True}},
+    "resharded": {"overlap": {"reshard_after_forward": True}},
+    "without overlap, ZeRO-1": {"overlap": {"oar": False, "ors": False, "oag": False, "buckets": False},
+                                "optimizer": {"shard_over_data": True}},
+    "accumulated": {"training": {"accumulate": 3}},
+    "all at once": {"network": {"recompute": True, "dropout": 0.2, "norm": True, "activations": "sharded"},
+                    "optimizer": {"shard_over_data": True, "clip": 1.0}, "training": {"accumulate": 2}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_rank_holds_what_its_plan_says(comm, name):
+    sections = {section: {**values} for section, values in OPTIONS[name].items()}
+    network = {"hidden": [256, 320, 256], **sections.pop("network", {})}
+    config = checked({"data": {"file": "nowhere.h5", "batch_size": 512}, "network": network, **sections})
+    steps, wrong = DrySteps(config, SAMPLES, KEEP), []
+    for shape in GRIDS[comm.size]:
+        said = steps.of(shape, comm.size, comm.rank).memory
+        said.pop("batches")
+        with Grid(comm, shape[:3], shape.data, device_transport="direct") as grid:
+            held = trained(grid, config)
+        exact = {kind: nbytes for kind, nbytes in held.items() if kind != "work"}
+        if exact != {kind: said[kind] for kind in exact} or abs(
+                sum(said.values()) - sum(held.values())) > 0.02 * sum(held.values()):
+            wrong.append((str(shape), said, held))
+    assert not wrong
+
+
+def trained(grid, config):
+    """Bytes by kind that this rank holds after two steps of a run of that configuration."""
+    parallel = Tape.of(grid).parallel
+    parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), KEEP
+    network, layout = make_network(config, grid, layer_sizes(config, *SAMPLES[:2]), None)
+    optimizer = make_optimizer(config, network)
+    x = DistMatrix.random(grid, (512, SAMPLES.features), dtype="float32", layout=batch_layout("y"))
+    y = DistMatrix.random(grid, (512, SAMPLES.outputs), dtype="float32", layout=batch_layout(layout.cols[0]))
+    batches = config.training.accumulate
+    for _ in range(2):
+        train_step(network, optimizer, loss_named("mse"), [512] * batches, [(x, y)] * batches, config.optimizer.clip)
+    parameters = network.parameters()
+    kinds = {"weights": [parameter.stored.local for parameter in parameters],
+             "gradients": [parameter.accumulated.array for parameter in parameters],
+             "state": [matrix.local for matrix in optimizer.matrices().values()]}
+    return {**{kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()},
+            "work": grid.workspace.allocated}
