@@ -60,8 +60,9 @@ class Auto:
         per_node, run = processes.per_node(), processes.run()
         machine = machine or nominal(per_node)
         panels = 1 if processes.hosts == 1 else PANELS_ACROSS_HOSTS
-        ranking = rank_products(self.product, self.left, self.dtype, machine, exact=False, top=2, panels=panels, run=run,
-                                limit=NO_LIMIT if self.memory is None else self.memory)
+        limit = NO_LIMIT if self.memory is None else self.memory
+        ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=2,
+                                panels=panels, run=run)
         best, *others = ranking.candidates
         if note and others:
             logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,

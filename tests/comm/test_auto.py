@@ -30,7 +30,8 @@ def replayed(shape, size, dtype, machine):
     hosts = -(-GridShape(*shape).size // machine.ranks_per_node)
     with Grid.dry(shape, hosts=hosts) as grid:
         m, n, k = size
-        a, b = DistMatrix.random(grid, (m, k), dtype=dtype), DistMatrix.random(grid, (k, n), dtype=dtype, layout=Layout.B)
+        a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
+                for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
         before = len(grid.dry_run.actions)
         a @ b
         done = grid.dry_run.actions[before:]
