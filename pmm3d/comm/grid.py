@@ -42,7 +42,8 @@ class Grid:
     then in the order named, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
-    shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least modelled time for `product`, or one of the known
+    shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
+               `pmm3d tune machine` measured here, or else a nominal one (noted by rank 0), or one of the known
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
                "hsdp" (data times z), "megatron" (data times x)
     data       Gdata

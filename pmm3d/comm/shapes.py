@@ -26,6 +26,20 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
+ALIKE = 1.02
+"""Times the least seconds of a grid up to which another is as good."""
+
+
+def fills_nodes(grid: GridShape, run: int) -> bool:
+    """Whether each axis is cut by the borders of nodes, of so many ranks, in equal pieces or not at all.
+
+        >>> [fills_nodes(GridShape(*sizes), 8) for sizes in ((32, 8, 32), (25, 18, 18), (3, 2, 1))]
+        [True, False, True]
+    """
+    inner = [stride for stride in grid.strides if stride < grid.size]
+    return grid.size <= run or all(run % stride == 0 or stride % run == 0 for stride in inner)
+
+
 @dataclass(frozen=True)
 class Auto:
     """What "auto" was asked for, once it is known to make sense: the best grid of what other axes leave.
@@ -52,7 +66,8 @@ class Auto:
         return GridShape(1, 1, 1, self.data, **self.axes)
 
     def chosen(self, machine: Machine | None, processes: Processes, note: bool) -> GridShape:
-        """The grid. Raises GridError if none keeps the memory.
+        """The fastest grid; of those within 2% of it, which no model tells apart, one whose axes fill nodes, and of
+        these the one that leaves the fewest ranks idle. Raises GridError if none keeps the memory.
 
         machine   that was measured here; the nominal one if there is none
         note      whether to tell of the choice, and of the runner-up
@@ -60,9 +75,13 @@ class Auto:
         per_node, run = processes.per_node(), processes.run()
         machine = machine or nominal(per_node)
         panels = 1 if processes.hosts == 1 else PANELS_ACROSS_HOSTS
-        ranking = rank_products(self.product, self.left, self.dtype, machine, exact=False, top=2, panels=panels, run=run,
-                                limit=NO_LIMIT if self.memory is None else self.memory)
-        best, *others = ranking.candidates
+        limit = NO_LIMIT if self.memory is None else self.memory
+        ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
+                                panels=panels, run=run)
+        least = ranking.candidates[0].seconds
+        alike = [candidate for candidate in ranking.candidates if candidate.seconds <= ALIKE * least]
+        best = min(alike, key=lambda candidate: (not fills_nodes(candidate.grid, run), -candidate.grid.size))
+        others = [candidate for candidate in ranking.candidates if candidate is not best]
         if note and others:
             logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,
                         f"{self.ranks:,}", 1e3 * best.seconds, machine.name, others[0].grid, 1e3 * others[0].seconds)

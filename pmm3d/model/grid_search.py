@@ -82,8 +82,9 @@ class Estimate:
         m, n, k = self._costs.product
         rows, cols, depth = -(-m // z), -(-n // x), -(-k // y)
         size, found = self._costs.size, self._rate * rows * cols * depth
-        for operation, ranks, stride, block in (("all_gather", x, 1, rows * depth), ("reduce_scatter", y, x, rows * cols),
-                                                ("all_gather", z, x * y, depth * cols)):
+        along = (("all_gather", x, 1, rows * depth), ("reduce_scatter", y, x, rows * cols),
+                 ("all_gather", z, x * y, depth * cols))
+        for operation, ranks, stride, block in along:
             if ranks > 1:
                 start, slope = self._line(operation, ranks, stride)
                 found += start + slope * size * block * (ranks - 1) / ranks

@@ -140,7 +140,8 @@ class ProductCosts:
         found, brought = 0, part_sizes(rank.depth, part.z)
         for panel in range(part.panels):
             counts = [size // part.panels + (panel < size % part.panels) for size in brought]
-            for operand, sizes, row in ((rank.a, part_sizes(rank.rows, part.x), sum(counts)), (rank.b, counts, rank.cols)):
+            parts_of_a = part_sizes(rank.rows, part.x)
+            for operand, sizes, row in ((rank.a, parts_of_a, sum(counts)), (rank.b, counts, rank.cols)):
                 if operand.gathered:
                     found += gather_volume(sizes, operand.index, self.size * row).received
         return found + sum(rank.reduction(high - low).received for low, high in rank.strips if rank.reduces)

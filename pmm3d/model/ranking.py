@@ -147,8 +147,8 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     ranks, machine = costs.ranks, costs.machine
     enough = fewest_ranks(lambda more: ProductCosts(costs.product, more, costs.dtype, machine), ranks, limit)
     more = "Use more ranks" if enough is None else f"{enough:,} ranks are the fewest of which a grid does: use more"
-    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {costs.product} ({costs.dtype}) within {limit:,} bytes a "
-                     f"rank; the least is {least:,}. {more}, or max_workspace= in matmul to go through k in panels")
+    return GridError(f"no grid of {ranks} ranks keeps m, n, k = {costs.product} ({costs.dtype}) within {limit:,} bytes "
+                     f"a rank; the least is {least:,}. {more}, or max_workspace= in matmul to go through k in panels")
 
 
 def _in_gb(nbytes: int) -> str:

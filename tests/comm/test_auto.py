@@ -10,7 +10,7 @@ from pmm3d import DistMatrix, Grid, GridError, Layout
 from pmm3d.comm import machine_cache
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.replay import tasks
-from pmm3d.comm.shapes import chosen_shape
+from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.comm.stacks import Process
 from pmm3d.layout import GridShape
 from pmm3d.model import product_costs
@@ -30,7 +30,8 @@ def replayed(shape, size, dtype, machine):
     hosts = -(-GridShape(*shape).size // machine.ranks_per_node)
     with Grid.dry(shape, hosts=hosts) as grid:
         m, n, k = size
-        a, b = DistMatrix.random(grid, (m, k), dtype=dtype), DistMatrix.random(grid, (k, n), dtype=dtype, layout=Layout.B)
+        a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
+                for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
         before = len(grid.dry_run.actions)
         a @ b
         done = grid.dry_run.actions[before:]
@@ -96,6 +97,12 @@ def test_a_measured_machine_decides():
 def test_axes_and_data_take_their_ranks_first():
     chosen = auto(16, data=2, seq=2).chosen(None, on_hosts("a" * 16), False)
     assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
+
+
+def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
+    """4096 cubed on 1,024 nodes of 8."""
+    chosen = auto(8192, (4096, 4096, 4096)).chosen(None, on_hosts([f"{rank // 8}" for rank in range(8192)]), False)
+    assert fills_nodes(chosen, 8) and chosen.size == 8192
 
 
 def test_one_rank_has_no_choice():

@@ -124,9 +124,9 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
             assert ranks // 2 < best.grid.size <= ranks
 
 
-@pytest.mark.parametrize("size, ranks, name", [(CUBE, 512, "cluster"), ((1000, 50, 16384), 509, "bytes"),
-                                               ((256, 513, 256), 300, "cluster"), ((65536, 300, 513), 257, "perlmutter"),
-                                               ((4096, 300, 1000), 521, "nominal")])
+@pytest.mark.parametrize("size, ranks, name", [
+    (CUBE, 512, "cluster"), ((1000, 50, 16384), 509, "bytes"), ((256, 513, 256), 300, "cluster"),
+    ((65536, 300, 513), 257, "perlmutter"), ((4096, 300, 1000), 521, "nominal")])
 def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
     costs = ProductCosts(size, ranks, "float64", MACHINES[name])
     looked_at = shapes_up_to(costs, ranks, NO_LIMIT)
