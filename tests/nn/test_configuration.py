@@ -49,7 +49,7 @@ HUGE = 10**30
     ({"training": {"steps": 0}}, "training.steps = 0"),
     ({"training": {"folder": ""}}, "training.folder = '': it names no file or folder"),
     ({"schedule": {"kind": "step", "factor": float("nan")}}, "schedule.factor"),
-    ({"grid": {"shape": "auto"}}, 'grid.shape = \'auto\': needed is "GxxGyxGz" in numbers'),
+    ({"grid": {"shape": "best"}}, 'grid.shape = \'best\': needed is "GxxGyxGz" in numbers'),
     ({"grid": 3}, "grid = 3: it is a section, [grid], with the keys shape, data"),
     ({"network": "model"}, "network.build = 'model': needed is a Python file"),
     ({"network": {"build": "model.py"}}, "network.build = 'model.py': needed is a Python file"),
