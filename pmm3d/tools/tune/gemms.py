@@ -78,7 +78,7 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
         for index, form, dtype in product(range(max(map(len, orders.values()))), FORMS, dtypes):
             if index < len(orders[form]):
                 shape = orders[form][index]
-                seconds = sampler.measure(operands[dtype].gemm(shape, form))
+                seconds = sampler.measure_busy(operands[dtype].gemm(shape, form))
                 tell(f"gemm {dtype} {form}", 1)
                 if seconds is not None:
                     found[dtype][form][shape] = flop_of(*shape, dtype) / seconds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,13 +11,13 @@ from mpi4py import MPI
 
 from ...comm import Grid
 from ...comm.machine_cache import key_of
-from ...model.machine import available_memory, cpu
+from ...model.machine import available_memory, cores, cpu, loaded_blas
 from ...model.machines import Machine
 from . import collectives, gemms, passes
 from .fitting import Fitted, fitted
 from .hidden import PLACES, measured_hidden
 from .overhead import measured_overhead
-from .sampling import Sampler, SlowRank, slow_ranks
+from .sampling import Sampler, Share, SlowRank, slow_ranks
 
 Tell = Callable[[str, int], None]
 
@@ -70,6 +71,32 @@ def nodes_of(comm: MPI.Intracomm) -> Nodes:
     return Nodes(len(set(hosts)), most, hosts, memory)
 
 
+def share_of(comm: MPI.Intracomm) -> Share:
+    """How this rank's node shares its cores. Collective."""
+    host = socket.gethostname()
+    everyones = comm.allgather((host, cores()))
+    here = [rank for rank, (name, _) in enumerate(everyones) if name == host]
+    working = workers([everyones[rank][1] for rank in here], max(1, loaded_blas().threads))
+    return Share(len(here) / max(1, len(working)), here.index(comm.rank) in working)
+
+
+def workers(usable: Sequence[frozenset[int]], threads: int) -> set[int]:
+    """Ranks that can compute at once with so many threads each, none on a core of another; at least the first one.
+
+    usable   the cores that each rank of a node may use
+
+        >>> workers([frozenset({0})] * 2 + [frozenset({1})] * 2, 1), workers([frozenset({0, 1})] * 3, 1)
+        ({0, 2}, {0, 1})
+    """
+    free, found = frozenset().union(*usable), {0}
+    for rank, cores_of_rank in enumerate(usable):
+        own = sorted(cores_of_rank & free)[:threads]
+        if len(own) == threads:
+            found.add(rank)
+            free -= set(own)
+    return found
+
+
 def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -> Report:
     """All sections, one after the other. Collective; the report is the same on all ranks.
 
@@ -77,7 +104,7 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     tell     tell(what, points done)
     """
     nodes = nodes_of(comm)
-    sampler = Sampler(comm, budget)
+    sampler = Sampler(comm, budget, share=share_of(comm))
     rates = gemms.measured_gemms(sampler, dtypes, tell)
     peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
     machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,

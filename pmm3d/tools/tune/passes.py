@@ -193,10 +193,10 @@ def measured_passes(sampler: Sampler, machine: Machine, tell: Callable[[str, int
 
 
 def _seconds(sampler: Sampler, phase: Phase) -> float | None:
-    seconds = sampler.measure(phase.work, phase.before, sample_seconds=SAMPLE_SECONDS)
+    seconds = sampler.measure_busy(phase.work, phase.before, sample_seconds=SAMPLE_SECONDS)
     if seconds is None or phase.beside is None:
         return seconds
-    beside = sampler.measure(phase.beside, phase.before, sample_seconds=SAMPLE_SECONDS)
+    beside = sampler.measure_busy(phase.beside, phase.before, sample_seconds=SAMPLE_SECONDS)
     return None if beside is None else max(seconds - beside, seconds / 10)
 
 

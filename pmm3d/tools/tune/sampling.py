@@ -30,24 +30,42 @@ SLOW = 2.0
 """Times the median of the ranks, from which on one is slow."""
 YIELD_SECONDS, SLEEP_SECONDS, SLEPT = 2e-4, 1e-3, 1 / 8
 """Whoever waits for the others yields its core, then sleeps for a part of the time waited: they may need it."""
+IDLE_SECONDS = 6e-3
+"""Between two looks of a rank that has nothing to do: each takes a core some 20 us."""
 LEAST_POINTS = 3
 """Of a section, before a rank is called slow."""
 
 Work = Callable[[], Any]
 
 
+class Share(NamedTuple):
+    """How ranks share the cores of their node.
+
+    crowd   ranks for each core, with the threads of the BLAS: so many times longer takes what keeps a core busy
+    works   whether this rank is one of as many as there are cores
+    """
+
+    crowd: float
+    works: bool
+
+
+OWN_CORE = Share(1.0, True)
+
+
 class Sampler:
     """Measures work that all ranks of a communicator do at once. Its methods are collective.
 
     comm      the ranks
+    share     of the cores of this rank's node
     budget    seconds that a section may take, as a share of what it asks for
     thrown    samples of this rank that were jumps of the clock
     left_out  points that were not measured, since the time of their section was up
     medians   section -> this rank's median of each point, in order
     """
 
-    def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, clock: Callable[[], float] = time.perf_counter):
-        self.comm, self.budget, self.clock = comm, budget, clock
+    def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, clock: Callable[[], float] = time.perf_counter,
+                 share: Share = OWN_CORE):
+        self.comm, self.budget, self.clock, self.share = comm, budget, clock, share
         self.thrown = self.left_out = 0
         self.medians: dict[str, list[float]] = {}
         self._section, self._ends, self._over = "", inf, False
@@ -68,21 +86,31 @@ class Sampler:
         self.comm.Allreduce(mine, found, MPI.MAX)
         return found.tolist()
 
-    def meet(self) -> None:
-        """Wait for all ranks, and leave them the cores meanwhile."""
+    def meet(self, idle: bool = False) -> None:
+        """Wait for all ranks, and leave them the cores meanwhile; idle: hardly wake up."""
         arrival, begun = self.comm.Ibarrier(), self.clock()
         while not arrival.Test():
             waited = self.clock() - begun
-            if 0 <= waited < YIELD_SECONDS:
+            if idle:
+                time.sleep(IDLE_SECONDS)
+            elif 0 <= waited < YIELD_SECONDS:
                 os.sched_yield()
             else:
                 time.sleep(min(SLEEP_SECONDS, abs(waited) * SLEPT))
 
+    def measure_busy(self, work: Work, before: Work | None = None, *,
+                     sample_seconds: float = SAMPLE_SECONDS) -> float | None:
+        """`measure` of work that keeps a core busy and waits for nobody. Ranks that take turns on a core do it one on
+        each core, so that what is timed is no turn of another, and the time is stretched by how many they are."""
+        seconds = self.measure(work, before, sample_seconds=sample_seconds, counts=self.share.works)
+        return None if seconds is None else seconds * self.share.crowd
+
     def measure(self, work: Work, before: Work | None = None, *, samples: int = SAMPLES,
-                sample_seconds: float = SAMPLE_SECONDS) -> float | None:
+                sample_seconds: float = SAMPLE_SECONDS, counts: bool = True) -> float | None:
         """Seconds of a call of work, the slowest rank's median; None if the time of the section is up.
 
         before   called before each call, outside of the time
+        counts   whether this rank's time does
 
         Raises Pmm3dError, on every rank, if the clock of one gives no time at all.
         """
@@ -90,26 +118,30 @@ class Sampler:
             self.left_out += 1
             return None
         for _ in range(ATTEMPTS):
-            self._timed(work, before, 1)
-            estimate = self._timed(work, before, 1)
-            negative, over = self.largest(-estimate if estimate > 0 else -inf, self.clock() - self._ends)
+            self._timed(work, before, 1, counts)
+            estimate = self._timed(work, before, 1, counts)
+            negative, over = self.largest(-estimate if estimate > 0 and counts else -inf, self.clock() - self._ends)
             if over > 0:
                 self._over, self.left_out = True, self.left_out + 1
                 return None
             calls = max(1, min(MOST_CALLS, round(-sample_seconds / negative)))
-            seconds = [self._timed(work, before, calls) for _ in range(samples)]
-            kept = plausible(seconds)
-            self.thrown += len(seconds) - len(kept)
+            seconds = [self._timed(work, before, calls, counts) for _ in range(samples)]
+            kept = plausible(seconds) if counts else []
+            self.thrown += len(seconds) - len(kept) if counts else 0
             own = median(kept) if kept else 0.0
-            found, missing = self.largest(own, not kept)
+            found, missing = self.largest(own, counts and not kept)
             if not missing:
-                self.medians.setdefault(self._section, []).append(own)
+                self.medians.setdefault(self._section, []).append(own if counts else found)
                 return found
         raise Pmm3dError(f"the clock of a rank's host gives no time: {ATTEMPTS * samples} timings in a row were not "
                          "positive. Measure again, or on another host")
 
-    def _timed(self, work: Work, before: Work | None, calls: int) -> float:
-        """Seconds of one of so many calls."""
+    def _timed(self, work: Work, before: Work | None, calls: int, counts: bool) -> float:
+        """Seconds of one of so many calls; without end where this rank has nothing to do."""
+        if not counts:
+            for _ in range(1 if before is None else calls):
+                self.meet(idle=True)
+            return inf
         if before is None:
             self.meet()
             begun = self.clock()
