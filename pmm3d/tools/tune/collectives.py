@@ -14,6 +14,7 @@ from ...comm import Axis, Grid, Pending, forms
 from ...comm.ledger import Record
 from ...model.machines.figures import Measured
 from ...model.machines.laws import OPERATIONS
+from .gemms import Operands
 from .sampling import Sampler
 
 SIZES = 2**6, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
@@ -21,6 +22,12 @@ SIZES = 2**6, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
 LONGEST = 0.06
 """Seconds of a call from which on no larger ones are measured."""
 SAMPLE_SECONDS = 5e-3
+BETWEEN = 320, 320, 320
+"""Of the GEMM between calls where ranks share cores: about a millisecond of a core."""
+MORE_SAMPLES = 7
+"""Then: when a rank gets its core is chance."""
+LEAST_SHARE = 0.05
+"""Of the time of a GEMM and a call that is the call's at least."""
 SECONDS = 45.0
 ELEMENT = 4
 """Bytes: float32."""
@@ -92,11 +99,11 @@ def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
     if sampler.comm.size == 1:
         return rows, sharers
     with sampler.section("collectives", SECONDS):
-        buffers = Buffers(SIZES[-1], sampler.comm.size)
+        buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
         for kind, _, axis in groups(sampler.comm):
             sharers[kind[:2]] = kind.sharers
             for operation in OPERATIONS:
-                points = _points(sampler, axis, operation, buffers)
+                points = _points(timing, sampler, axis, operation, buffers)
                 tell(f"{operation} in groups of {axis.size}", len(SIZES))
                 if points:
                     nbytes, seconds = zip(*points)
@@ -104,7 +111,33 @@ def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
     return rows, sharers
 
 
-def _points(sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> list[tuple[int, float]]:
+class Timing:
+    """How collectives are timed: where ranks share cores, each call comes after a GEMM, as in a program, whose own time
+    is taken off. Ranks that compute on one core come to the call one after the other, and wait longer for each other
+    than ranks that do nothing else."""
+
+    def __init__(self, sampler: Sampler):
+        self._sampler, self._gemm, self._alone = sampler, None, 0.0
+        if sampler.share.crowd > 1:
+            self._gemm = Operands("float32", BETWEEN[0] * BETWEEN[1]).gemm(BETWEEN, "nn")
+            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES) or 0.0
+
+    def seconds(self, call: Call) -> float | None:
+        """Of one call; None if the time of the section is up. Collective."""
+        gemm = self._gemm
+        if gemm is None:
+            return self._sampler.measure(call, sample_seconds=SAMPLE_SECONDS)
+
+        def both() -> None:
+            gemm()
+            call()
+
+        found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS)
+        return None if found is None else max(found - self._alone, found * LEAST_SHARE)
+
+
+def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> list[tuple[int, float]]:
+    """(bytes, seconds), ascending; none if there was no time for all, since more bytes are priced by the last."""
     found = list[tuple[int, float]]()
     for size in SIZES:
         call = collective(axis, operation, size, buffers)
@@ -112,9 +145,9 @@ def _points(sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> l
         nbytes, = map(int, sampler.largest(max(record.received, record.sent)))
         if found and nbytes <= found[-1][0]:
             continue
-        seconds = sampler.measure(call, sample_seconds=SAMPLE_SECONDS)
+        seconds = timing.seconds(call)
         if seconds is None:
-            break
+            return []
         found.append((nbytes, seconds))
         if seconds > LONGEST:
             break
