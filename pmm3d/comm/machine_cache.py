@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..model.machine import cpu, loaded_blas
 from ..model.machines import Machine, load, machine_from
 from . import trial_cache
 
-FORMAT = "1"
+FORMAT = "2"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""
@@ -38,8 +39,10 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
     """
     blas = loaded_blas()
     pmm3d = import_module(__package__.partition(".")[0])
+    steering = {name: value for name, value in sorted(os.environ.items()) if name.startswith(trial_cache.STEERING)}
     return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(os.cpu_count() or 1),
             "mpi": MPI.Get_library_version().strip("\0 \n"),
+            "mpi file": trial_cache.mpi_file(), "mpi settings": json.dumps(steering), "library": "numpy",
             "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(), "threads": str(blas.threads),
             "numpy": np.__version__, "pmm3d": pmm3d.__version__, "ranks per node": str(ranks_per_node),
             "nodes": ONE if nodes == 1 else SEVERAL}
@@ -58,7 +61,7 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int) -> Machin
     if comm.rank == 0:
         try:
             asked = Settings().machine
-            found = _of_job(ranks_per_node, nodes) if asked == AUTO else load(asked)
+            found = of_job(ranks_per_node, nodes) if asked == AUTO else load(asked)
         except Pmm3dError as raised:
             error = raised
     found, error = comm.bcast((found, error))
@@ -70,12 +73,13 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int) -> Machin
 
 def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine | None:
     """The newest that was measured on this kind of host, with this MPI, BLAS and versions, with whatever number of
-    threads and, if it is None, of ranks on a node: for who plans a job and is none. None if there is none. No MPI."""
+    threads, settings of MPI and, if it is None, of ranks on a node: for who plans a job and is none. None if there is
+    none. No MPI."""
     with suppress(ImportError, OSError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
             wanted = key_of(ranks_per_node or 0, measured_on)
-            free = {"threads"} | ({"ranks per node"} if ranks_per_node is None else set())
-            for path in sorted(folder().glob("*.toml"), key=lambda path: path.stat().st_mtime, reverse=True):
+            free = {"threads", "mpi settings"} | ({"ranks per node"} if ranks_per_node is None else set())
+            for path in sorted(folder().glob("*.toml"), key=_age):
                 with suppress(Pmm3dError):
                     machine = load(path)
                     if all(machine.key.get(part) == value for part, value in wanted.items() if part not in free):
@@ -83,7 +87,15 @@ def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine 
     return None
 
 
-def _of_job(ranks_per_node: int, nodes: int) -> Machine | None:
+def _age(path: Path) -> float:
+    """The smaller, the newer; one that is gone is the oldest."""
+    with suppress(OSError):
+        return -path.stat().st_mtime
+    return 0.0
+
+
+def of_job(ranks_per_node: int, nodes: int) -> Machine | None:
+    """What was measured with so many ranks on a node; for one node, what was measured on several serves too."""
     with suppress(ImportError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
             if (text := recalled(key_of(ranks_per_node, measured_on))) is not None:
@@ -104,8 +116,14 @@ def recalled(key: Mapping[str, str]) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, Pmm3dError) as error:
-        logger.warning(f"what was measured of this machine is not used: {error}. pmm3d tune machine measures it anew")
+        _tell_once(f"what was measured of this machine is not used: {error}. pmm3d tune machine measures it anew")
     return None
+
+
+@cache
+def _tell_once(text: str) -> None:
+    """Once in a process."""
+    logger.warning(text)
 
 
 def remember(key: Mapping[str, str], text: str) -> Path:

@@ -31,7 +31,7 @@ Key = dict[str, Any]
 def key_of(library: str) -> Key:
     """What a finding holds for: this host and driver, this MPI, its settings, and an array library with its version."""
     return {"trial": TRIAL, "host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "),
-            "mpi file": _mpi_file(), "library": library, "driver": _first_line(DRIVERS),
+            "mpi file": mpi_file(), "library": library, "driver": _first_line(DRIVERS),
             "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}}
 
 
@@ -78,7 +78,7 @@ def _first_line(paths: tuple[str, ...]) -> str:
     return ""
 
 
-def _mpi_file() -> str:
+def mpi_file() -> str:
     """The library that is loaded, and when it was written: builds with and without GPUs have one version."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

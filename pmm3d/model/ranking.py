@@ -54,7 +54,7 @@ def nominal(ranks_per_node: int) -> Machine:
     """The machine of round figures that is taken where none was measured, with so many ranks on a node."""
     from .machines import load  # reads a file
 
-    return replace(load("nominal"), ranks_per_node=ranks_per_node)
+    return load("nominal").with_ranks_per_node(ranks_per_node)
 
 
 def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *, limit: int | None = None,

@@ -148,7 +148,8 @@ def test_curves_that_end_before_they_begin_are_refused():
 def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
     said, code = command(monkeypatch, capsys, config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2",
-                         *SAMPLES, "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot", picture, "--noise", 0.02)
+                         *SAMPLES, "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot", picture,
+                         "--noise", 0.02)
     assert code == 0
     for wanted in ("grid 2x1x2 (data 16)", "64 ranks on 8 nodes of frontier", "rank 0 for 64", "GEMM", "waiting: data",
                    "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "no buckets", "100%"):

@@ -64,6 +64,13 @@ def test_on_one_node_what_is_across_is_the_nominal_machines():
     assert fitting.fitted([], {}).laws == {"default": nominal}
 
 
+def test_where_each_rank_has_a_node_what_is_inside_is_the_nominal_machines():
+    rows = [Measured("all_gather", 1, nodes, (64, 2**20), (1e-5, 1e-3)) for nodes in (2, 4)]
+    law, nominal = fitting.fitted(rows, {(1, 2): 1, (1, 4): 1}).laws["all_gather"], load("nominal").laws["default"]
+    assert (law.message_inside, law.byte_inside) == (nominal.message_inside, nominal.byte_inside)
+    assert law.byte_across != nominal.byte_across
+
+
 def test_a_misfit_is_that_of_the_points():
     rows = [Measured("shift", 2, 1, (100, 200, 400), (1.0, 1.0, 2.0))]
     found = fitting.fitted(rows, {(2, 1): 1})

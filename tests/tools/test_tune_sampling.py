@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from pmm3d.errors import Pmm3dError
-from pmm3d.tools.tune.sampling import Sampler, plausible, slow_ranks
+from pmm3d.tools.tune.sampling import LEAST_POINTS, Sampler, Share, plausible, slow_ranks
 
 
 class Clock:
@@ -92,6 +92,18 @@ def test_what_is_done_before_is_not_in_the_time_and_short_work_is_repeated(comm)
 
     assert sampler.measure(clock.work, prepare, sample_seconds=1e-3) == pytest.approx(1e-4)
     assert next(before.calls) == next(clock.calls) == 2 + 3 * 10
+
+
+@pytest.mark.parallel([4])
+def test_ranks_that_share_a_core_compute_one_on_each_and_the_others_are_not_slow(comm):
+    """Ranks 1 and 3 have nothing to do: what ranks 0 and 2 take is stretched, and rank 2 alone is slow."""
+    clock = Clock({0: 1.0, 2: 3.0}.get(comm.rank, 50.0))
+    sampler = Sampler(comm, clock=clock, share=Share(2.0, comm.rank % 2 == 0))
+    with sampler.section("gemm", 1e9):
+        assert [sampler.measure_busy(clock.work) for _ in range(LEAST_POINTS)] == [6.0] * LEAST_POINTS
+    assert (next(clock.calls) > 0) == (comm.rank % 2 == 0)
+    medians = [each["gemm"] for each in comm.allgather(sampler.medians)]
+    assert [slow.rank for slow in slow_ranks("gemm", [*medians, medians[0], medians[0]])] == [2]
 
 
 def test_a_rank_is_slow_if_it_is_on_most_points():

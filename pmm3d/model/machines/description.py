@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log2
 
@@ -109,6 +109,13 @@ class Machine:
     def hidden_share(self, group: Group) -> float:
         """Of a collective's seconds, those that pass under computation if there is enough of it."""
         return self.hidden.get("inside" if group.nodes == 1 else "across", 0.0)
+
+    def with_ranks_per_node(self, ranks_per_node: int) -> Machine:
+        """With another number of ranks on a node. Collectives that were measured with so many as there were are left
+        out, since others share the node's way out then; the laws remain."""
+        if ranks_per_node == self.ranks_per_node:
+            return self
+        return replace(self, ranks_per_node=ranks_per_node, collectives=())
 
     @cached_property
     def _measured(self) -> dict[tuple[str, int, int], Measured]:

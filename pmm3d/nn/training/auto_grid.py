@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
@@ -62,12 +62,15 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
     others: collective, and the same on all ranks. None where the data does not fit the configuration, or cannot be
     read: the run says so.
 
+    What `pmm3d tune machine` measures are the hosts: devices are taken to be those of the nominal machine.
+
     Raises Pmm3dError, on every rank, if no grid keeps the memory, or a network of one's own does not run without data.
     """
     with Grid(comm, "ddp") as grid:
         per_node = max(Counter(map(grid.host_of, range(grid.size))).values())
-        machine = machine_here(grid.comm, per_node, grid.hosts)
-        limit = _room(grid) if library_named(config.network.library).on_host else None
+        on_host = library_named(config.network.library).on_host
+        machine = machine_here(grid.comm, per_node, grid.hosts) if on_host else None
+        limit = _room(grid) if on_host else None
         choice: Choice | None = None
         with grid.together("grid.shape", always=True):
             if grid.rank == 0:
@@ -84,7 +87,7 @@ def _room(grid: Grid) -> int | None:
 def _choice(config: Config, ranks: int, measured: Machine | None, per_node: int, limit: int | None) -> Choice | None:
     from .planning import rank_training  # only where it is needed: by one rank
 
-    machine = replace(measured or load(UNMEASURED), ranks_per_node=per_node)
+    machine = (measured or load(UNMEASURED)).with_ranks_per_node(per_node)
     try:
         samples = sizes_in_file(config)
     except Pmm3dError:

@@ -28,7 +28,7 @@ MORE_SAMPLES = 7
 """Then: when a rank gets its core is chance."""
 LEAST_SHARE = 0.05
 """Of the time of a GEMM and a call that is the call's at least."""
-SECONDS = 45.0
+SECONDS = 40.0
 ELEMENT = 4
 """Bytes: float32."""
 

@@ -16,8 +16,8 @@ LEAST_RATE = 1.0
 """Bytes a second, where no rate can be seen."""
 AT_LEAST = 100.0
 """Times the largest rate seen: the rate of what takes no longer for more bytes."""
-MESSAGES_ACROSS, BYTES_ACROSS = 2, 4
-"""Terms of a law that nothing on one node tells of."""
+INSIDE, ACROSS = (1, 3), (2, 4)
+"""Terms of a law, of messages and of bytes, in a node and between nodes."""
 
 
 class Misfit(NamedTuple):
@@ -40,7 +40,8 @@ def fitted(rows: Sequence[Measured], sharers: Mapping[tuple[int, int], int]) -> 
 
     sharers   of each (inside, nodes), the groups that shared a node's way out
 
-    Where no row went across nodes, the figures across are those of the nominal machine: nothing is known of them.
+    Where no row went across nodes, or none stayed in one, those figures are of the nominal machine: nothing is known of
+    them.
     """
     by_operation: dict[str, list[tuple[Group, int, float]]] = {DEFAULT: []}
     for row in rows:
@@ -64,9 +65,9 @@ def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
     figures = relative_fit(matrix, seconds)
     errors = np.abs(matrix @ figures / seconds - 1)
     misfit = Misfit(float(np.median(errors)), float(errors.max()), len(points))
-    if not matrix[:, BYTES_ACROSS].any():
-        nominal = load("nominal").laws[DEFAULT]
-        figures[MESSAGES_ACROSS], figures[BYTES_ACROSS] = nominal[MESSAGES_ACROSS], nominal[BYTES_ACROSS]
+    for place in (INSIDE, ACROSS):
+        if not matrix[:, place].any():
+            figures[list(place)] = [load("nominal").laws[DEFAULT][term] for term in place]
     return Law(*map(float, [*figures, round(misfit.median, 4)])), misfit
 
 

@@ -18,11 +18,12 @@ from .sampling import Sampler
 
 SIZES = 16, 64, 256, 1024
 LONG = 4096
-FORMS = {"nn": (*SIZES, LONG), "nt": SIZES, "tn": SIZES}
-"""Form -> the m, n and k that are measured with each other. LONG beside short ones only."""
+FORMS = {"nn": (1, *SIZES, LONG), "nt": SIZES, "tn": SIZES}
+"""Form -> the m, n and k that are measured with each other. LONG beside short ones only; 1 as the m alone: the sums of
+columns, for biases, are such GEMMs."""
 MOST_ELEMENTS = 2**20
 """Of an operand: larger ones are as fast."""
-SECONDS = 45.0
+SECONDS = 36.0
 Shape = tuple[int, int, int]
 
 
@@ -32,7 +33,8 @@ def shapes(sizes: tuple[int, ...]) -> list[Shape]:
         >>> len(shapes(SIZES)), (4096, 64, 64) in shapes(FORMS["nn"]), (4096, 1024, 16) in shapes(FORMS["nn"])
         (64, True, False)
     """
-    found = [(m, n, k) for m, n, k in product(sizes, repeat=3) if max(m * n, m * k, k * n) <= MOST_ELEMENTS]
+    found = [(m, n, k) for m, n, k in product(sizes, repeat=3)
+             if min(n, k) > 1 and max(m * n, m * k, k * n) <= MOST_ELEMENTS]
     Random(0).shuffle(found)
     return sorted(found, key=lambda shape: len(set(shape)) > 1)
 

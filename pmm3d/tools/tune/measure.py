@@ -125,6 +125,8 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
 def _sources(nodes: Nodes) -> dict[str, str]:
     here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.number} node(s), all ranks at once"
     across = "" if nodes.number > 1 else "; figures across nodes are those of the nominal machine"
+    if nodes.ranks_per_node == 1:
+        across = "; figures inside a node are those of the nominal machine"
     return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
             "peak": "the best GEMM", "passes": here, "collectives": here, "laws": f"fitted to the collectives{across}",
             "hidden": here, "memory": "available on the node at the time, shared by its ranks", "overhead": here}

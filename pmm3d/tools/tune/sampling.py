@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -131,7 +131,7 @@ class Sampler:
             own = median(kept) if kept else 0.0
             found, missing = self.largest(own, counts and not kept)
             if not missing:
-                self.medians.setdefault(self._section, []).append(own if counts else found)
+                self.medians.setdefault(self._section, []).append(own if counts else nan)
                 return found
         raise Pmm3dError(f"the clock of a rank's host gives no time: {ATTEMPTS * samples} timings in a row were not "
                          "positive. Measure again, or on another host")
@@ -182,7 +182,7 @@ class SlowRank(NamedTuple):
 
 
 def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRank]:
-    """medians: of each rank, its median of each point.
+    """medians: of each rank, its median of each point; nan where it had nothing to do.
 
         >>> slow_ranks("gemm", [[1.0, 2.0, 3.0], [1.1, 2.0, 3.0], [5.0, 6.0, 3.0]])
         [SlowRank(rank=2, section='gemm', ratio=3.0)]
@@ -190,6 +190,6 @@ def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRan
     if not medians or len(medians[0]) < LEAST_POINTS:
         return []
     matrix = np.array(medians, float)
-    ratios = matrix / np.median(matrix, axis=0)
+    ratios = matrix / np.nanmedian(matrix, axis=0)
     often = (ratios > SLOW).sum(axis=1) > matrix.shape[1] / 2
-    return [SlowRank(int(rank), section, round(float(np.median(ratios[rank])), 1)) for rank in np.flatnonzero(often)]
+    return [SlowRank(int(rank), section, round(float(np.nanmedian(ratios[rank])), 1)) for rank in np.flatnonzero(often)]
