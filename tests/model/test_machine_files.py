@@ -158,7 +158,8 @@ def test_known_machines_name_the_source_of_each_section(name):
     machine = load(name)
     assert machine.name == name and machine_from(as_toml(machine), "copy") == machine
     held = {"peak", "gemm", "passes", "laws"}
-    held |= {section for section in ("hidden", "axonn", "memory", "noise", "overhead") if getattr(machine, section)}
+    held |= {section for section in ("collectives", "hidden", "axonn", "memory", "noise", "overhead")
+             if getattr(machine, section)}
     assert set(machine.sources) == held
     assert load(name) is machine
 
