@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
 from ..arrays.dry_run import Action
 from ..layout import GridShape
@@ -15,16 +14,8 @@ Cut = tuple[int, Sequence[str]]
 """A number of rows, columns or units, and the axes that cut it, the major one first."""
 
 
-class Class(NamedTuple):
-    """Ranks that do alike: the first of them, how many they are, and what each does."""
-
-    rank: int
-    ranks: int
-    actions: Sequence[Action]
-
-
-def classes(shape: GridShape, actions: Callable[[int], Sequence[Action]], cuts: Iterable[Cut] = ()) -> list[Class]:
-    """The classes of a grid's ranks, the largest first.
+def classes(shape: GridShape, actions: Callable[[int], Sequence[Action]], cuts: Iterable[Cut] = ()) -> dict[int, int]:
+    """The classes of a grid's ranks: the first rank of each -> how many do the same; rank 0 first.
 
     actions  of a rank, by a dry run
     cuts     of all dims whose parts may differ: where each divides, rank 0 stands for all. Along the axes of one that
@@ -34,18 +25,16 @@ def classes(shape: GridShape, actions: Callable[[int], Sequence[Action]], cuts: 
     Rank 0 does most: it also does what only one of a group need do, as to add a bias.
 
         >>> shape = GridShape(2, 2, 8)
-        >>> [each[:2] for each in classes(shape, lambda rank: [], [(64, ("z",)), (6, ("y", "x"))])]
-        [(0, 32)]
-        >>> [each[:2] for each in classes(shape, lambda rank: [Action("gemm", 9 - rank // 28)], [(67, ("z",))])]
-        [(28, 20), (0, 12)]
+        >>> classes(shape, lambda rank: [], [(64, ("z",)), (6, ("y", "x"))])
+        {0: 32}
+        >>> classes(shape, lambda rank: [Action("gemm", 9 - rank // 28)], [(67, ("z",))])
+        {0: 12, 28: 20}
     """
-    found = dict[tuple[str, ...], Class]()
+    first, found = dict[tuple[str, ...], int](), dict[int, int]()
     for rank, ranks in representatives(shape, cuts).items():
-        done = actions(rank)
-        signature = _signature(done)
-        first = found.get(signature, Class(rank, 0, done))
-        found[signature] = first._replace(ranks=first.ranks + ranks)
-    return sorted(found.values(), key=lambda each: -each.ranks)
+        one = first.setdefault(_signature(actions(rank)), rank)
+        found[one] = found.get(one, 0) + ranks
+    return found
 
 
 def representatives(shape: GridShape, cuts: Iterable[Cut]) -> dict[int, int]:

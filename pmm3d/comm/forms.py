@@ -125,7 +125,7 @@ def exchanged(link: Link, library: NumpyLibrary, pieces: Sequence[Array], landin
                 packed[...] = piece
 
         def keep_own() -> None:
-            if 0 not in pieces[link.rank].shape:
+            if library.has_data and 0 not in pieces[link.rank].shape:
                 landing[link.rank][...] = pieces[link.rank]
 
         exchange = link.exchange_in_windows(library, [(peer, leaving[peer]) for peer in link.peers()],

@@ -64,7 +64,6 @@ class Table:
         self.received += received
         seconds = self._prices.collective(operation, group, received)
         hidden = self._prices.hidden_share(group) * seconds
-        self._overhead()
         number = len(self.tasks)
         self.tasks.append(Task("collective", "inside" if group.nodes == 1 else "across", hidden,
                                (after.task,) if after else (), (axis, number), name))

@@ -90,6 +90,9 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
         if not 0 <= seconds < inf or (least == "above 0" and not seconds):
             raise Pmm3dError(f"{seconds} seconds are no time to {name} in: give a number {least}")
     wanted = daly(write_seconds, mtbf_seconds)
+    if not wanted / step_seconds < inf:
+        raise Pmm3dError(f"steps of {step_seconds} seconds between failures every {mtbf_seconds} seconds cannot be "
+                         "counted: give times of steps and between failures that are nearer to each other")
     steps = max(1, round(wanted / step_seconds))
     interval = steps * step_seconds
     lost = lost_share(interval, write_seconds, mtbf_seconds, restart_seconds)

@@ -246,14 +246,12 @@ class Clock:
         self.terms = {"gemm": 0.0, "passes": 0.0, "overhead": 0.0, "x": 0.0, "y": 0.0, "z": 0.0, "all": agreement}
 
     def begin(self, way: Way, seconds: float) -> Under:
-        self._act(1)
         hidden = way.hidden * seconds
         ends = self._free[way.across] = max(self.now, self._free[way.across]) + hidden
         return Under(ends, seconds - hidden)
 
     def wait(self, under: Under, axis: str) -> None:
         if under is not NOTHING:
-            self._act(1)
             begun = self.now
             self.now = max(begun, under.ends) + under.rest
             self.terms[axis] += self.now - begun

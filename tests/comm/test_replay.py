@@ -7,10 +7,10 @@ import pytest
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm.alike import classes, representatives
-from pmm3d.comm.replay import tasks, totals
+from pmm3d.comm.replay import seconds_of, tasks, totals
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.model.machines import Group, groups_of
-from pmm3d.model.simulation import Task
+from pmm3d.model.simulation import Task, simulate
 from pmm3d.nn import optim
 
 GROUPS = {"x": Group(2, 2, 1, 2), "z": Group(4, 1, 4, 2), "all": Group(8, 2, 4, 1)}
@@ -56,8 +56,9 @@ def test_a_collective_is_hidden_in_part_and_the_rest_is_where_it_is_awaited():
 def test_what_goes_on_from_others_is_awaited_with_them():
     """As the sums of a loss along one axis after the other, of which the last is awaited."""
     found = tasks([begin(1), begin(2, "x", after=(1,)), begin(3, after=(2,)), wait(3), wait(1)], machine(), GROUPS)
-    assert [task.after for task in found] == [(), (0,), (1,), (0, 1, 2)]
-    assert (found[3].kind, found[3].seconds) == ("wait", 30.0)
+    assert [task.after for task in found] == [(), (0,), (1,), (0, 2), (1, 2), (2,)]
+    assert [(task.kind, task.seconds) for task in found[3:]] == [("wait", 15.0), ("wait", 0.0), ("wait", 15.0)]
+    assert simulate([found]).waits(0) == {"z": 60.0, "x": 30.0}
 
 
 def test_what_is_not_awaited_takes_its_time_by_itself():
@@ -68,22 +69,32 @@ def test_one_that_goes_on_from_one_of_a_step_before_is_alone():
     assert tasks([begin(5, after=(2,)), wait(5)], machine(), GROUPS)[0].after == ()
 
 
-def test_the_overhead_comes_before_each_action():
-    found = tasks([begin(1), GEMM, wait(1)], machine(0.25), GROUPS)
-    assert [task.kind for task in found] == ["overhead", "collective", "overhead", "gemm", "overhead", "wait"]
-    assert found[0].seconds == 0.25 and found[0].resource == "processor" and found[5].after == (1,)
+def test_the_overhead_comes_before_what_is_computed():
+    """What a collective was measured to take has the Python of its beginning and end."""
+    found = tasks([begin(1), GEMM, PASS, wait(1)], machine(0.25), GROUPS)
+    assert [task.kind for task in found] == ["collective", "overhead", "gemm", "overhead", "pass", "wait"]
+    assert found[1].seconds == 0.25 and found[1].resource == "processor" and found[5].after == (0,)
 
 
-def test_without_overlap_nothing_is_beside_anything():
-    found = tasks([begin(1), begin(2, after=(1,)), GEMM, wait(1), wait(2)], machine(), GROUPS, with_overlap=False)
-    assert [(task.kind, task.after) for task in found] == [
-        ("collective", ()), ("wait", (0,)), ("collective", (0,)), ("wait", (2,)), ("gemm", ())]
-    assert sum(task.seconds for task in found) == 60.0 + 24.0
+def test_where_nothing_is_hidden_each_axis_is_waited_for_as_long_as_it_takes():
+    """Also where one wait is for several."""
+    actions = [begin(1), begin(2, "x", 70, (1,)), GEMM, wait(2)]
+    nothing = machine()
+    nothing.hidden_share = lambda group: 0.0
+    waits = simulate([tasks(actions, nothing, GROUPS)]).waits(0)
+    alone = totals(actions, nothing, GROUPS)
+    assert waits == {"z": alone["z"], "x": alone["x"]} == {"z": 30.0, "x": 210.0}
+
+
+def test_what_one_action_takes():
+    plain = Action("gemm", 2, 3, 4, "float32")
+    found = [seconds_of(action, machine(9.0), GROUPS) for action in (GEMM, plain, PASS, begin(1), wait(1))]
+    assert found == [24.0, 24.0, 10.0, 30.0, 0.0]
 
 
 def test_totals_by_what_it_is():
     actions = [begin(1), begin(2, "x"), begin(3), GEMM, PASS, wait(1), wait(2)]
-    assert totals(actions, machine(0.5), GROUPS) == {"gemm": 24.0, "passes": 10.0, "overhead": 3.5, "z": 60.0,
+    assert totals(actions, machine(0.5), GROUPS) == {"gemm": 24.0, "passes": 10.0, "overhead": 1.0, "z": 60.0,
                                                      "x": 30.0}
     assert totals([], machine(), GROUPS) == {"gemm": 0.0, "passes": 0.0, "overhead": 0.0}
 
@@ -110,7 +121,7 @@ def test_a_step_of_a_network():
     groups = groups_of(shape, 4)
     found, sums = tasks(actions, machine(), groups), totals(actions, machine(), groups)
     assert {action.axis for action in actions if action.what == "begin"} == set(sums) - {"gemm", "passes", "overhead"}
-    awaited = [index for task in found if task.kind == "wait" for index in task.after]
+    awaited = [task.after[0] for task in found if task.kind == "wait"]
     assert len(awaited) == len(set(awaited)) and all(found[index].kind == "collective" for index in awaited)
     assert sum(task.seconds for task in found) == pytest.approx(sum(sums.values()))
     loss = [action for action in actions if action.phase == "loss"]
@@ -133,7 +144,7 @@ def test_a_regular_grid_has_one_class():
     shape = GridShape(2, 2, 2, 2)
     cuts = [(64, ("data", "z")), (64, ("y", "z")), (128, ("x",)), (32, ("y",))]
     found = classes(shape, lambda rank: step_on(shape[:3], shape.data, rank), cuts)
-    assert [(each.rank, each.ranks) for each in found] == [(0, 16)] and found[0].actions
+    assert found == {0: 16}
 
 
 def test_corners_stand_for_all_ranks_and_those_alike_are_one_class():
@@ -144,9 +155,9 @@ def test_corners_stand_for_all_ranks_and_those_alike_are_one_class():
         return step_on(shape[:3], 1, rank, rows=62, bias=False)
 
     found = classes(shape, of_rank, [(62, ("z",)), (128, ("x",))])
-    assert looked == [0, 12] and [(each.rank, each.ranks) for each in found] == [(0, 8), (12, 8)]
+    assert looked == [0, 12] and found == {0: 8, 12: 8}
     found = classes(shape, lambda rank: step_on(shape[:3], 1, rank, bias=False), [(63, ("z",)), (3, ("y", "x"))])
-    assert [(each.rank, each.ranks) for each in found] == [(0, 16)]
+    assert found == {0: 16}
 
 
 @pytest.mark.parametrize("cuts", [[], [(7, ("x", "z"))], [(3, ("x",)), (5, ("y",)), (2, ("z", "data"))]])
@@ -155,3 +166,10 @@ def test_representatives_stand_for_as_many_as_there_are(cuts):
     found = representatives(shape, cuts)
     assert sum(found.values()) == shape.size and all(count > 0 for count in found.values())
     assert 0 in found and all(0 <= rank < shape.size for rank in found)
+
+
+def test_the_own_piece_of_an_all_to_all_is_a_part_of_it():
+    with Grid.dry((1, 1, 4)) as grid:
+        pieces, landing = ([grid.library("numpy").empty((64, 64), "float64") for _ in range(4)] for _ in "ab")
+        grid.axis("z").exchange_into(pieces, landing)
+        assert [action.what for action in grid.dry_run.actions] == ["begin"]

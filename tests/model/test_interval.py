@@ -107,3 +107,9 @@ def test_times_that_are_none_are_refused(times, said):
 def test_times_in_words():
     assert [in_time(seconds) for seconds in (0.031, 59.6, 119.0, 121.0, 720.0, 7100.0, 9000.0, 2 * 86400.0)] == [
         "0.031 s", "60 s", "119 s", "2 minutes", "12 minutes", "118 minutes", "2.5 hours", "2 days"]
+
+
+@pytest.mark.parametrize("times", [(3.0, 1e308, 1.0), (3.0, 86400.0, 1e-320)])
+def test_times_that_are_too_far_from_each_other_are_refused(times):
+    with pytest.raises(Pmm3dError, match="cannot be counted: give times"):
+        advice(*times)

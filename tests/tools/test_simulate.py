@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import GridShape
-from pmm3d.model.machines import load
+from pmm3d.model.machines import as_toml, load
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import SampleSizes
 from pmm3d.tools import cli
@@ -69,6 +70,12 @@ def test_where_they_do_not_ranks_that_differ_are_simulated_together():
     assert found.seconds == pytest.approx(alone.seconds, rel=0.05)
 
 
+def test_ranks_that_do_the_same_are_one_table():
+    """513 rows of the second weight divide by nothing, but y cuts its columns: without biases all ranks do the same."""
+    found = simulator(network={"hidden": [513], "bias": False}).of(GridShape(1, 2, 1, 4))
+    assert found.alike == {0: 8} and len(found.timeline.tables) == 1
+
+
 def test_noise_is_a_term_of_its_own():
     quiet, noisy = (simulator(noise=noise).of(GridShape(1, 1, 1, 100)) for noise in (0.0, 0.1))
     assert "noise" not in quiet.terms
@@ -115,6 +122,18 @@ def test_the_curves():
         weak.points[0].seconds[AS_IT_IS] / weak.points[2].seconds[AS_IT_IS])
 
 
+def test_a_batch_of_a_curve_is_not_cut_at_the_end_of_the_file():
+    """40 rows are trained on in batches of up to 64: on 2 ranks 40, on 4 ranks 80."""
+    short = replace(simulator(batch=64), samples=SampleSizes(64, 32, rows=40))
+    ddp = lambda config, ranks: GridShape(1, 1, 1, ranks)
+    strong, weak = curves(short, ["strong", "weak"], 2, [2, 4, 512], ddp, lambda done, total: None)
+    assert [point.batch for point in strong.points] == [40] * 3
+    assert [point.batch for point in weak.points] == [40, 80, 10240]
+    wide, = curves(replace(simulator(batch=40)), ["weak"], 2, [2, 4, 512], ddp, lambda done, total: None)
+    assert weak == wide
+    assert all(weak.efficiency(point) <= 1 for point in weak.points)
+
+
 def test_a_point_without_a_grid_says_why():
     def chosen(config, ranks):
         if ranks == 2:
@@ -131,6 +150,7 @@ def test_a_point_that_does_not_fit_in_memory_says_so():
                      lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1), lambda done, total: None)
     assert strong.points[0].why_not == "not enough memory" and strong.points[0].memory > 64e9
     assert strong.points[1].why_not == ""
+    assert strong.efficiency(strong.points[1]) == 1, "what does not fit is no baseline"
 
 
 @pytest.mark.parametrize("asked,counts", [
@@ -148,8 +168,8 @@ def test_curves_that_end_before_they_begin_are_refused():
 def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
     said, code = command(monkeypatch, capsys, config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2",
-                         *SAMPLES, "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot", picture,
-                         "--noise", 0.02)
+                         *SAMPLES, "--from-ranks", 32, "--to-ranks", 128, "--json", figures, "--plot",
+                         picture, "--noise", 0.02)
     assert code == 0
     for wanted in ("grid 2x1x2 (data 16)", "64 ranks on 8 nodes of frontier", "rank 0 for 64", "GEMM", "waiting: data",
                    "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "no buckets", "100%"):
@@ -171,6 +191,80 @@ def test_the_best_grid_is_found(monkeypatch, capsys, config, tmp_path):
     assert code == 0 and found["ranks"] == 8 and found["ranks_per_node"] == 4
     four, eight = found["scaling"]["strong"]
     assert eight["grid"] == found["grid"] and four["ranks"] == 4 and four["seconds"]
+
+
+def test_the_best_grids_of_a_curve_are_like_that_of_the_step(monkeypatch):
+    """Few are tried at a point: what formulas say is best, and what is like the grids that were found before."""
+    from pmm3d.nn.training import planning
+    from pmm3d.tools.simulate.command import _chooser
+
+    asked, ranking = [], planning.rank_training
+
+    def counted(config, ranks, machine, **options):
+        asked.append((ranks, options["top"], options["seconds"]))
+        return ranking(config, ranks, machine, **options)
+
+    monkeypatch.setattr(planning, "rank_training", counted)
+    one = simulator(batch=2**16)
+    chosen = _chooser(one, "auto", None)
+    grids = [chosen(one.config, ranks, ranks == 64) for ranks in (64, 64, 128)]
+    assert asked == [(64, planning.TOP, planning.SECONDS), (128, 3, 0.0)]
+    assert grids[0] == grids[1] and grids[2].size == 128
+    best = one.of(grids[2], alone=True).seconds
+    like = GridShape(*grids[0][:3], 128 // (grids[0].size // grids[0].data))
+    assert best <= one.of(like, alone=True).seconds * (1 + planning.NOISE)
+
+
+@pytest.mark.parametrize("name, data, grids", [
+    ("megatron", 4, ["8x1x1 (data 4)", "16x1x1 (data 4)"]), ("hsdp", 2, ["1x1x16 (data 2)", "1x1x32 (data 2)"]),
+    ("2x1x2", 16, ["2x1x2 (data 8)", "2x1x2 (data 16)"])])
+def test_data_is_that_of_a_familys_curves_too(name, data, grids):
+    from pmm3d.tools.simulate.command import _chooser
+
+    one = simulator()
+    chosen = _chooser(one, name, data)
+    assert [str(chosen(one.config, 32, False)), str(chosen(one.config, 64, True))] == grids
+
+
+def test_the_machine_of_the_environment_is_simulated_and_named(monkeypatch, capsys, config):
+    monkeypatch.setenv("PMM3D_MACHINE", "alps")
+    said, code = command(monkeypatch, capsys, config, "--ranks", 8, "--grid", "ddp", *SAMPLES, "--scaling", "none")
+    assert code == 0 and "Machine alps (named by PMM3D_MACHINE)" in said.out and "of alps" in said.out
+
+
+def test_the_machine_that_was_measured_here_is_simulated_on_its_node(monkeypatch, capsys, config, tmp_path):
+    """Nothing is known of more nodes than were measured: curves end there."""
+    here = replace(load("nominal"), name="here", ranks_per_node=4)
+    monkeypatch.delenv("PMM3D_MACHINE", raising=False)
+    monkeypatch.setattr("pmm3d.tools.plan.machines.measured_here",
+                        lambda ranks_per_node, nodes: here if nodes == 1 else None)
+    figures = tmp_path / "figures.json"
+    said, code = command(monkeypatch, capsys, config, "--ranks", 2, "--grid", "ddp", *SAMPLES, "--json", figures)
+    assert code == 0 and "Machine here (measured here), 4 ranks a node" in said.out
+    assert [point["ranks"] for point in json.loads(figures.read_text())["scaling"]["weak"]] == [1, 2, 4]
+    said, code = command(monkeypatch, capsys, config, "--ranks", 8, "--grid", "ddp", *SAMPLES, "--scaling", "none")
+    assert code == 0 and "Machine nominal (assumed: what was measured here is of one node" in said.out
+
+
+def test_a_type_that_is_priced_as_another_is_said(monkeypatch, capsys, tmp_path):
+    path, figures, machine = (tmp_path / name for name in ("net.toml", "figures.json", "only.toml"))
+    path.write_text(CONFIG.format(batch=64, hidden="32") + 'dtype = "float64"\n')
+    nominal = load("nominal")
+    machine.write_text(as_toml(replace(nominal, name="only", gemms={"float32": nominal.gemms["float32"]})))
+    said, code = command(monkeypatch, capsys, path, "--ranks", 2, "--grid", "ddp", *SAMPLES, "--scaling", "none",
+                         "--machine", machine, "--json", figures)
+    assert code == 0 and "only has no figures for GEMMs in float64: priced as float32" in said.out
+    assert json.loads(figures.read_text())["priced_as"] == {"float64": "float32"}
+
+
+def test_the_trace_of_the_run_is_read_first(monkeypatch, capsys, config, tmp_path):
+    def simulated(*arguments, **options):
+        raise AssertionError("simulated before")
+
+    monkeypatch.setattr(Simulator, "of", simulated)
+    found, code = command(monkeypatch, capsys, config, "--ranks", 2, "--grid", "ddp", *SAMPLES,
+                          "--trace", tmp_path / "both.json", "--beside", tmp_path / "gone.json")
+    assert code == 2 and "cannot read the trace" in found.err
 
 
 def test_the_samples_may_come_from_the_file(monkeypatch, capsys, tmp_path):
@@ -230,7 +324,7 @@ def real_trace(path, found, steps=3, shift=0.5):
 def test_the_trace_beside_a_real_one(tmp_path):
     found = simulator().of(GridShape(1, 1, 4, 2))
     events = real_trace(tmp_path / "real.json", found)
-    said = write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
+    said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
     assert "lies over the last one of rank 0" in said
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     assert both[: len(events)] == events
@@ -252,7 +346,7 @@ def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_pat
     sections = {"overlap": {"reshard_after_forward": True}}
     found, again = simulator().of(GridShape(1, 1, 4, 2)), simulator(**sections).of(GridShape(1, 1, 4, 2))
     real_trace(tmp_path / "real.json", again)
-    said = write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
+    said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
     assert "over the last one of rank 0, which does other collectives" in said
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     first = next(event for event in both if event["pid"] == 1 and event.get("tid", "").startswith("axis"))
@@ -262,7 +356,7 @@ def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_pat
 def test_another_program_beside_it_begins_with_the_trace(tmp_path):
     found = simulator().of(GridShape(1, 1, 4, 2))
     real_trace(tmp_path / "real.json", simulator(hidden=(512,)).of(GridShape(2, 1, 1)))
-    assert "begins with the trace" in write_trace(tmp_path / "both.json", found, tmp_path / "real.json")
+    assert "begins with the trace" in write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     assert min(event["ts"] for event in both if event["pid"] == 1 and "ts" in event) == 0
 

@@ -16,7 +16,7 @@ class Task:
     """One action of a rank.
 
     kind       "gemm", "pass", "collective", "wait", "overhead", or whatever else; what times are added up by. The
-               seconds of a "wait" count as waiting for those of `after`, by their seconds
+               seconds of a "wait" count as waiting for the first of `after`
     resource   what it occupies while it runs; one task at a time, in the order of the table. All tasks of the
                processor follow each other; one of another resource is issued when the processor comes to it in the
                table, and then runs beside it. A rank's own, but one whose name begins with "node:" is one for all

@@ -56,8 +56,8 @@ class Timeline(NamedTuple):
             if begun[number] > now:
                 self._split(rank, number, now, earlier, waited)
             if task.kind == "wait":
-                for name, seconds in _of_wait(table, number):
-                    waited[name] = waited.get(name, 0.0) + seconds
+                name = awaited(table[task.after[0] if task.after else number])
+                waited[name] = waited.get(name, 0.0) + task.seconds
             else:
                 computed[task.kind] = computed.get(task.kind, 0.0) + task.seconds
             now = ended[number]
@@ -97,15 +97,6 @@ def _of_the_same_resource(table: Sequence[Task]) -> dict[int, int]:
                 found[number] = last[task.resource]
             last[task.resource] = number
     return found
-
-
-def _of_wait(table: Sequence[Task], number: int) -> list[tuple[str, float]]:
-    """The seconds of a "wait", by what it waits for."""
-    task = table[number]
-    total = sum(table[other].seconds for other in task.after)
-    if not total:
-        return [(awaited(table[task.after[-1] if task.after else number]), task.seconds)]
-    return [(awaited(table[other]), task.seconds * table[other].seconds / total) for other in task.after]
 
 
 def awaited(task: Task) -> str:

@@ -42,7 +42,7 @@ def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[str, str, float, flo
     "wait" for it does: its seconds may all be in that."""
     table, begun, ended = timeline.tables[rank], timeline.begun[rank], timeline.ended[rank]
     until = {earlier: ended[number] for number, task in reversed(list(enumerate(table))) if task.kind == WAIT
-             for earlier in task.after}
+             for earlier in task.after[:1]}
     now = 0.0
     for number, task in enumerate(table):
         name = task.name or task.kind

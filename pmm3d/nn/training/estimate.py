@@ -60,8 +60,8 @@ class Estimate(NamedTuple):
 
 @dataclass
 class _Spent:
-    """In a batch so far: seconds of GEMMs, of them of the backward pass, seconds waited by axis, actions of strips and
-    collectives."""
+    """In a batch so far: seconds of GEMMs, of them of the backward pass, seconds waited by axis, actions of
+    strips."""
 
     gemm: float = 0.0
     backward: float = 0.0
@@ -143,7 +143,6 @@ class Estimates:
                 waited = count * (parts * (seconds - hidden) + max(least, parts * hidden - under))
                 if seconds:
                     spent.waited[axis] = spent.waited.get(axis, 0.0) + waited
-                    spent.actions += 2 * count * parts
 
     def _collective(self, operation: str, group: Group, nbytes: int) -> tuple[float, float]:
         """(seconds of a collective on an array of so many bytes, those of them that pass under computation)."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ...comm.replay import tasks
+from ...comm.replay import tasks, terms_of
 from ...errors import GridError, Pmm3dError
 from ...layout import GridShape
 from ...model.candidates import Candidate, Ranking
@@ -20,8 +20,8 @@ from .estimate import Estimates
 __all__ = ["SampleSizes", "Step", "rank_training", "step_of"]
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
-SECONDS = 2.0
-"""For dry runs, where there are many grids."""
+SECONDS, TOP = 2.0, 10
+"""For dry runs, where there are many grids; those that are simulated at least."""
 FEW = 40
 """Grids that are all tried, however long it takes: those of 16 ranks."""
 NOISE = 0.02
@@ -38,7 +38,7 @@ Tell = Callable[[int, int], None]
 
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
-                  samples: tuple[int, ...] | SampleSizes | None = None, top: int = 10, tell: Tell | None = None,
+                  samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, tell: Tell | None = None,
                   seconds: float = SECONDS) -> Ranking:
     """The grids of exactly that many ranks, by what a step of a configuration takes on the first rank, which has the
     largest part of everything: the simulation of a dry run of the code that trains.
@@ -138,8 +138,7 @@ class _Planner:
         except Pmm3dError as error:
             return Candidate(grid, 0.0, preset=preset_of(grid), why_not=f"the library refuses it: {error}")
         times = [simulate([tasks(step.actions, self.machine, groups)]) for step in done]
-        terms = [{"gemm": 0.0, "passes": 0.0, "overhead": 0.0} | {
-            {"pass": "passes"}.get(name, name): value for name, value in each.terms(0).items()} for each in times]
+        terms = [terms_of(each, 0) for each in times]
         more = self.all_batches - self.steps[-1].config.training.accumulate
         all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
         received = done[-1].received + more * (done[-1].received - done[0].received)

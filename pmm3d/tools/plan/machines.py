@@ -10,7 +10,7 @@ from ...model.environment import Settings
 from ...model.machines import Machine
 from ...model.machines.reading import load
 
-NOMINAL = "nominal"
+NOMINAL, MEASURED = "nominal", "measured here"
 SECTIONS = {"full": ("gemm", "passes", "collectives", "laws", "memory"), "axonn": ("axonn",)}
 """Whose sources are told."""
 
@@ -20,6 +20,10 @@ class Chosen(NamedTuple):
 
     machine: Machine
     why: str
+
+    @property
+    def measured(self) -> bool:
+        return self.why == MEASURED
 
     def lines(self, terms: str, dtype: str) -> list[str]:
         """Where the figures that count are from."""
@@ -50,9 +54,9 @@ def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
     """By `pmm3d tune machine`: on one node for ranks that one holds, else on several."""
     one = measured_here(ranks_per_node, 1)
     if one is not None and ranks <= one.ranks_per_node:
-        return Chosen(one, "measured here")
+        return Chosen(one, MEASURED)
     if (several := measured_here(ranks_per_node, 2)) is not None:
-        return Chosen(several, "measured here")
+        return Chosen(several, MEASURED)
     why = "nothing was measured here" if one is None else (
         f"what was measured here is of one node with {one.ranks_per_node} ranks")
     return Chosen(load(NOMINAL), f"assumed: {why}; pmm3d tune machine measures, --machine names another")

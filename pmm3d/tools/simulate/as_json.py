@@ -16,7 +16,7 @@ def as_json(simulator: Simulator, found: Simulated, curves: Sequence[Curve], wha
         "ranks_per_node": simulator.ranks_per_node, "grid": found.grid._asdict(), "noise": simulator.noise,
         "seconds": found.seconds, "terms": found.terms, "hidden": found.hidden, "alone": dict(found.alone),
         "received": found.received, "memory": found.step.memory, "flop": found.step.flop,
-        "share_of_peak": found.share_of_peak(simulator.machine),
+        "priced_as": found.priced_as(simulator.machine), "share_of_peak": found.share_of_peak(simulator.machine),
         "simulated": [{"rank": rank, "stands_for": ranks, "seconds": max(ended, default=0.0)}
                       for (rank, ranks), ended in zip(found.alike.items(), found.timeline.ended)],
         "scaling": {curve.kind: [_point(curve, point) for point in curve.points] for curve in curves},

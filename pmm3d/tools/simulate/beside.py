@@ -19,9 +19,8 @@ Key = tuple[str, str]
 REMEDY = "Name a file of pmm3d train --trace"
 
 
-def write_trace(path: Path, found: Simulated, beside: Path | None = None) -> str:
-    """The file, and what to say of it."""
-    real = read_trace(beside) if beside else []
+def write_trace(path: Path, found: Simulated, real: Sequence[Event] = ()) -> str:
+    """The file, with the events of a run's (`read_trace`) too, and what to say of it."""
     begin, where = _place(real, found.timeline)
     first = 1 + max((event["pid"] for event in real), default=-1)
     names = [f"simulated rank {rank} (stands for {ranks:,} rank{'s' * (ranks > 1)} of grid {found.grid})"

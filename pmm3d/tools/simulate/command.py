@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -23,12 +23,15 @@ from ..terminal import complaining, console, say
 
 if TYPE_CHECKING:
     from ...layout import GridShape
+    from ...model.simulation.trace import Event
     from ...nn.training.config import Config
     from ...nn.training.dry_step import SampleSizes
     from .scaling import Curve
     from .steps import Simulated, Simulator
 
 AUTO = "auto"
+FEW = 3
+"""Grids that are simulated to find the best for a point of a curve."""
 
 
 class Scaling(Enum):
@@ -47,17 +50,19 @@ class Scaling(Enum):
 def simulate_command(
     config: Annotated[Path, typer.Argument(help="TOML file of pmm3d train.")],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the step; the configuration's batch is theirs.")],
-    machine: Annotated[str, typer.Option(help="perlmutter, frontier, alps, nominal, or a TOML file, as pmm3d tune "
-                                              "machine writes it.")] = "nominal",
+    machine: Annotated[str | None, typer.Option(help="perlmutter, frontier, alps, nominal, or a TOML file, as pmm3d "
+                                                     "tune machine writes it. Left out: PMM3D_MACHINE, or the one "
+                                                     "measured here, or nominal.")] = None,
     grid: Annotated[str, typer.Option(help="GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp, megatron, or auto: the best.")] = AUTO,
     data: Annotated[int | None, typer.Option(min=1, help="Ranks along data. Left out: those that x, y and z "
-                                                         "leave.")] = None,
+                                                         "leave. Of a named grid it holds for curves too.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Left out: as the machine says.")] = None,
     noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
                                                               "share of it. Left out: the machine's.")] = None,
     scaling: Annotated[Scaling, typer.Option(help="Which curves.")] = Scaling.BOTH,
     from_ranks: Annotated[int | None, typer.Option(min=1, help="Where curves begin.")] = None,
-    to_ranks: Annotated[int | None, typer.Option(min=1, help="Where they end. Left out: 32,768.")] = None,
+    to_ranks: Annotated[int | None, typer.Option(min=1, help="Where they end. Left out: 32,768, or the node that was "
+                                                             "measured here.")] = None,
     features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, where the data file is not here "
                                                              "yet.")] = None,
     outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, likewise.")] = None,
@@ -88,10 +93,11 @@ def simulate_command(
 
     mpi4py.rc(initialize=False, finalize=False)
     with complaining():
-        from ...model.machines import load as load_machine
         from ...nn.training.config import load
         from ..bench.plot import check_picture
-        from .scaling import curves, rank_counts
+        from ..plan.machines import chosen_machine
+        from .beside import read_trace
+        from .scaling import MOST, curves, rank_counts
         from .steps import Simulator
 
         if beside is not None and trace is None:
@@ -101,17 +107,22 @@ def simulate_command(
         if plot is not None:
             check_picture(plot)
         check_writable(trace, plot, json_file)
-        loaded, known = load(config), load_machine(machine)
-        sizes = _sizes(features, outputs, classes)
-        simulator = Simulator(loaded, known, ranks_per_node or known.ranks_per_node,
-                              known.noise if noise is None else noise, sizes)
+        real = read_trace(beside) if beside else []
+        loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)
+        known = asked.machine
+        simulator = Simulator(loaded, known, known.ranks_per_node, known.noise if noise is None else noise,
+                              _sizes(features, outputs, classes)).unbounded()
+        if to_ranks is None and asked.measured and chosen_machine(None, MOST, ranks_per_node).machine != known:
+            to_ranks = known.ranks_per_node
         counts = rank_counts(ranks, from_ranks, to_ranks) if scaling.kinds else []
         chosen = _chooser(simulator, grid, data)
         with _bar() as tell:
-            found = simulator.of(chosen(loaded, ranks, data))
-            drawn = curves(simulator, scaling.kinds, ranks, counts, lambda one, count: chosen(one, count, None), tell)
+            found = simulator.of(chosen(simulator.config, ranks, True))
+            drawn = curves(simulator, scaling.kinds, ranks, counts, lambda one, count: chosen(one, count, False), tell)
+        for line in asked.lines("full", known.stands_for(found.dtype)):
+            say(line)
         _print(simulator, found, drawn, config.name)
-        _write(simulator, found, drawn, config.name, (trace, beside, plot, json_file))
+        _write(simulator, found, drawn, config.name, (trace, plot, json_file), real)
 
 
 def _sizes(features: int | None, outputs: int | None, classes: int | None) -> SampleSizes | None:
@@ -126,20 +137,23 @@ def _sizes(features: int | None, outputs: int | None, classes: int | None) -> Sa
     return SampleSizes(features, last, classes is not None)
 
 
-def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Config, int, int | None], GridShape]:
-    """What finds the grid for a configuration on a number of ranks."""
+def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Config, int, bool], GridShape]:
+    """What finds the grid for a configuration on a number of ranks: chosen(config, ranks, whether it is for the step
+    itself, and no point of a curve)."""
     from ...comm.shapes import chosen_shape
     from ...layout import parse_shape
 
     best: dict[tuple[int, int], GridShape] = {}
 
-    def chosen(config: Config, ranks: int, along: int | None) -> GridShape:
+    def chosen(config: Config, ranks: int, itself: bool) -> GridShape:
         if grid == AUTO:
             key = config.data.batch_size, ranks
-            best[key] = best.get(key) or _best(simulator, config, ranks)
+            if key not in best:
+                best[key] = _best(simulator, config, ranks, [] if itself else [*best.values()])
             return best[key]
-        size = along
-        if size is None and grid[:1].isdigit():
+        sizes = grid[:1].isdigit()
+        size = data if itself or not sizes else None
+        if size is None and sizes:
             x, y, z = parse_shape(grid)[:3]
             size, over = divmod(ranks, max(1, x * y * z))
             if over or not size:
@@ -154,12 +168,36 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
     return chosen
 
 
-def _best(simulator: Simulator, config: Config, ranks: int) -> GridShape:
-    """By the planner, which simulates rank 0 too."""
-    from ...nn.training.planning import rank_training
+def _best(simulator: Simulator, config: Config, ranks: int, others: list[GridShape]) -> GridShape:
+    """By the planner, which simulates rank 0 too. Where the best of other numbers of ranks are known, the first of them
+    that of the step and the last that of the point before, only few that formulas say are best, and those like them."""
+    from ...nn.training.planning import NOISE, SECONDS, TOP, rank_training
 
+    top, seconds = (FEW, 0.0) if others else (TOP, SECONDS)
     machine = replace(simulator.machine, ranks_per_node=simulator.ranks_per_node)
-    return rank_training(config, ranks, machine, samples=simulator.steps.samples).candidates[0].grid
+    ranking = rank_training(config, ranks, machine, samples=simulator.steps.samples, top=top, seconds=seconds)
+    best, least = ranking.candidates[0].grid, ranking.candidates[0].seconds * (1 - NOISE)
+    tried = {each.grid for each in [*ranking.candidates, *ranking.dropped] if not each.estimated}
+    for grid in dict.fromkeys([*_like(others[:1], ranks, 1), *_like(others[-1:], ranks, 2)]):
+        if grid not in tried:
+            with suppress(Pmm3dError):
+                found = simulator.of(grid, config, alone=True)
+                fits = not machine.memory or sum(found.step.memory.values()) <= machine.memory
+                if fits and found.timeline.seconds < least:
+                    best, least = grid, found.timeline.seconds
+    return best
+
+
+def _like(grids: list[GridShape], ranks: int, times: int) -> Iterator[GridShape]:
+    """Of so many ranks, those as long along x, y and z as another, or so many times as long along one of them."""
+    from ...layout import GridShape
+
+    for grid in grids:
+        for factors in ((1, 1, 1), (times, 1, 1), (1, times, 1), (1, 1, times)):
+            x, y, z = (size * factor for size, factor in zip(grid, factors))
+            data, over = divmod(ranks, x * y * z)
+            if data and not over:
+                yield GridShape(x, y, z, data)
 
 
 @contextmanager
@@ -180,14 +218,14 @@ def _print(simulator: Simulator, found: Simulated, drawn: list[Curve], what: str
 
 
 def _write(simulator: Simulator, found: Simulated, drawn: list[Curve], what: str,
-           files: tuple[Path | None, Path | None, Path | None, Path | None]) -> None:
+           files: tuple[Path | None, Path | None, Path | None], real: Sequence[Event]) -> None:
     from .as_json import as_json
     from .beside import write_trace
     from .picture import draw
 
-    trace, beside, plot, json_file = files
+    trace, plot, json_file = files
     if trace is not None:
-        say(write_trace(trace, found, beside))
+        say(write_trace(trace, found, real))
     if plot is not None:
         draw(drawn, f"{what} on {simulator.machine.name}", plot)
         say(f"wrote {plot}")

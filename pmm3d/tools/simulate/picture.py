@@ -33,7 +33,8 @@ def draw(curves: Sequence[Curve], what: str, path: Path) -> None:
                         rotation=45)
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
-        axes.set(xlabel="ranks", ylabel="efficiency, %, beside the first as configured", title=f"{curve.kind} scaling")
+        axes.set(xlabel="ranks", ylabel="efficiency, %, beside the first that fits, as configured",
+                 title=f"{curve.kind} scaling")
         axes.grid(alpha=0.3)
     panels[0][0].legend(title="overlaps", frameon=False, fontsize=9)
     figure.suptitle(what)

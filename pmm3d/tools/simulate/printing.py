@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ...comm.replay import WORDS
 from ...comm.words import in_bytes
 from ..page.words import in_seconds, percent
 from .scaling import VARIANTS, Curve, Point
-from .steps import WORDS, Simulated, Simulator
+from .steps import Simulated, Simulator
 
 NAMES = {"gemm": "GEMM", "passes": "passes over memory", "overhead": "overhead of Python", "noise": "noise"}
 BAR = 30
@@ -27,9 +28,11 @@ def print_step(simulator: Simulator, found: Simulated, what: str, console: Conso
     console.print(f"\n[bold]A step of {escape(what)}[/] on grid {found.grid}: {found.grid.size:,} ranks on {nodes:,} "
                   f"node{'s' * (nodes > 1)} of {escape(machine.name)}, {in_seconds(found.seconds)}")
     share = found.share_of_peak(machine)
-    rate = simulator.config.data.batch_size * simulator.config.training.accumulate / (found.seconds or 1)
+    rate = simulator.steps.rows * simulator.config.training.accumulate / (found.seconds or 1)
     console.print(f"{rate:,.0f} rows per second" + (f", {percent(share)} of the peak in {found.dtype}" if share else "")
                   + f"; simulated: {_classes(found.alike)}")
+    for dtype, other in found.priced_as(machine).items():
+        console.print(f"[yellow]{escape(machine.name)} has no figures for GEMMs in {dtype}: priced as {other}[/]")
     console.print(_terms(found, console))
     console.print(_axes(found))
     console.print(_largest(simulator, found))

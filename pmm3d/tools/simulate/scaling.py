@@ -48,8 +48,8 @@ class Curve:
     points: list[Point]
 
     def efficiency(self, point: Point, variant: str = AS_IT_IS) -> float | None:
-        """Beside the first point that has a time, of the step as configured."""
-        first = next((other for other in self.points if other.seconds), None)
+        """Beside the first point that has a time and fits in memory, of the step as configured."""
+        first = next((other for other in self.points if other.seconds and not other.why_not), None)
         if first is None or variant not in point.seconds:
             return None
         ideal = first.seconds[AS_IT_IS] * (first.ranks / point.ranks if self.kind == "strong" else 1)
@@ -73,12 +73,13 @@ def rank_counts(ranks: int, first: int | None, last: int | None) -> list[int]:
 
 def curves(simulator: Simulator, kinds: Sequence[str], ranks: int, counts: Sequence[int], chosen: Chosen,
            tell: Callable[[int, int], None]) -> list[Curve]:
-    """A curve of each kind. The configuration's batch is that of so many `ranks`.
+    """A curve of each kind. The configuration's batch, or all rows of the file if they are fewer, is that of so many
+    `ranks`.
 
     chosen   the grid for a configuration on a number of ranks. Raises Pmm3dError if there is none
     tell     told how many steps of how many are simulated
     """
-    total, done = len(kinds) * len(counts), 0
+    simulator, total, done = simulator.unbounded(), len(kinds) * len(counts), 0
     found = []
     for kind in kinds:
         points = []

@@ -8,18 +8,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ...arrays.dry_run import Action
-from ...comm.alike import Cut, representatives
-from ...comm.replay import tasks, totals
+from ...comm.alike import Cut, classes
+from ...comm.replay import WORDS, seconds_of, tasks, terms_of, totals
 from ...comm.words import in_bytes
 from ...layout import FIRST, GridShape
-from ...model.machines import Group, Machine, groups_of
+from ...model.machines import Machine, groups_of
 from ...model.simulation import Task, Timeline, simulate
 from ...model.simulation.noise import slowest
 from ...nn.training.config import Config
 from ...nn.training.dry_step import DrySteps, SampleSizes, Step
-
-WORDS = {"gemm": "gemm", "pass": "passes", "overhead": "overhead"}
-"""Kinds of tasks, as tables call them."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class Simulated:
     @cached_property
     def terms(self) -> dict[str, float]:
         """Where the seconds of the slowest rank go, with "noise"; axes are what is waited for them. They add up."""
-        found = self.timeline.terms(self.timeline.slowest)
-        terms = {WORDS[kind]: found.pop(kind, 0.0) for kind in WORDS} | found
+        terms = terms_of(self.timeline, self.timeline.slowest)
         return terms | ({"noise": self.seconds - self.timeline.seconds} if self.noise > 1 else {})
 
     @property
@@ -76,6 +72,11 @@ class Simulated:
             if action.what == "gemm":
                 flop[action.dtype] = flop.get(action.dtype, 0.0) + 2.0 * action.m * action.n * action.k
         return max(flop, key=lambda dtype: flop[dtype], default="float32")
+
+    def priced_as(self, machine: Machine) -> dict[str, str]:
+        """The dtypes of GEMMs that are priced as others -> those."""
+        dtypes = sorted({action.dtype for action in self.step.actions if action.what == "gemm"})
+        return {dtype: other for dtype in dtypes if (other := machine.stands_for(dtype)) != dtype}
 
     def share_of_peak(self, machine: Machine) -> float | None:
         """Of a rank's; None if the machine does not state it."""
@@ -112,23 +113,17 @@ class Simulator:
         shares: dict[str, Share] = {}
         for action in found.step.actions:
             if action.what != "wait":
-                what, seconds = self._priced(action, groups)
+                what = _in_words(action)
                 old = shares.get(what, Share(what, 0, 0.0))
-                shares[what] = Share(what, old.times + 1, old.seconds + seconds)
+                seconds = old.seconds + seconds_of(action, self.machine, groups)
+                shares[what] = Share(what, old.times + 1, seconds)
         return sorted(shares.values(), key=lambda share: -share.seconds)
 
-    def _priced(self, action: Action, groups: Mapping[str, Group]) -> tuple[str, float]:
-        """An action in words, and its seconds."""
-        if action.what == "gemm":
-            what = f"GEMM {action.form or 'nn'} {action.m:,} x {action.n:,} x {action.k:,} {action.dtype}"
-            return what, self.machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
-        if action.what == "pass":
-            return (f"{action.operation}, {in_bytes(action.nbytes)}",
-                    self.machine.pass_seconds(action.operation, action.nbytes))
-        nbytes = max(action.sent, action.received)
-        phase = f" ({action.phase})" if action.phase else ""
-        return (f"{action.operation}{phase} along {action.axis}, {in_bytes(nbytes)}",
-                self.machine.collective_seconds(action.operation, groups[action.axis], nbytes))
+    def unbounded(self) -> Simulator:
+        """The same step, of a batch that may grow: the data's file is as long as it has to be."""
+        data = self.config.data.model_copy(update={"batch_size": self.steps.rows})
+        return replace(self, config=self.config.model_copy(update={"data": data}),
+                       samples=self.steps.samples._replace(rows=0))
 
     @cached_property
     def steps(self) -> DrySteps:
@@ -147,12 +142,17 @@ class Simulator:
         steps = self.steps
         if config is not None:
             steps = DrySteps(config, self.steps.samples, self._keep)
-        alike = {0: grid.size} if alone else representatives(grid, self.cuts(steps.config))
-        done = {rank: steps.of(grid, self.ranks_per_node, rank) for rank in alike}
+        done = dict[int, Step]()
+
+        def actions(rank: int) -> Sequence[Action]:
+            done[rank] = steps.of(grid, self.ranks_per_node, rank)
+            return done[rank].actions
+
+        alike = classes(grid, actions, () if alone else self.cuts(steps.config))
         groups = groups_of(grid, self.ranks_per_node)
-        tables = [_of_its_groups(tasks(step.actions, self.machine, groups), grid, rank, len(alike))
-                  for rank, step in done.items()]
-        first = next(iter(done.values()))
+        tables = [_of_its_groups(tasks(done[rank].actions, self.machine, groups), grid, rank, len(alike))
+                  for rank in alike]
+        first = done[0]
         return Simulated(grid, alike, simulate(tables), first, totals(first.actions, self.machine, groups),
                          slowest(self.noise, grid.size))
 
@@ -170,6 +170,15 @@ class Simulator:
         step = self.steps.of(GridShape(1, 1, 1), 1)
         return sorted({size for action in step.actions if action.what == "gemm" and action.m > 1
                        for size in (action.m, action.n, action.k)})
+
+
+def _in_words(action: Action) -> str:
+    if action.what == "gemm":
+        return f"GEMM {action.form or 'nn'} {action.m:,} x {action.n:,} x {action.k:,} {action.dtype}"
+    if action.what == "pass":
+        return f"{action.operation}, {in_bytes(action.nbytes)}"
+    phase = f" ({action.phase})" if action.phase else ""
+    return f"{action.operation}{phase} along {action.axis}, {in_bytes(max(action.sent, action.received))}"
 
 
 def _of_its_groups(table: list[Task], grid: GridShape, rank: int, ranks: int) -> Sequence[Task]:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from ... import nn
 from ...arrays.dry_run import Action
 from ...comm import Grid
+from ...comm.replay import seconds_of
 from ...model.machines import Machine
 from ...nn import loss, optim
 from ...nn.training.passes import train_step
@@ -43,12 +44,6 @@ def _step(grid: Grid) -> Callable[[], object]:
 
 
 def overhead_of(seconds: float, actions: Iterable[Action], machine: Machine) -> float:
-    """What is left of a step's seconds for each of its actions."""
-    count, priced = 0, 0.0
-    for action in actions:
-        count += 1
-        if action.what == "gemm":
-            priced += machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
-        elif action.what == "pass":
-            priced += machine.pass_seconds(action.operation, action.nbytes)
-    return max(0.0, seconds - priced) / max(1, count)
+    """What is left of a step's seconds, on one rank, for each of its actions."""
+    priced = [seconds_of(action, machine, {}) for action in actions]
+    return max(0.0, seconds - sum(priced)) / max(1, len(priced))

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from ... import nn
 from ...arrays.dry_run import Action
 from ...comm import Grid
+from ...comm.replay import seconds_of
 from ...layout import Layout
 from ...model.machines import Machine
 from ...model.machines.figures import Pass
@@ -251,8 +252,7 @@ def less(done: Done, others: Done) -> Done:
 
 def seconds_of_gemms(actions: Iterable[Action], machine: Machine) -> float:
     """Of the GEMMs among the actions."""
-    return sum(machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
-               for action in actions if action.what == "gemm")
+    return sum(seconds_of(action, machine, {}) for action in actions if action.what == "gemm")
 
 
 def learn(found: dict[str, Pass], points: Sequence[tuple[Done, float]]) -> None:
