@@ -26,7 +26,7 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
-ALIKE = 1.02
+ALIKE = 1.03
 """Times the least seconds of a grid up to which another is as good."""
 
 
@@ -66,7 +66,7 @@ class Auto:
         return GridShape(1, 1, 1, self.data, **self.axes)
 
     def chosen(self, machine: Machine | None, processes: Processes, note: bool) -> GridShape:
-        """The fastest grid; of those within 2% of it, which no model tells apart, one whose axes fill nodes, and of
+        """The fastest grid; of those within 3% of it, which no model tells apart, one whose axes fill nodes, and of
         these the one that leaves the fewest ranks idle. Raises GridError if none keeps the memory.
 
         machine   that was measured here; the nominal one if there is none
