@@ -31,8 +31,13 @@ Key = dict[str, Any]
 def key_of(library: str) -> Key:
     """What a finding holds for: this host and driver, this MPI, its settings, and an array library with its version."""
     return {"trial": TRIAL, "host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "),
-            "mpi file": _mpi_file(), "library": library, "driver": _first_line(DRIVERS),
-            "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}}
+            "mpi file": mpi_file(), "library": library, "driver": _first_line(DRIVERS),
+            "settings": settings()}
+
+
+def settings() -> dict[str, str]:
+    """Variables of the environment by which MPI moves memory in another way."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
 
 
 def recalled(key: Key) -> tuple[bool, str] | None:
@@ -78,7 +83,7 @@ def _first_line(paths: tuple[str, ...]) -> str:
     return ""
 
 
-def _mpi_file() -> str:
+def mpi_file() -> str:
     """The library that is loaded, and when it was written: builds with and without GPUs have one version."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
+from pmm3d.model import machine
 from pmm3d.model.machine import AVX512, Blas, Cpu
 from pmm3d.tools.doctor import checks, nodes, software
 from pmm3d.tools.doctor.finding import Examination, Finding, Problem, ranks_by, spread, unlike_first
@@ -228,11 +229,11 @@ def test_limits_of_control_groups(tmp_path):
     (inner.parent / "memory.max").write_text("1048576")
     (inner.parent.parent / "cpu.max").write_text("300000 100000")
     root = str(tmp_path / "groups")
-    assert nodes.cgroup_limit("cpu.max", str(own), root) == 2.5
-    assert nodes.cgroup_limit("memory.max", str(own), root) == 2**20
-    assert nodes.cgroup_limit("cpu.max", str(tmp_path / "none"), root) == 3.0
-    assert nodes.cgroup_limit("memory.max", str(tmp_path / "none"), root) is None
-    assert nodes.cgroup_limit("cpu.max", str(own), str(tmp_path / "nowhere")) is None
+    assert machine.cgroup_limit("cpu.max", str(own), root) == 2.5
+    assert machine.cgroup_limit("memory.max", str(own), root) == 2**20
+    assert machine.cgroup_limit("cpu.max", str(tmp_path / "none"), root) == 3.0
+    assert machine.cgroup_limit("memory.max", str(tmp_path / "none"), root) is None
+    assert machine.cgroup_limit("cpu.max", str(own), str(tmp_path / "nowhere")) is None
 
 
 AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log2
 
@@ -109,6 +109,17 @@ class Machine:
     def hidden_share(self, group: Group) -> float:
         """Of a collective's seconds, those that pass under computation if there is enough of it."""
         return self.hidden.get("inside" if group.nodes == 1 else "across", 0.0)
+
+    def with_ranks_per_node(self, number: int) -> Machine:
+        """The same with so many ranks on a node: by laws alone, if collectives were measured with other numbers of
+        them, which shared the node in another way. Its sources say so."""
+        if number == self.ranks_per_node:
+            return self
+        found = replace(self, ranks_per_node=number)
+        if not self.collectives:
+            return found
+        said = f"by laws: what was measured is of {self.ranks_per_node} ranks a node"
+        return replace(found, collectives=(), sources={**self.sources, "collectives": said})
 
     @cached_property
     def _measured(self) -> dict[tuple[str, int, int], Measured]:

@@ -72,24 +72,9 @@ def gather_node(session: Session) -> Node:
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    return Node(machine.cores(), os.cpu_count() or 1, cgroup_limit("cpu.max"), machine.loaded_blas().threads,
-                machine.available_memory(), cgroup_limit("memory.max"), shm_size, shm_free,
+    return Node(machine.cores(), os.cpu_count() or 1, machine.cgroup_limit("cpu.max"), machine.loaded_blas().threads,
+                machine.available_memory(), machine.cgroup_limit("memory.max"), shm_size, shm_free,
                 resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], any(Path("/sys/class/infiniband").glob("*")))
-
-
-def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
-    """The tightest limit that the control groups (version 2) of this process set in the file of that name.
-
-    cpu.max is cores' worth of time, memory.max bytes. None where there is no limit ("max"), or no control group.
-    """
-    limits, inner = [], "/"
-    with suppress(OSError, StopIteration):
-        inner = next(line.strip()[3:] for line in Path(own).read_text().splitlines() if line.startswith("0::"))
-    for group in (Path(root + inner), *Path(root + inner).parents):
-        with suppress(OSError, ValueError):
-            amount, *period = map(int, (group / file).read_text().split())
-            limits.append(amount / period[0] if period else amount)
-    return min(limits, default=None)
 
 
 def crowded_hosts(cores: list[frozenset[int]], hosts: list[str]) -> list[str]:

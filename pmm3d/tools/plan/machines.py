@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...comm.machine_cache import AUTO, measured_here
@@ -43,7 +42,7 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
     else:
         found = _measured(ranks, ranks_per_node)
     if ranks_per_node is not None:
-        found = found._replace(machine=replace(found.machine, ranks_per_node=ranks_per_node))
+        found = found._replace(machine=found.machine.with_ranks_per_node(ranks_per_node))
     return found
 
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -103,7 +102,8 @@ def simulate_command(
         check_writable(trace, plot, json_file)
         loaded, known = load(config), load_machine(machine)
         sizes = _sizes(features, outputs, classes)
-        simulator = Simulator(loaded, known, ranks_per_node or known.ranks_per_node,
+        simulator = Simulator(loaded, known.with_ranks_per_node(ranks_per_node or known.ranks_per_node),
+                              ranks_per_node or known.ranks_per_node,
                               known.noise if noise is None else noise, sizes)
         counts = rank_counts(ranks, from_ranks, to_ranks) if scaling.kinds else []
         chosen = _chooser(simulator, grid, data)
@@ -158,7 +158,7 @@ def _best(simulator: Simulator, config: Config, ranks: int) -> GridShape:
     """By the planner, which simulates rank 0 too."""
     from ...nn.training.planning import rank_training
 
-    machine = replace(simulator.machine, ranks_per_node=simulator.ranks_per_node)
+    machine = simulator.machine.with_ranks_per_node(simulator.ranks_per_node)
     return rank_training(config, ranks, machine, samples=simulator.steps.samples).candidates[0].grid
 
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -57,10 +57,10 @@ class Sampler:
 
     comm      the ranks
     share     of the cores of this rank's node
-    budget    seconds that a section may take, as a share of what it asks for
+    budget    seconds that sections may take, as a share of what they ask for; what one leaves is the next one's
     thrown    samples of this rank that were jumps of the clock
     left_out  points that were not measured, since the time of their section was up
-    medians   section -> this rank's median of each point, in order
+    medians   section -> this rank's median of each point, in order; nan where its time does not count
     """
 
     def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, clock: Callable[[], float] = time.perf_counter,
@@ -68,13 +68,14 @@ class Sampler:
         self.comm, self.budget, self.clock, self.share = comm, budget, clock, share
         self.thrown = self.left_out = 0
         self.medians: dict[str, list[float]] = {}
-        self._section, self._ends, self._over = "", inf, False
+        self._section, self._ends, self._over, self._due = "", inf, False, self.clock()
 
     @contextmanager
     def section(self, name: str, seconds: float) -> Iterator[None]:
-        """What is measured in this context is of that name, and takes about so many seconds at most."""
-        self._section, self._ends = name, self.clock() + self.budget * seconds
-        self._over = False
+        """What is measured in this context is of that name, and takes about so many seconds at most, and those that
+        earlier sections have left."""
+        self._due += self.budget * seconds
+        self._section, self._ends, self._over = name, self._due, False
         try:
             yield
         finally:
@@ -131,7 +132,7 @@ class Sampler:
             own = median(kept) if kept else 0.0
             found, missing = self.largest(own, counts and not kept)
             if not missing:
-                self.medians.setdefault(self._section, []).append(own if counts else found)
+                self.medians.setdefault(self._section, []).append(own if counts else nan)
                 return found
         raise Pmm3dError(f"the clock of a rank's host gives no time: {ATTEMPTS * samples} timings in a row were not "
                          "positive. Measure again, or on another host")
@@ -182,7 +183,7 @@ class SlowRank(NamedTuple):
 
 
 def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRank]:
-    """medians: of each rank, its median of each point.
+    """medians: of each rank, its median of each point; nan where it has none.
 
         >>> slow_ranks("gemm", [[1.0, 2.0, 3.0], [1.1, 2.0, 3.0], [5.0, 6.0, 3.0]])
         [SlowRank(rank=2, section='gemm', ratio=3.0)]
@@ -190,6 +191,6 @@ def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRan
     if not medians or len(medians[0]) < LEAST_POINTS:
         return []
     matrix = np.array(medians, float)
-    ratios = matrix / np.median(matrix, axis=0)
-    often = (ratios > SLOW).sum(axis=1) > matrix.shape[1] / 2
-    return [SlowRank(int(rank), section, round(float(np.median(ratios[rank])), 1)) for rank in np.flatnonzero(often)]
+    ratios = matrix / np.nanmedian(matrix, axis=0)
+    often = (ratios > SLOW).sum(axis=1) > np.isfinite(ratios).sum(axis=1) / 2
+    return [SlowRank(int(rank), section, round(float(np.nanmedian(ratios[rank])), 1)) for rank in np.flatnonzero(often)]
