@@ -27,8 +27,8 @@ FORMAT = "2"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""
-DEVICES = "_VISIBLE_DEVICES"
-"""In the names of variables that say nothing of the host."""
+NOT_OF_HOST = "_VISIBLE_DEVICES", "_directory"
+"""Ends of the names of variables that speak of devices, or of a folder that each job has anew."""
 OF_RANKS = {"threads", "settings", "cores"}
 """Parts of a key that a process which is no rank has of its own."""
 AUTO = "auto"
@@ -46,7 +46,7 @@ def key_of(ranks_per_node: int, nodes: int, usable: int | None = None) -> Key:
     """
     blas = loaded_blas()
     of_mpi = trial_cache.settings().items()
-    settings = " ".join(f"{name}={value}" for name, value in of_mpi if DEVICES not in name)
+    settings = " ".join(f"{name}={value}" for name, value in of_mpi if not name.endswith(NOT_OF_HOST))
     pmm3d = import_module(__package__.partition(".")[0])
     return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(usable or len(cores())),
             "mpi": MPI.Get_library_version().strip("\0 \n"),

@@ -166,6 +166,8 @@ def test_for_a_device_only_a_machine_that_was_named_counts(comm, monkeypatch):
 
 def test_settings_of_mpi_and_cores_are_part_of_the_key(monkeypatch):
     before = key_of(4, 1)
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")
+    assert key_of(4, 1) == before
     assert key_of(4, 1, 1000) != before
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert key_of(4, 1) != before

@@ -74,7 +74,7 @@ class Sampler:
     def section(self, name: str, seconds: float) -> Iterator[None]:
         """What is measured in this context is of that name, and takes about so many seconds at most, and those that
         earlier sections have left."""
-        self._due += self.budget * seconds
+        self._due = max(self._due, self.clock()) + self.budget * seconds
         self._section, self._ends, self._over = name, self._due, False
         try:
             yield
