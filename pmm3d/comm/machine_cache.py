@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from mpi4py import MPI
 
 from ..errors import Pmm3dError, check_regular
 from ..model.environment import Settings
-from ..model.machine import cpu, loaded_blas
+from ..model.machine import cores, cpu, loaded_blas
 from ..model.machines import Machine, load, machine_from
 from . import trial_cache
 
@@ -26,31 +27,48 @@ FORMAT = "2"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""
+NOT_OF_HOST = "_VISIBLE_DEVICES", "_directory"
+"""Ends of the names of variables that speak of devices, or of a folder that each job has anew."""
+OF_RANKS = {"threads", "settings", "cores"}
+"""Parts of a key that a process which is no rank has of its own."""
 AUTO = "auto"
 logger = logging.getLogger("pmm3d.comm")
 Key = dict[str, str]
 
 
-def key_of(ranks_per_node: int, nodes: int) -> Key:
-    """What a measured machine holds for: this kind of host, this MPI and BLAS, numpy and pmm3d, so many ranks on a
-    node, and whether there are other nodes.
+def key_of(ranks_per_node: int, nodes: int, usable: int | None = None) -> Key:
+    """What a measured machine holds for: this kind of host, this MPI with its settings, BLAS, numpy and pmm3d, so
+    many ranks on a node, and whether there are other nodes.
+
+    usable   cores that the ranks of the node may use; left out, those of this process
 
     Raises ImportError where threadpoolctl is not installed, which tells the BLAS.
     """
     blas = loaded_blas()
+    of_mpi = trial_cache.settings().items()
+    settings = " ".join(f"{name}={value}" for name, value in of_mpi if not name.endswith(NOT_OF_HOST))
     pmm3d = import_module(__package__.partition(".")[0])
-    steering = {name: value for name, value in sorted(os.environ.items()) if name.startswith(trial_cache.STEERING)}
-    return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(os.cpu_count() or 1),
+    return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(usable or len(cores())),
             "mpi": MPI.Get_library_version().strip("\0 \n"),
-            "mpi file": trial_cache.mpi_file(), "mpi settings": json.dumps(steering), "library": "numpy",
+            "mpi file": trial_cache.mpi_file() or "unknown", "settings": settings or "none",
             "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(), "threads": str(blas.threads),
-            "numpy": np.__version__, "pmm3d": pmm3d.__version__, "ranks per node": str(ranks_per_node),
-            "nodes": ONE if nodes == 1 else SEVERAL}
+            "library": "numpy", "numpy": np.__version__, "pmm3d": pmm3d.__version__,
+            "ranks per node": str(ranks_per_node), "nodes": ONE if nodes == 1 else SEVERAL}
 
 
-def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int) -> Machine | None:
-    """The machine that a job goes by: the one that PMM3D_MACHINE names, or, with "auto", the one that was measured with
-    so many ranks on a node, on one node or on several; None if none was.
+def cores_of_node(comm: MPI.Intracomm) -> int:
+    """Cores that the ranks on the node of rank 0 may use, all together. Collective."""
+    everyones = comm.gather((socket.gethostname(), cores()))
+    here = [own for host, own in everyones if host == everyones[0][0]] if everyones else []
+    return int(comm.bcast(len(frozenset[int]().union(*here))))
+
+
+def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: str | None = None, *,
+                 on_host: bool = True) -> Machine | None:
+    """The machine that a job goes by: the one that PMM3D_MACHINE, or asked, names, or, with "auto", the one that
+    was measured with so many ranks on a node, on one node or on several; None if none was.
+
+    on_host   whether the job computes there: of a device nothing is measured
 
     Rank 0 looks, and tells all others: collective, and the same on all ranks. For one node, what was measured on
     several serves too. A file that is damaged, or of another machine, is not used, which rank 0 notes. Raises
@@ -58,10 +76,14 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int) -> Machin
     """
     found: Machine | None = None
     error: Pmm3dError | None = None
+    usable = cores_of_node(comm)
     if comm.rank == 0:
         try:
-            asked = Settings().machine
-            found = of_job(ranks_per_node, nodes) if asked == AUTO else load(asked)
+            asked = asked or Settings().machine
+            if asked != AUTO:
+                found = load(asked)
+            elif on_host:
+                found = _of_job(ranks_per_node, nodes, usable)
         except Pmm3dError as raised:
             error = raised
     found, error = comm.bcast((found, error))
@@ -72,33 +94,40 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int) -> Machin
 
 
 def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine | None:
-    """The newest that was measured on this kind of host, with this MPI, BLAS and versions, with whatever number of
-    threads, settings of MPI and, if it is None, of ranks on a node: for who plans a job and is none. None if there is
-    none. No MPI."""
+    """The newest that was measured on this kind of host, with this MPI, BLAS and versions, with whatever settings of
+    MPI, number of threads and cores and, if it is None, of ranks on a node: for who plans a job and is none. None if
+    there is none. No MPI."""
     with suppress(ImportError, OSError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
             wanted = key_of(ranks_per_node or 0, measured_on)
-            free = {"threads", "mpi settings"} | ({"ranks per node"} if ranks_per_node is None else set())
-            for path in sorted(folder().glob("*.toml"), key=_age):
-                with suppress(Pmm3dError):
+            free = OF_RANKS | ({"ranks per node"} if ranks_per_node is None else set())
+            for path in sorted(folder().glob("*.toml"), key=_written, reverse=True):
+                try:
                     machine = load(path)
-                    if all(machine.key.get(part) == value for part, value in wanted.items() if part not in free):
-                        return machine
+                except Pmm3dError as error:
+                    _tell(str(error))
+                    continue
+                if all(machine.key.get(part) == value for part, value in wanted.items() if part not in free):
+                    return machine
     return None
 
 
-def _age(path: Path) -> float:
-    """The smaller, the newer; one that is gone is the oldest."""
+def _written(path: Path) -> float:
     with suppress(OSError):
-        return -path.stat().st_mtime
+        return path.stat().st_mtime
     return 0.0
 
 
-def of_job(ranks_per_node: int, nodes: int) -> Machine | None:
-    """What was measured with so many ranks on a node; for one node, what was measured on several serves too."""
+@cache
+def _tell(error: str) -> None:
+    """Of a file that is left aside: once in a process."""
+    logger.warning(f"what was measured of this machine is not used: {error}. pmm3d tune machine measures it anew")
+
+
+def _of_job(ranks_per_node: int, nodes: int, usable: int) -> Machine | None:
     with suppress(ImportError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
-            if (text := recalled(key_of(ranks_per_node, measured_on))) is not None:
+            if (text := recalled(key_of(ranks_per_node, measured_on, usable))) is not None:
                 return machine_from(text, "what was measured here")
     return None
 
@@ -116,7 +145,7 @@ def recalled(key: Mapping[str, str]) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, Pmm3dError) as error:
-        _tell_once(f"what was measured of this machine is not used: {error}. pmm3d tune machine measures it anew")
+        _tell(str(error))
     return None
 
 

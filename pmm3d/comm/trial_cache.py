@@ -32,7 +32,12 @@ def key_of(library: str) -> Key:
     """What a finding holds for: this host and driver, this MPI, its settings, and an array library with its version."""
     return {"trial": TRIAL, "host": socket.gethostname(), "mpi": MPI.Get_library_version().strip("\0 "),
             "mpi file": mpi_file(), "library": library, "driver": _first_line(DRIVERS),
-            "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}}
+            "settings": settings()}
+
+
+def settings() -> dict[str, str]:
+    """Variables of the environment by which MPI moves memory in another way."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
 
 
 def recalled(key: Key) -> tuple[bool, str] | None:

@@ -154,14 +154,31 @@ def peak_memory() -> int:
 
 
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
-    """Bytes that this node could still give to programs, at most what the job may have; 0 where the system does not
+    """Bytes that this node could still give to programs, no more than the job's limit; 0 where the system does not
     say."""
+    limit = cgroup_limit("memory.max")
     try:
         with open(meminfo) as lines:
             free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        return free if limit is None else min(free, int(limit))
     except (OSError, StopIteration):
         return 0
     return int(min(free, cgroup_limit("memory.max") or free))
+
+
+def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
+    """The tightest limit that the control groups (version 2) of this process set in the file of that name.
+
+    cpu.max is cores' worth of time, memory.max bytes. None where there is no limit ("max"), or no control group.
+    """
+    limits, inner = [], "/"
+    with suppress(OSError, StopIteration):
+        inner = next(line.strip()[3:] for line in Path(own).read_text().splitlines() if line.startswith("0::"))
+    for group in (Path(root + inner), *Path(root + inner).parents):
+        with suppress(OSError, ValueError):
+            amount, *period = map(int, (group / file).read_text().split())
+            limits.append(amount / period[0] if period else amount)
+    return min(limits, default=None)
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:

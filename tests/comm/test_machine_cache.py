@@ -85,9 +85,9 @@ def test_a_file_that_was_copied_from_another_machine_is_not_used(caplog):
 
 @pytest.mark.parallel([1, 3])
 def test_all_ranks_have_what_rank_0_reads(comm, monkeypatch, tmp_path):
-    shared = comm.bcast(str(tmp_path))
+    shared, usable = comm.bcast(str(tmp_path)), machine_cache.cores_of_node(comm)
     if comm.rank == 0:
-        keep(4)
+        keep(4, cores=str(usable))
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", shared + "/nothing")
         monkeypatch.setattr(machine_cache, "recalled", None)
@@ -139,3 +139,35 @@ def test_users_without_a_home_and_without_threadpoolctl_have_none(monkeypatch):
     assert measured_here(4) is None
     with pytest.raises(RuntimeError):
         file_of(key_of(4, 1))
+
+
+def test_a_link_to_nothing_hides_no_machine():
+    keep(8, name="eight")
+    (folder() / "gone.toml").symlink_to(folder() / "nowhere.toml")
+    assert measured_here().name == "eight"
+
+
+@pytest.mark.parallel([1])
+def test_a_damaged_file_is_told_of_once(comm, caplog):
+    file_of(key_of(4, 1)).parent.mkdir(parents=True)
+    file_of(key_of(4, 1)).write_text("damaged")
+    assert [machine_here(comm, 4, 1), machine_here(comm, 4, 1)] == [None, None]
+    assert len([one for one in caplog.records if "is not used" in one.message]) == 1
+
+
+@pytest.mark.parallel([1])
+def test_for_a_device_only_a_machine_that_was_named_counts(comm, monkeypatch):
+    keep(4)
+    assert machine_here(comm, 4, 1, on_host=False) is None
+    monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
+    assert machine_here(comm, 4, 1, on_host=False).name == "perlmutter"
+    assert machine_here(comm, 4, 1, machine_cache.AUTO).name == "measured"
+
+
+def test_settings_of_mpi_and_cores_are_part_of_the_key(monkeypatch):
+    before = key_of(4, 1)
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")
+    assert key_of(4, 1) == before
+    assert key_of(4, 1, 1000) != before
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert key_of(4, 1) != before

@@ -266,3 +266,11 @@ def test_the_group_of_an_axis_is_the_one_that_is_spread_most(numbers, ranks_per_
         spread = min((-len(set(found)), max(map(found.count, found))) for found in nodes)
         assert (group.size, -group.nodes, group.inside) == (size, *spread)
         assert 1 <= group.sharers <= group.sharers * group.inside <= min(ranks_per_node, shape.size)
+
+
+def test_with_other_ranks_on_a_node_no_measured_row_counts():
+    machine = load("perlmutter")
+    assert machine.collectives and machine.with_ranks_per_node(4) is machine
+    other = machine.with_ranks_per_node(2)
+    assert (other.ranks_per_node, other.collectives) == (2, ())
+    assert "4 ranks a node" in other.sources["collectives"]

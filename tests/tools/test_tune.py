@@ -64,11 +64,18 @@ def test_on_one_node_what_is_across_is_the_nominal_machines():
     assert fitting.fitted([], {}).laws == {"default": nominal}
 
 
-def test_where_each_rank_has_a_node_what_is_inside_is_the_nominal_machines():
-    rows = [Measured("all_gather", 1, nodes, (64, 2**20), (1e-5, 1e-3)) for nodes in (2, 4)]
-    law, nominal = fitting.fitted(rows, {(1, 2): 1, (1, 4): 1}).laws["all_gather"], load("nominal").laws["default"]
-    assert (law.message_inside, law.byte_inside) == (nominal.message_inside, nominal.byte_inside)
-    assert law.byte_across != nominal.byte_across
+def test_where_each_node_has_one_rank_what_is_inside_is_the_nominal_machines():
+    groups = [Group(2, 1, 2, 1), Group(4, 1, 4, 1)]
+    nominal = load("nominal").laws["default"]
+    for law in fitting.fitted(rows_of(groups), sharers_of(groups)).laws.values():
+        assert (law.message_inside, law.byte_inside) == (nominal.message_inside, nominal.byte_inside) != (0, 0)
+
+
+def test_a_side_of_1_has_a_rate_of_its_own():
+    for sizes in gemms.FORMS.values():
+        assert (1, 256, 256) in gemms.shapes(sizes)
+    points = gemms.filled((16, 64), {(1, 16, 16): 1e8, (16, 16, 16): 1e9})
+    assert points.rate(1, 16, 16) == pytest.approx(1e8) and 1e8 < points.rate(4, 16, 16) < 1e9
 
 
 def test_a_misfit_is_that_of_the_points():
@@ -96,7 +103,7 @@ def test_a_line_has_no_negative_figure(points, overhead_, rate):
 def test_shapes_that_were_not_measured_have_the_rate_of_the_nearest():
     rates = {shape: float(index + 1) for index, shape in enumerate(gemms.shapes(gemms.FORMS["nn"]))}
     points = gemms.filled(gemms.FORMS["nn"], rates)
-    assert len(points.flops) == len(gemms.FORMS["nn"]) ** 3
+    assert len(points.flops) == (1 + len(gemms.FORMS["nn"])) * len(gemms.FORMS["nn"]) ** 2
     for shape, rate in rates.items():
         assert points.rate(*shape) == pytest.approx(rate)
     assert points.rate(4096, 4096, 4096) == pytest.approx(rates[1024, 1024, 1024])
@@ -156,7 +163,22 @@ def test_a_share_is_hidden_inside_a_node(comm, monkeypatch):
     monkeypatch.setattr(hidden, "NBYTES", 2**12)
     found = hidden.measured_hidden(Sampler(comm), "float32", silent)
     assert set(found) == ({"inside"} if comm.size > 1 else set())
-    assert all(0 <= share <= 1 for share in found.values())
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("together, share", [(2.5, 0.75), (4.0, 0.0), (1.0, 1.0)])
+def test_the_share_is_that_of_the_seconds(comm, monkeypatch, together, share):
+    """A collective of 2 s, a GEMM of 1 s that is repeated for 2 s or more; both at once as given."""
+    monkeypatch.setattr(hidden, "NBYTES", 2**12)
+
+    class Faked(Sampler):
+        seconds = iter([2.0, 1.0] + [2.0, 2.0, together] * hidden.REPEATS)
+
+        def measure(self, work, *rest, **options):
+            work()
+            return next(self.seconds)
+
+    assert hidden.measured_hidden(Faked(comm), "float32", silent) == {"inside": share}
 
 
 @pytest.mark.parallel([1])

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from pmm3d.errors import Pmm3dError
-from pmm3d.tools.tune.sampling import LEAST_POINTS, Sampler, Share, plausible, slow_ranks
+from pmm3d.tools.tune.sampling import Sampler, Share, plausible, slow_ranks
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 def sampler_of(comm, clock, **options):
     sampler = Sampler(comm, clock=clock, **options)
-    sampler.meet = comm.Barrier
+    sampler.meet = lambda idle=False: comm.Barrier()
     return sampler
 
 
@@ -43,6 +43,25 @@ def test_the_slowest_rank_counts(comm):
     with sampler.section("gemm", 1e3):
         assert sampler.measure(clock.work) == pytest.approx(1e-2 * comm.size)
     assert sampler.medians == {"gemm": [pytest.approx(clock.seconds)]} and sampler.thrown == 0
+
+
+@pytest.mark.parallel([3])
+def test_a_rank_that_waits_has_no_figure_of_its_own(comm):
+    clock = Clock(1e-2)
+    sampler = sampler_of(comm, clock, share=Share(3.0, comm.rank == 0))
+    assert sampler.measure_busy(clock.work) == pytest.approx(3e-2)
+    assert sampler.medians[""] == [pytest.approx(1e-2 if comm.rank == 0 else float("nan"), nan_ok=True)]
+
+
+@pytest.mark.parallel([1])
+def test_a_section_has_what_earlier_ones_left_and_no_more(comm):
+    clock = Clock(1.0)
+    sampler = sampler_of(comm, clock)
+    with sampler.section("gemm", 20.0):
+        sampler.measure(clock.work)
+    with sampler.section("passes", 20.0):
+        assert sum(sampler.measure(clock.work) is not None for _ in range(9)) == 7
+    assert clock.now - 1e3 <= 2 * 20.0 + 5
 
 
 @pytest.mark.parallel([1, 3])
@@ -112,4 +131,6 @@ def test_a_rank_is_slow_if_it_is_on_most_points():
     assert slow_ranks("gemm", [even, even, [9.0, 2.0, 3.0], even]) == []
     [slow] = slow_ranks("gemm", [even, [3.0, 6.0, 3.0], even, even])
     assert (slow.rank, slow.section, slow.ratio) == (1, "gemm", 3.0)
+    none = [float("nan")] * 3
+    assert [one.rank for one in slow_ranks("gemm", [even, none, [9.0, 9.0, 9.0], none, even])] == [2]
     assert slow_ranks("gemm", []) == slow_ranks("gemm", [[], []]) == []

@@ -110,12 +110,16 @@ class Machine:
         """Of a collective's seconds, those that pass under computation if there is enough of it."""
         return self.hidden.get("inside" if group.nodes == 1 else "across", 0.0)
 
-    def with_ranks_per_node(self, ranks_per_node: int) -> Machine:
-        """With another number of ranks on a node. Collectives that were measured with so many as there were are left
-        out, since others share the node's way out then; the laws remain."""
-        if ranks_per_node == self.ranks_per_node:
+    def with_ranks_per_node(self, number: int) -> Machine:
+        """The same with so many ranks on a node: by laws alone, if collectives were measured with other numbers of
+        them, which shared the node in another way. Its sources say so."""
+        if number == self.ranks_per_node:
             return self
-        return replace(self, ranks_per_node=ranks_per_node, collectives=())
+        found = replace(self, ranks_per_node=number)
+        if not self.collectives:
+            return found
+        said = f"by laws: what was measured is of {self.ranks_per_node} ranks a node"
+        return replace(found, collectives=(), sources={**self.sources, "collectives": said})
 
     @cached_property
     def _measured(self) -> dict[tuple[str, int, int], Measured]:

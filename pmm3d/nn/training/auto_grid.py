@@ -32,6 +32,7 @@ class Choice:
     runner_up: Candidate | None
     machine: str
     measured: bool
+    on_host: bool = True
 
     @property
     def shape(self) -> GridShape:
@@ -40,7 +41,8 @@ class Choice:
     def said(self) -> str:
         """In a line."""
         next_one = f"; next {_said(self.runner_up)}" if self.runner_up is not None else ""
-        known = f"of {self.machine}" if self.measured else f"of a {self.machine} machine (pmm3d tune machine measures)"
+        remedy = "pmm3d tune machine measures" if self.on_host else "not of these devices: PMM3D_MACHINE names another"
+        known = f"of {self.machine}" if self.measured else f"of a {self.machine} machine ({remedy})"
         return f"grid.shape = auto: {_said(self.chosen)} a step by the model {known}{next_one}"
 
     def document(self) -> dict[str, Any]:
@@ -69,12 +71,13 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
     with Grid(comm, "ddp") as grid:
         per_node = max(Counter(map(grid.host_of, range(grid.size))).values())
         on_host = library_named(config.network.library).on_host
-        machine = machine_here(grid.comm, per_node, grid.hosts) if on_host else None
+        machine = machine_here(grid.comm, per_node, grid.hosts, on_host=on_host)
         limit = _room(grid) if on_host else None
         choice: Choice | None = None
         with grid.together("grid.shape", always=True):
             if grid.rank == 0:
                 choice = _choice(config, grid.size, machine, per_node, limit)
+                choice = choice and replace(choice, on_host=on_host)
         return grid.comm.bcast(choice)
 
 

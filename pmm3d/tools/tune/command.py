@@ -109,12 +109,12 @@ def _write(report: Report, output: Path | None) -> list[str]:
 
 
 def _show(comm: MPI.Intracomm) -> None:
-    from ...comm.machine_cache import of_job
+    from ...comm.machine_cache import AUTO, machine_here
     from ...model.machines import as_toml
     from .measure import nodes_of
 
     nodes = nodes_of(comm)
-    machine = comm.bcast(of_job(nodes.ranks_per_node, nodes.number) if comm.rank == 0 else None)
+    machine = machine_here(comm, nodes.ranks_per_node, nodes.number, AUTO)
     if machine is None:
         raise Pmm3dError(f"nothing was measured with {nodes.ranks_per_node} ranks a node on {nodes.number} node(s) of "
                          "this kind, with this MPI and BLAS: run pmm3d tune machine on as many")

@@ -16,8 +16,9 @@ LEAST_RATE = 1.0
 """Bytes a second, where no rate can be seen."""
 AT_LEAST = 100.0
 """Times the largest rate seen: the rate of what takes no longer for more bytes."""
-INSIDE, ACROSS = (1, 3), (2, 4)
-"""Terms of a law, of messages and of bytes, in a node and between nodes."""
+PLACES = (1, 3), (2, 4)
+"""Terms of a law, (messages, bytes) inside a node and across: ranks on one node tell nothing of the latter, ranks
+each on a node of its own nothing of the former."""
 
 
 class Misfit(NamedTuple):
@@ -40,8 +41,8 @@ def fitted(rows: Sequence[Measured], sharers: Mapping[tuple[int, int], int]) -> 
 
     sharers   of each (inside, nodes), the groups that shared a node's way out
 
-    Where no row went across nodes, or none stayed in one, those figures are of the nominal machine: nothing is known of
-    them.
+    Where no row went across nodes, the figures across are those of the nominal machine, and so are those inside where
+    none went inside: nothing is known of them.
     """
     by_operation: dict[str, list[tuple[Group, int, float]]] = {DEFAULT: []}
     for row in rows:
@@ -65,9 +66,10 @@ def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
     figures = relative_fit(matrix, seconds)
     errors = np.abs(matrix @ figures / seconds - 1)
     misfit = Misfit(float(np.median(errors)), float(errors.max()), len(points))
-    for place in (INSIDE, ACROSS):
-        if not matrix[:, place].any():
-            figures[list(place)] = [load("nominal").laws[DEFAULT][term] for term in place]
+    nominal = load("nominal").laws[DEFAULT]
+    for messages, nbytes in PLACES:
+        if not matrix[:, nbytes].any():
+            figures[messages], figures[nbytes] = nominal[messages], nominal[nbytes]
     return Law(*map(float, [*figures, round(misfit.median, 4)])), misfit
 
 

@@ -18,12 +18,12 @@ from .sampling import Sampler
 
 SIZES = 16, 64, 256, 1024
 LONG = 4096
-FORMS = {"nn": (1, *SIZES, LONG), "nt": SIZES, "tn": SIZES}
-"""Form -> the m, n and k that are measured with each other. LONG beside short ones only; 1 as the m alone: the sums of
-columns, for biases, are such GEMMs."""
+FORMS = {"nn": (*SIZES, LONG), "nt": SIZES, "tn": SIZES}
+"""Form -> the n and k that are measured with each other, and as m with 1 besides: rows that are summed. LONG beside
+short ones only."""
 MOST_ELEMENTS = 2**20
 """Of an operand: larger ones are as fast."""
-SECONDS = 36.0
+SECONDS = 30.0
 Shape = tuple[int, int, int]
 
 
@@ -31,10 +31,9 @@ def shapes(sizes: tuple[int, ...]) -> list[Shape]:
     """The shapes that are measured: cubes first, then in no order, so that what there is time for is spread over all.
 
         >>> len(shapes(SIZES)), (4096, 64, 64) in shapes(FORMS["nn"]), (4096, 1024, 16) in shapes(FORMS["nn"])
-        (64, True, False)
+        (80, True, False)
     """
-    found = [(m, n, k) for m, n, k in product(sizes, repeat=3)
-             if min(n, k) > 1 and max(m * n, m * k, k * n) <= MOST_ELEMENTS]
+    found = [(m, n, k) for m, n, k in product((1, *sizes), sizes, sizes) if max(m * n, m * k, k * n) <= MOST_ELEMENTS]
     Random(0).shuffle(found)
     return sorted(found, key=lambda shape: len(set(shape)) > 1)
 
@@ -89,13 +88,13 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
 
 
 def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:
-    """Each of these m with each n and each k, so that rates are interpolated along each: what was not measured has the
-    rate of the nearest that was, the larger of two.
+    """Each of these sizes and 1 as m with each n and each k, so that rates are interpolated along each: what was not
+    measured has the rate of the nearest that was, the larger of two.
 
-        >>> filled((1, 2), {(1, 1, 1): 5.0, (2, 2, 1): 7.0}).flops
-        (5.0, 5.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0)
+        >>> filled((4,), {(1, 4, 4): 5.0, (4, 4, 4): 7.0}).flops
+        (5.0, 7.0)
     """
-    grid = [(m, n, k) for m, n, k in product(sizes, repeat=3)]
+    grid = [(m, n, k) for m, n, k in product((1, *sizes), sizes, sizes)]
     values = [rates.get(shape) or rates[min(rates, key=partial(_distance, shape))] for shape in grid]
     m, n, k = zip(*grid)
     return GemmPoints(m, n, k, tuple(values))

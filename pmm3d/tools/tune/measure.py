@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from ...comm import Grid
-from ...comm.machine_cache import key_of
+from ...comm.machine_cache import cores_of_node, key_of
 from ...model.machine import available_memory, cores, cpu, loaded_blas
 from ...model.machines import Machine
 from . import collectives, gemms, passes
@@ -46,6 +46,7 @@ class Report(NamedTuple):
     thrown    samples that were jumps of the clock, of all ranks
     left_out  points that there was no time for
     hosts     the node of each rank
+    unlike    nodes of another kind than the first: what is kept is not found by jobs that begin there
     """
 
     machine: Machine
@@ -54,6 +55,7 @@ class Report(NamedTuple):
     thrown: int
     left_out: int
     hosts: list[str]
+    unlike: list[str]
 
 
 def stages(ranks: int, dtypes: list[str]) -> int:
@@ -106,10 +108,12 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     nodes = nodes_of(comm)
     sampler = Sampler(comm, budget, share=share_of(comm))
     rates = gemms.measured_gemms(sampler, dtypes, tell)
+    keys = comm.allgather(key_of(nodes.ranks_per_node, nodes.number, cores_of_node(comm)))
+    unlike = sorted({host for host, key in zip(nodes.hosts, keys) if key != keys[0]})
     peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
     machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,
                       ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), gemms=rates,
-                      key=comm.bcast(key_of(nodes.ranks_per_node, nodes.number)))
+                      key=keys[0])
     machine = replace(machine, passes=passes.measured_passes(sampler, machine, tell))
     rows, sharers = collectives.measured_collectives(sampler, tell)
     fit = fitted(rows, sharers)
@@ -119,14 +123,13 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     everyones = comm.allgather((sampler.thrown, sampler.medians))
     thrown, medians = zip(*everyones)
     slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
-    return Report(machine, fit, slow, sum(thrown), sampler.left_out, nodes.hosts)
+    return Report(machine, fit, slow, sum(thrown), sampler.left_out, nodes.hosts, unlike)
 
 
 def _sources(nodes: Nodes) -> dict[str, str]:
     here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.number} node(s), all ranks at once"
-    across = "" if nodes.number > 1 else "; figures across nodes are those of the nominal machine"
-    if nodes.ranks_per_node == 1:
-        across = "; figures inside a node are those of the nominal machine"
+    unknown = "across nodes" if nodes.number == 1 else "inside a node" if nodes.ranks_per_node == 1 else ""
+    nominal = f"; figures {unknown} are those of the nominal machine" if unknown else ""
     return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
-            "peak": "the best GEMM", "passes": here, "collectives": here, "laws": f"fitted to the collectives{across}",
+            "peak": "the best GEMM", "passes": here, "collectives": here, "laws": f"fitted to the collectives{nominal}",
             "hidden": here, "memory": "available on the node at the time, shared by its ranks", "overhead": here}

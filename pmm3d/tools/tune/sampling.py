@@ -57,10 +57,10 @@ class Sampler:
 
     comm      the ranks
     share     of the cores of this rank's node
-    budget    seconds that a section may take, as a share of what it asks for
+    budget    seconds that sections may take, as a share of what they ask for; what one leaves is the next one's
     thrown    samples of this rank that were jumps of the clock
     left_out  points that were not measured, since the time of their section was up
-    medians   section -> this rank's median of each point, in order
+    medians   section -> this rank's median of each point, in order; nan where its time does not count
     """
 
     def __init__(self, comm: MPI.Intracomm, budget: float = 1.0, clock: Callable[[], float] = time.perf_counter,
@@ -68,13 +68,14 @@ class Sampler:
         self.comm, self.budget, self.clock, self.share = comm, budget, clock, share
         self.thrown = self.left_out = 0
         self.medians: dict[str, list[float]] = {}
-        self._section, self._ends, self._over = "", inf, False
+        self._section, self._ends, self._over, self._due = "", inf, False, self.clock()
 
     @contextmanager
     def section(self, name: str, seconds: float) -> Iterator[None]:
-        """What is measured in this context is of that name, and takes about so many seconds at most."""
-        self._section, self._ends = name, self.clock() + self.budget * seconds
-        self._over = False
+        """What is measured in this context is of that name, and takes about so many seconds at most, and those that
+        earlier sections have left."""
+        self._due = max(self._due, self.clock()) + self.budget * seconds
+        self._section, self._ends, self._over = name, self._due, False
         try:
             yield
         finally:
@@ -182,7 +183,7 @@ class SlowRank(NamedTuple):
 
 
 def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRank]:
-    """medians: of each rank, its median of each point; nan where it had nothing to do.
+    """medians: of each rank, its median of each point; nan where it has none.
 
         >>> slow_ranks("gemm", [[1.0, 2.0, 3.0], [1.1, 2.0, 3.0], [5.0, 6.0, 3.0]])
         [SlowRank(rank=2, section='gemm', ratio=3.0)]
@@ -191,5 +192,5 @@ def slow_ranks(section: str, medians: Sequence[Sequence[float]]) -> list[SlowRan
         return []
     matrix = np.array(medians, float)
     ratios = matrix / np.nanmedian(matrix, axis=0)
-    often = (ratios > SLOW).sum(axis=1) > matrix.shape[1] / 2
+    often = (ratios > SLOW).sum(axis=1) > np.isfinite(ratios).sum(axis=1) / 2
     return [SlowRank(int(rank), section, round(float(np.nanmedian(ratios[rank])), 1)) for rank in np.flatnonzero(often)]

@@ -40,6 +40,8 @@ def _print_doubts(report: Report, console: Console) -> None:
     if report.left_out:
         console.print(f"[yellow]{report.left_out} points were not measured: the time was up. --budget 2 takes "
                       "longer[/]")
+    if report.unlike:
+        console.print(f"[yellow]unlike the first host, in CPU, MPI, BLAS or settings: {', '.join(report.unlike)}[/]")
     for one in report.slow:
         console.print(f"[yellow]rank {one.rank} (host {report.hosts[one.rank]}) was slow in {one.section}: "
                       f"{one.ratio:g} times the median of the ranks[/]")
