@@ -149,12 +149,6 @@ def recalled(key: Mapping[str, str]) -> str | None:
     return None
 
 
-@cache
-def _tell_once(text: str) -> None:
-    """Once in a process."""
-    logger.warning(text)
-
-
 def remember(key: Mapping[str, str], text: str) -> Path:
     """Write the file of a key. Readers see the old one or the new one. Raises OSError, RuntimeError where that cannot
     be done."""

@@ -36,8 +36,9 @@ def key_of(library: str) -> Key:
 
 
 def settings() -> dict[str, str]:
-    """Variables of the environment by which MPI moves memory in another way."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
+    """Variables of the environment by which MPI moves memory in another way; folders of one job are none."""
+    return {name: value for name, value in sorted(os.environ.items())
+            if name.startswith(STEERING) and not name.endswith("_directory")}
 
 
 def recalled(key: Key) -> tuple[bool, str] | None:

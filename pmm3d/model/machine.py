@@ -163,22 +163,6 @@ def available_memory(meminfo: str = "/proc/meminfo") -> int:
         return free if limit is None else min(free, int(limit))
     except (OSError, StopIteration):
         return 0
-    return int(min(free, cgroup_limit("memory.max") or free))
-
-
-def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
-    """The tightest limit that the control groups (version 2) of this process set in the file of that name.
-
-    cpu.max is cores' worth of time, memory.max bytes. None where there is no limit ("max"), or no control group.
-    """
-    limits, inner = [], "/"
-    with suppress(OSError, StopIteration):
-        inner = next(line.strip()[3:] for line in Path(own).read_text().splitlines() if line.startswith("0::"))
-    for group in (Path(root + inner), *Path(root + inner).parents):
-        with suppress(OSError, ValueError):
-            amount, *period = map(int, (group / file).read_text().split())
-            limits.append(amount / period[0] if period else amount)
-    return min(limits, default=None)
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:

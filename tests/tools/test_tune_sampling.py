@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from pmm3d.errors import Pmm3dError
-from pmm3d.tools.tune.sampling import Sampler, Share, plausible, slow_ranks
+from pmm3d.tools.tune.sampling import LEAST_POINTS, Sampler, Share, plausible, slow_ranks
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpi4py import MPI
@@ -63,8 +63,6 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
     """The best grid of all ranks of comm for a configuration that leaves it open. Rank 0 ranks them, and tells all
     others: collective, and the same on all ranks. None where the data does not fit the configuration, or cannot be
     read: the run says so.
-
-    What `pmm3d tune machine` measures are the hosts: devices are taken to be those of the nominal machine.
 
     Raises Pmm3dError, on every rank, if no grid keeps the memory, or a network of one's own does not run without data.
     """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -106,11 +107,13 @@ def simulate_command(
         if plot is not None:
             check_picture(plot)
         check_writable(trace, plot, json_file)
-        loaded, known = load(config), load_machine(machine)
-        sizes = _sizes(features, outputs, classes)
-        simulator = Simulator(loaded, known.with_ranks_per_node(ranks_per_node or known.ranks_per_node),
-                              ranks_per_node or known.ranks_per_node,
-                              known.noise if noise is None else noise, sizes)
+        real = read_trace(beside) if beside else []
+        loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)
+        known = asked.machine
+        simulator = Simulator(loaded, known, known.ranks_per_node, known.noise if noise is None else noise,
+                              _sizes(features, outputs, classes)).unbounded()
+        if to_ranks is None and asked.measured and chosen_machine(None, MOST, ranks_per_node).machine != known:
+            to_ranks = known.ranks_per_node
         counts = rank_counts(ranks, from_ranks, to_ranks) if scaling.kinds else []
         chosen = _chooser(simulator, grid, data)
         with _bar() as tell:
@@ -170,8 +173,31 @@ def _best(simulator: Simulator, config: Config, ranks: int, others: list[GridSha
     that of the step and the last that of the point before, only few that formulas say are best, and those like them."""
     from ...nn.training.planning import NOISE, SECONDS, TOP, rank_training
 
-    machine = simulator.machine.with_ranks_per_node(simulator.ranks_per_node)
-    return rank_training(config, ranks, machine, samples=simulator.steps.samples).candidates[0].grid
+    top, seconds = (FEW, 0.0) if others else (TOP, SECONDS)
+    machine = replace(simulator.machine, ranks_per_node=simulator.ranks_per_node)
+    ranking = rank_training(config, ranks, machine, samples=simulator.steps.samples, top=top, seconds=seconds)
+    best, least = ranking.candidates[0].grid, ranking.candidates[0].seconds * (1 - NOISE)
+    tried = {each.grid for each in [*ranking.candidates, *ranking.dropped] if not each.estimated}
+    for grid in dict.fromkeys([*_like(others[:1], ranks, 1), *_like(others[-1:], ranks, 2)]):
+        if grid not in tried:
+            with suppress(Pmm3dError):
+                found = simulator.of(grid, config, alone=True)
+                fits = not machine.memory or sum(found.step.memory.values()) <= machine.memory
+                if fits and found.timeline.seconds < least:
+                    best, least = grid, found.timeline.seconds
+    return best
+
+
+def _like(grids: list[GridShape], ranks: int, times: int) -> Iterator[GridShape]:
+    """Of so many ranks, those as long along x, y and z as another, or so many times as long along one of them."""
+    from ...layout import GridShape
+
+    for grid in grids:
+        for factors in ((1, 1, 1), (times, 1, 1), (1, times, 1), (1, 1, times)):
+            x, y, z = (size * factor for size, factor in zip(grid, factors))
+            data, over = divmod(ranks, x * y * z)
+            if data and not over:
+                yield GridShape(x, y, z, data)
 
 
 @contextmanager

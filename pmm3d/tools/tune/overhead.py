@@ -18,7 +18,7 @@ from .sampling import Sampler
 
 LAYERS = [16] * 5
 ROWS = 16
-SECONDS = 3.0
+SECONDS = 4.0
 
 
 def measured_overhead(sampler: Sampler, machine: Machine) -> float:

@@ -34,7 +34,7 @@ LONG = 0.02
 FASTER = 2.0
 """Times the rate of a copy: no pass is faster, but where what was subtracted was disturbed."""
 COPY, DEFAULT_IS = "copy", "add"
-SECONDS = 12.0
+SECONDS = 18.0
 SAMPLE_SECONDS = 2e-3
 
 
