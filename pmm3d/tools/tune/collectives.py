@@ -24,7 +24,7 @@ LONGEST = 0.06
 SAMPLE_SECONDS = 5e-3
 BETWEEN = 320, 320, 320
 """Of the GEMM between calls where ranks share cores: about a millisecond of a core."""
-MORE_SAMPLES = 7
+MORE_SAMPLES = 11
 """Then: when a rank gets its core is chance."""
 LEAST_SHARE = 0.05
 """Of the time of a GEMM and a call that is the call's at least."""

@@ -23,7 +23,7 @@ FORMS = {"nn": (*SIZES, LONG), "nt": SIZES, "tn": SIZES}
 short ones only."""
 MOST_ELEMENTS = 2**20
 """Of an operand: larger ones are as fast."""
-SECONDS = 30.0
+SECONDS = 40.0
 Shape = tuple[int, int, int]
 
 

@@ -30,7 +30,7 @@ SLOW = 2.0
 """Times the median of the ranks, from which on one is slow."""
 YIELD_SECONDS, SLEEP_SECONDS, SLEPT = 2e-4, 1e-3, 1 / 8
 """Whoever waits for the others yields its core, then sleeps for a part of the time waited: they may need it."""
-IDLE_SECONDS = 6e-3
+IDLE_SECONDS = 3e-3
 """Between two looks of a rank that has nothing to do: each takes a core some 20 us."""
 LEAST_POINTS = 3
 """Of a section, before a rank is called slow."""
