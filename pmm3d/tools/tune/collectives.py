@@ -26,6 +26,8 @@ BETWEEN = 320, 320, 320
 """Of the GEMM between calls where ranks share cores: about a millisecond of a core."""
 MORE_SAMPLES = 11
 """Then: when a rank gets its core is chance."""
+ALONE_SECONDS = 3e-2
+"""That one timing of the GEMM takes of a core: ranks take many turns in it, so that the last one sees all of them."""
 LEAST_SHARE = 0.05
 """Of the time of a GEMM and a call that is the call's at least."""
 SECONDS = 40.0
@@ -120,7 +122,7 @@ class Timing:
         self._sampler, self._gemm, self._alone = sampler, None, 0.0
         if sampler.share.crowd > 1:
             self._gemm = Operands("float32", BETWEEN[0] * BETWEEN[1]).gemm(BETWEEN, "nn")
-            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES) or 0.0
+            self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS) or 0.0
 
     def seconds(self, call: Call) -> float | None:
         """Of one call; None if the time of the section is up. Collective."""
