@@ -36,7 +36,14 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
 
 
 def add_up(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
-    """As `sum_in_order`, beside a collective and not as a part of it: of its own in a dry run."""
+    """As `sum_in_order`, beside a collective and not as a part of it: of its own in a dry run.
+
+        >>> import numpy as np
+        >>> out = np.ones((1, 2))
+        >>> add_up(NumpyLibrary(), [out, np.ones((1, 2))], out)
+        >>> out
+        array([[2., 2.]])
+    """
     if library.has_data:
         sum_in_order(library, parts, out, beta)
     else:

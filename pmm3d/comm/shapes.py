@@ -73,7 +73,7 @@ class Auto:
         note      whether to tell of the choice, and of the runner-up
         """
         per_node, run = processes.per_node(), processes.run()
-        machine = machine or nominal(per_node)
+        machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
         panels = 1 if processes.hosts == 1 else PANELS_ACROSS_HOSTS
         limit = NO_LIMIT if self.memory is None else self.memory
         ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,

@@ -106,7 +106,8 @@ class GPT:
         "weights", "gradients", "state": 2 + 4 + 12 bytes of a parameter, split over x, y, z
         "activations": 2 bytes; with recomputation the input of every block (H over y) and what one block keeps, else
         what all keep; the logits, once in 2 and once in 4 bytes
-        "workspace": two gathered weights, and the gradient of one before it is summed over z, of 4 H^2 over x, y
+        "workspace": two gathered weights, and the gradient of one before it is summed over z, of the largest weight,
+        4 H^2 or V H, over x, y
         """
         held = {kind: -(-self.parameters * nbytes // (grid.x * grid.y * grid.z)) for kind, nbytes in BYTES.items()}
         rows = self.tokens // (self.accumulate * grid.data * grid.z)
@@ -114,7 +115,8 @@ class GPT:
         inputs = 2 * rows * self.hidden / grid.y * self.layers
         kept = inputs + inside if self.recompute else self.layers * inside
         held["activations"] = round(kept + 6 * rows * self.vocabulary / grid.x)
-        gathered = 4 * self.hidden**2 / (grid.x * grid.y) if grid.z > 1 else 0
+        largest = self.hidden * max(4 * self.hidden, self.vocabulary)
+        gathered = largest / (grid.x * grid.y) if grid.z > 1 else 0
         held["workspace"] = round(gathered * (2 * 2 + 4))
         return held
 

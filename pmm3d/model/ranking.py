@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 from ..errors import GridError
 from ..layout import GridShape, itemsize
 from .bounds import Product, lower_bound
 from .candidates import Candidate, Ranking
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
-from .machines import Machine
+from .machines import Machine, flop_of
 from .plan import ProductPlan
 from .product_costs import ProductCosts
 
@@ -94,7 +93,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
             kept.append(candidate)
     if not kept:
         raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped))
-    return Ranking(f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, 2.0 * prod(product), dtype,
+    return Ranking(f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype,
                    len(shapes))
 
 

@@ -81,7 +81,8 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
 
 def _room(grid: Grid) -> int | None:
     """Bytes that each rank has, on the host that has least; None where that is not known."""
-    free = host.available_memory() * grid.hosts // grid.size
+    beside = Counter(map(grid.host_of, range(grid.size)))[grid.host_of(grid.rank)]
+    free = host.available_memory() // beside
     return min(share for share, _ in grid.comm.allgather((free, platform.node()))) or None
 
 
