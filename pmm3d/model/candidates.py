@@ -7,6 +7,22 @@ from dataclasses import dataclass, field
 
 from ..layout import GridShape
 
+PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
+"""Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
+
+
+def preset_of(grid: GridShape) -> str:
+    """The family of parallel training whose grid it is, as `Grid(shape=)` names them; "" if of none.
+
+        >>> [preset_of(GridShape(*sizes)) for sizes in ((1, 1, 1, 8), (1, 1, 8), (1, 1, 4, 2), (8, 1, 1), (2, 2, 2))]
+        ['ddp', 'fsdp', 'hsdp', 'megatron', '']
+    """
+    if grid.x == grid.y == grid.z == 1:
+        return "ddp"
+    if grid.x == grid.y == 1:
+        return "fsdp" if grid.data == 1 else "hsdp"
+    return "megatron" if grid.y == grid.z == 1 else ""
+
 
 @dataclass(frozen=True)
 class Candidate:

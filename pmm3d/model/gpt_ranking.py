@@ -9,13 +9,12 @@ from math import inf
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from .axonn import ORDER, Bandwidths
-from .candidates import Candidate, Ranking
+from .candidates import PRESETS, Candidate, Ranking, preset_of
 from .gpt import GPT
 from .gpt_step import DTYPE, gpt_step, least_seconds
 from .gpt_table import Prices
 from .machines import Machine
 
-PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 MOST_LOOKED_AT = 20_000
 """Grids of other numbers of ranks that are looked at to say how many would do."""
 
@@ -47,19 +46,6 @@ def grids_4d(ranks: int, powers_of_two: bool = False) -> Iterator[GridShape]:
                 data, over = divmod(ranks, x * y * z)
                 if not over and data in sizes:
                     yield GridShape(x, y, z, data)
-
-
-def preset_of(grid: GridShape) -> str:
-    """The family of parallel training whose grid it is, as `Grid(shape=)` names them; "" if of none.
-
-        >>> [preset_of(GridShape(*sizes)) for sizes in ((1, 1, 1, 8), (1, 1, 8), (1, 1, 4, 2), (8, 1, 1), (2, 2, 2))]
-        ['ddp', 'fsdp', 'hsdp', 'megatron', '']
-    """
-    if grid.x == grid.y == grid.z == 1:
-        return "ddp"
-    if grid.x == grid.y == 1:
-        return "fsdp" if grid.data == 1 else "hsdp"
-    return "megatron" if grid.y == grid.z == 1 else ""
 
 
 def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, search: Search,

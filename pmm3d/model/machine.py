@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,13 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
     environment.update(dict.fromkeys(THREAD_COUNTS, str(threads)))
     return (f"{ranks} ranks share {of_job} cores here, and nobody chose the threads of the BLAS: {threads} a rank "
             f"({', '.join(THREAD_COUNTS)})")
+
+
+def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
+    """Cores of this node that the ranks of the job may use between them, as each finds by itself; outside a launcher
+    those of this process."""
+    _, variable = tasks_on_node(environment)
+    return cores_of_job(variable, environment.get("SLURM_CPUS_ON_NODE", "")) if variable else len(cores())
 
 
 def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..errors import GridError
 from ..layout import GridShape, itemsize
 from .bounds import Product, lower_bound
-from .candidates import Candidate, Ranking
+from .candidates import Candidate, Ranking, preset_of
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
@@ -63,7 +63,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     product   m, n, k
     limit     bytes that a rank may hold; the machine's memory if left out
     exact     whether no rank is to be left idle; else grids of more than half of the ranks (`shapes_up_to`)
-    top       so many are looked at in detail
+    top       so many are looked at in detail, and those of presets ("fsdp", "megatron")
     panels    as of `matmul`
     run       ranks that follow each other on a node, if not all of a node's
 
@@ -82,8 +82,8 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     for shape in _in_order(costs, shapes):
         if sum(costs.held(*shape).values()) > NEAR * limit:
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape))
-        elif len(kept) < top:
-            candidate = costs.priced(*shape)
+        elif len(kept) < top or preset_of(GridShape(*shape)):
+            candidate = replace(costs.priced(*shape), preset=preset_of(GridShape(*shape)))
         else:
             continue
         needed = sum(candidate.memory.values())

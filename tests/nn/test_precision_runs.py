@@ -18,6 +18,7 @@ from pmm3d.nn.training import Recipe, Trainer, TrainState, build
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.export import export_checkpoint
 from pmm3d.nn.training.own_network import OwnNetwork
+from pmm3d.nn.training.parts import network_of
 from pmm3d.nn.training.recalled import Samples
 
 pytestmark = pytest.mark.deadline(180)
@@ -85,7 +86,7 @@ def test_what_is_predicted_and_exported_is_all_that_was_learned(comm, data, shar
     with Grid(comm, "ddp") as grid:
         checkpoints = Checkpoints(grid, run / "checkpoints")
         found = checkpoints.newest_undamaged()
-        net = build.network_of(made, grid, Samples(features=12, outputs=3, loss="cross_entropy"))
+        net = network_of(made, grid, Samples(features=12, outputs=3, loss="cross_entropy"))
         fill_weights(net, found, checkpoints)
         filled = net.state_dict()[WEIGHT]
         assert filled.dtype == "float32" and (filled.gather().numpy() == weight).all()
@@ -240,9 +241,9 @@ def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, sh
         with Grid(comm, "ddp") as grid:
             if function == "named":
                 fails(Pmm3dError, "does not take weights of their masters' type",
-                      lambda: build.network_of(made, grid, samples))
+                      lambda: network_of(made, grid, samples))
                 continue
-            net = build.network_of(made, grid, samples)
+            net = network_of(made, grid, samples)
             fill_weights(net, *find_checkpoint(grid, shared_path / function))
             for name, weight in net.matrices().items():
                 assert weight.dtype == "float32"

@@ -125,7 +125,7 @@ def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
 
 
 def test_idle_ranks_are_reported(pmm3d):
-    done = pmm3d(7, "bench", "--m", "1000", "--n", "1000", "--k", "1000", "--repeat", "1", "--verify", "freivalds")
+    done = pmm3d(7, "bench", "--m", "256", "--n", "256", "--k", "256", "--repeat", "1", "--verify", "freivalds")
     assert done.returncode == 0, done.stderr
     assert "2x1x3 of 7 ranks, 1 ranks idle" in done.stdout
 

@@ -70,7 +70,7 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
         per_node = max(Counter(map(grid.host_of, range(grid.size))).values())
         on_host = library_named(config.network.library).on_host
         machine = machine_here(grid.comm, per_node, grid.hosts, on_host=on_host)
-        limit = _room(grid) if on_host else None
+        limit = room(grid)[0] or None if on_host else None
         choice: Choice | None = None
         with grid.together("grid.shape", always=True):
             if grid.rank == 0:
@@ -79,11 +79,11 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
         return grid.comm.bcast(choice)
 
 
-def _room(grid: Grid) -> int | None:
-    """Bytes that each rank has, on the host that has least; None where that is not known."""
+def room(grid: Grid) -> tuple[int, str]:
+    """(Bytes that each rank has on the host that has least for its own, that host); 0 if no host says. Collective."""
     beside = Counter(map(grid.host_of, range(grid.size)))[grid.host_of(grid.rank)]
-    free = host.available_memory() // beside
-    return min(share for share, _ in grid.comm.allgather((free, platform.node()))) or None
+    answers = grid.comm.allgather((host.available_memory() // beside, platform.node()))
+    return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 
 def _choice(config: Config, ranks: int, measured: Machine | None, per_node: int, limit: int | None) -> Choice | None:

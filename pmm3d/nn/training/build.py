@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +13,12 @@ from ...comm import Grid
 from ...comm.words import in_bytes
 from ...errors import Pmm3dError
 from ...io import Checkpoints, DataSet, Loader
-from ...model.machine import available_memory
 from .. import optim
 from ..dry import dry_grid, memory
 from ..layers import Module
 from ..overlap import Overlap
 from ..tape import Tape
-from .auto_grid import Choice, grid_of
+from .auto_grid import AUTO, Choice, grid_of, room
 from .config import Config
 from .dry_step import STEPS, SampleSizes, rehearsed
 from .fitting import check_grid, check_steps, rows_to_train
@@ -51,6 +49,10 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = OwnNetwork(grid, config.network, config.precision) if config.network.build else None
         with _data(config, grid) as ((data, rows), held_out):
+            with grid.together("grid.shape"):
+                if auto is None and config.grid.shape == AUTO:
+                    raise Pmm3dError("grid.shape = auto: the data could not be read when the grid was to be chosen, "
+                                     "and can be now: start again")
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
@@ -115,9 +117,8 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str,
     grid.ledger.predict(f"training of {layers} with batches of {min(config.data.batch_size, samples.rows)}", total)
     if not library_named(config.network.library).on_host:
         return
-    free = available_memory() * grid.hosts // grid.size
-    share, host = min(grid.comm.allgather((free or total, platform.node())))
-    if share < total and grid.rank == 0:
+    share, host = room(grid)
+    if 0 < share < total and grid.rank == 0:
         logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has "
                        f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
                        "or network.recompute")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ...comm.replay import tasks, terms_of
 from ...errors import GridError, Pmm3dError
 from ...layout import GridShape
-from ...model.candidates import Candidate, Ranking
-from ...model.gpt_ranking import grids_4d, preset_of
+from ...model.candidates import PRESETS, Candidate, Ranking, preset_of
+from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
 from .config import Config
@@ -19,11 +18,11 @@ from .estimate import Estimates
 
 __all__ = ["SampleSizes", "Step", "rank_training", "step_of"]
 
-PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
-SECONDS, TOP = 2.0, 10
-"""For dry runs, where there are many grids; those that are simulated at least."""
-FEW = 40
-"""Grids that are all tried, however long it takes: those of 16 ranks."""
+TOP = 10
+"""Grids that are simulated at least."""
+ACTIONS = 8000
+"""Of dry steps on one rank, which bound how many are simulated: some seconds. No clock does, so that the choice is the
+same each time."""
 NOISE = 0.02
 """A preset whose step takes no more than that much longer than the best one is taken instead: less moves along fewer
 axes, and no model tells such times apart."""
@@ -39,14 +38,14 @@ Tell = Callable[[int, int], None]
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
                   samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, tell: Tell | None = None,
-                  seconds: float = SECONDS) -> Ranking:
+                  actions: int = ACTIONS) -> Ranking:
     """The grids of exactly that many ranks, by what a step of a configuration takes on the first rank, which has the
     largest part of everything: the simulation of a dry run of the code that trains.
 
     limit     bytes that a rank may hold; left out: those of the machine
     samples   sizes of the data, as of `step_of`
     top       grids that are simulated at least, besides the best of each preset ("ddp", "fsdp", "hsdp", "megatron")
-    seconds   from the start, in which more are simulated after these; all, of up to 16 ranks
+    actions   of steps on one rank, after which no more are simulated
     tell      tell(grids done, grids there are)
 
     Where there are too many grids to try each, formulas order them first (`Estimates`): what was not simulated is
@@ -59,7 +58,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
     memory = machine.memory if limit is None else limit
-    return _Planner(config, ranks, machine, memory or UNLIMITED, samples, tell or _silent).ranking(top, seconds)
+    return _Planner(config, ranks, machine, memory or UNLIMITED, samples, tell or _silent).ranking(top, actions)
 
 
 def _silent(done: int, total: int) -> None:
@@ -80,7 +79,6 @@ class _Planner:
     dropped: dict[GridShape, Candidate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.begun = time.monotonic()
         keep = UNLIMITED if self.limit == UNLIMITED else self.limit // 4
         steps = DrySteps(self.config, self.samples, keep)
         self.all_batches = self.config.training.accumulate
@@ -88,17 +86,16 @@ class _Planner:
                                                                          min(self.all_batches, SHOWN)})]
         one = steps.accumulating(1)
         reference = one.of(GridShape(1, 1, 1), 1)
-        self.flop = reference.flop * self.all_batches
+        self.flop, self.actions = reference.flop * self.all_batches, len(reference.actions)
         self.estimates = Estimates(one, reference, self.machine, self.all_batches)
         self.grids = {grid: self.estimates.of(grid, self.machine.ranks_per_node) for grid in grids_4d(self.ranks)}
 
-    def ranking(self, top: int, seconds: float) -> Ranking:
-        end, order = self.begun + seconds, self._in_order()
-        least = len(order) if len(order) <= FEW else top
+    def ranking(self, top: int, actions: int) -> Ranking:
+        order, most = self._in_order(), max(top, actions // max(1, self.actions))
         for grid in self._best_presets():
             self._try(grid)
         for grid in order:
-            if len(self.found) + len(self.dropped) >= least and time.monotonic() > end:
+            if len(self.found) + len(self.dropped) >= most:
                 break
             self._try(grid)
         if not self.found:

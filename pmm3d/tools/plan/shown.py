@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...comm.words import in_bytes
-from ...model.candidates import Candidate, Ranking
+from ...model.candidates import PRESETS, Candidate, Ranking
 from ...model.interval import in_time
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "all")
 """In this order; others follow."""
-PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 MOST_REASONS = 3
 ALIKE = 0.0005
 """Share by which seconds differ that are called as long."""

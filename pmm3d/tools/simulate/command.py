@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -171,18 +170,18 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
 def _best(simulator: Simulator, config: Config, ranks: int, others: list[GridShape]) -> GridShape:
     """By the planner, which simulates rank 0 too. Where the best of other numbers of ranks are known, the first of them
     that of the step and the last that of the point before, only few that formulas say are best, and those like them."""
-    from ...nn.training.planning import NOISE, SECONDS, TOP, rank_training
+    from ...nn.training.planning import ACTIONS, NOISE, TOP, rank_training
 
-    top, seconds = (FEW, 0.0) if others else (TOP, SECONDS)
-    machine = replace(simulator.machine, ranks_per_node=simulator.ranks_per_node)
-    ranking = rank_training(config, ranks, machine, samples=simulator.steps.samples, top=top, seconds=seconds)
+    top, actions = (FEW, 0) if others else (TOP, ACTIONS)
+    ranking = rank_training(config, ranks, simulator.machine, samples=simulator.steps.samples, top=top, actions=actions)
     best, least = ranking.candidates[0].grid, ranking.candidates[0].seconds * (1 - NOISE)
     tried = {each.grid for each in [*ranking.candidates, *ranking.dropped] if not each.estimated}
     for grid in dict.fromkeys([*_like(others[:1], ranks, 1), *_like(others[-1:], ranks, 2)]):
         if grid not in tried:
             with suppress(Pmm3dError):
                 found = simulator.of(grid, config, alone=True)
-                fits = not machine.memory or sum(found.step.memory.values()) <= machine.memory
+                memory = simulator.machine.memory
+                fits = not memory or sum(found.step.memory.values()) <= memory
                 if fits and found.timeline.seconds < least:
                     best, least = grid, found.timeline.seconds
     return best

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from ...comm import Grid
-from ...comm.machine_cache import cores_of_node, key_of
+from ...comm.machine_cache import key_of
 from ...model.machine import available_memory, cores, cpu, loaded_blas
 from ...model.machines import Machine
 from . import collectives, gemms, passes
@@ -108,7 +108,7 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     nodes = nodes_of(comm)
     sampler = Sampler(comm, budget, share=share_of(comm))
     rates = gemms.measured_gemms(sampler, dtypes, tell)
-    keys = comm.allgather(key_of(nodes.ranks_per_node, nodes.number, cores_of_node(comm)))
+    keys = comm.allgather(key_of(nodes.ranks_per_node, nodes.number))
     unlike = sorted({host for host, key in zip(nodes.hosts, keys) if key != keys[0]})
     peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
     machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,
