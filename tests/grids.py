@@ -43,7 +43,7 @@ def storing_grid(comm, nranks):
     shape, data = {1: ((1, 1, 1), 1), 2: ((1, 2, 1), 1), 4: ((1, 2, 1), 2), 7: ("auto", 1)}[nranks]
     from pmm3d import Grid
 
-    with Grid(comm, shape, data, product=(256, 256, 256)) as grid:
+    with Grid(comm, shape, data, product=(512, 512, 512), memory=3e6) as grid:
         assert grid.shape.size == (6 if nranks == 7 else nranks)
         yield grid
 

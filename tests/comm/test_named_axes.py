@@ -66,7 +66,7 @@ def test_families_and_auto_share_out_what_the_other_axes_leave(comm):
 
 @pytest.mark.parallel([7])
 def test_an_idle_rank_is_alone_on_named_axes_too(comm):
-    with Grid(comm, "auto", product=(256, 256, 256), axes={"seq": 1}) as grid:
+    with Grid(comm, "auto", product=(512, 512, 512), memory=3e6, axes={"seq": 1}) as grid:
         assert grid.shape.size == 6 and grid.seq.size == 1
         assert grid.axis("seq").all_reduce(np.ones(1)).wait()[0] == 1
         assert (grid.coords is None) == (grid.rank == 6) == (list(grid.seq.ranks) == [6])

@@ -315,7 +315,7 @@ def test_partial_sums_that_cannot_be(some_grid, fails):
 
 @pytest.mark.parallel([7])
 def test_idle_ranks_take_part_where_all_do(comm):
-    with Grid(comm, "auto", product=(256, 256, 256)) as grid:
+    with Grid(comm, "auto", product=(512, 512, 512), memory=3e6) as grid:
         assert grid.shape.size == 6
         whole = integers((7, 5))
         for source, target in pairs(LAYOUTS):

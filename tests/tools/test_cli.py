@@ -125,9 +125,9 @@ def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
 
 
 def test_idle_ranks_are_reported(pmm3d):
-    done = pmm3d(7, "bench", "--m", "256", "--n", "256", "--k", "256", "--repeat", "1", "--verify", "freivalds")
+    done = pmm3d(7, "bench", "--m", "6", "--n", "6", "--k", "6000", "--repeat", "1", "--verify", "freivalds")
     assert done.returncode == 0, done.stderr
-    assert "2x1x3 of 7 ranks, 1 ranks idle" in done.stdout
+    assert "1x6x1 of 7 ranks, 1 ranks idle" in done.stdout
 
 
 def test_a_lesser_blas_kernel_is_named_with_the_remedy(job):
