@@ -1,6 +1,7 @@
 """What `pmm3d tune machine` measures: laws found again from made-up rows, shapes, groups, names; and the command."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -208,12 +209,23 @@ def test_known_passes_are_subtracted_and_kept():
     assert found["relu"] == pytest.approx((1.0, 50.0))
 
 
-def test_the_overhead_is_what_is_left_of_a_step():
+def test_the_overhead_is_what_is_left_of_steps():
     machine = load("nominal")
-    actions = [Action("pass", operation="relu", nbytes=10**6), Action("gemm", 64, 64, 64, "float32", form="nt")]
+    gemm = Action("gemm", 64, 64, 64, "float32", form="nt")
+    actions = [Action("pass", operation="relu", nbytes=10**6), gemm]
     priced = machine.pass_seconds("relu", 10**6) + machine.gemm_seconds(64, 64, 64, "float32", "nt")
-    assert overhead.overhead_of(priced + 3e-3 * len(actions), actions, machine) == pytest.approx(3e-3)
-    assert overhead.overhead_of(0.0, actions, machine) == 0.0
+    one = overhead.Measured(priced + 2 * 3e-3, actions, {})
+    assert overhead.fitted_overhead([one], machine) == pytest.approx(3e-3)
+    longer = overhead.Measured(priced + 2 * 5e-3, actions, {})
+    assert overhead.fitted_overhead([one, longer], replace(machine, overhead=1.0)) == pytest.approx(4e-3)
+    assert overhead.fitted_overhead([overhead.Measured(priced / 2, actions, {})], machine) == 0.0
+    assert overhead.fitted_overhead([], machine) == 0.0
+
+
+@pytest.mark.parallel([1, 3])
+def test_steps_of_all_ranks_are_measured_for_the_overhead(comm):
+    found = overhead.measured_overhead(Sampler(comm), comm, load("nominal"))
+    assert comm.allgather(found) == [found] * comm.size and 0 <= found < 1
 
 
 @pytest.fixture

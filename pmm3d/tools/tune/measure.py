@@ -119,7 +119,7 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
     fit = fitted(rows, sharers)
     machine = replace(machine, collectives=tuple(rows), laws=fit.laws,
                       hidden=measured_hidden(sampler, dtypes[0], tell))
-    machine = replace(machine, overhead=measured_overhead(sampler, machine))
+    machine = replace(machine, overhead=measured_overhead(sampler, comm, machine))
     everyones = comm.allgather((sampler.thrown, sampler.medians))
     thrown, medians = zip(*everyones)
     slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
