@@ -29,7 +29,7 @@ class Machine:
     hidden           share of a collective that runs under computation, by where its ranks are: "inside" a node or
                      "across"; 0 where it is not said
     noise            standard deviation of a rank's time for a step, as a share of it
-    overhead         seconds that a GEMM or a pass takes in a step, besides what the other figures hold: Python, cold caches
+    overhead         seconds that a GEMM or a pass takes in a step, besides the other figures: Python, cold caches
     key              what a measured machine is told from others by: host kind, MPI, BLAS, their versions
     gemms            dtype -> rates of its GEMMs
     passes           name -> rate of a pass over memory; "default" for all others
