@@ -14,7 +14,7 @@ from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.commands import app
-from pmm3d.tools.tune import collectives, fitting, gemms, hidden, overhead, passes
+from pmm3d.tools.tune import collectives, fitting, gemms, hidden, passes, whole_steps
 from pmm3d.tools.tune.command import machine_command
 from pmm3d.tools.tune.sampling import Sampler
 
@@ -209,23 +209,46 @@ def test_known_passes_are_subtracted_and_kept():
     assert found["relu"] == pytest.approx((1.0, 50.0))
 
 
-def test_the_overhead_is_what_is_left_of_steps():
-    machine = load("nominal")
-    gemm = Action("gemm", 64, 64, 64, "float32", form="nt")
-    actions = [Action("pass", operation="relu", nbytes=10**6), gemm]
-    priced = machine.pass_seconds("relu", 10**6) + machine.gemm_seconds(64, 64, 64, "float32", "nt")
-    one = overhead.Measured(priced + 2 * 3e-3, actions, {})
-    assert overhead.fitted_overhead([one], machine) == pytest.approx(3e-3)
-    longer = overhead.Measured(priced + 2 * 5e-3, actions, {})
-    assert overhead.fitted_overhead([one, longer], replace(machine, overhead=1.0)) == pytest.approx(4e-3)
-    assert overhead.fitted_overhead([overhead.Measured(priced / 2, actions, {})], machine) == 0.0
-    assert overhead.fitted_overhead([], machine) == 0.0
+def made_steps(machine, action, collective):
+    """Steps of one and of eight ranks as they take by the machine, with so much longer actions."""
+    group = Group(8, 8, 1, 1)
+    busy = [Action("pass", operation="relu", nbytes=10**6), Action("gemm", 64, 64, 64, "float32", form="nt")] * 10
+    sends = [Action("begin", operation="all_reduce", axis="x", received=10**5, sent=10**5)] * 5
+    own = 10 * (machine.pass_seconds("relu", 10**6) + machine.gemm_seconds(64, 64, 64, "float32", "nt"))
+    sent = 5 * machine.collective_seconds("all_reduce", group, 10**5)
+    return [whole_steps.MeasuredStep(own + 20 * action, busy, {}),
+            whole_steps.MeasuredStep(own + 20 * action + sent + 5 * collective, busy + sends, {"x": group}),
+            whole_steps.MeasuredStep(own + 20 * action + 2 * (sent + 5 * collective), busy + 2 * sends, {"x": group})]
 
 
-@pytest.mark.parallel([1, 3])
-def test_steps_of_all_ranks_are_measured_for_the_overhead(comm):
-    found = overhead.measured_overhead(Sampler(comm), comm, load("nominal"))
-    assert comm.allgather(found) == [found] * comm.size and 0 <= found < 1
+@pytest.mark.parametrize("action, collective", [(3e-3, 1e-3), (0.0, 0.0), (2e-4, 1e-2), (-5e-6, 2e-3)])
+def test_what_whole_steps_take_longer_is_found_again(action, collective):
+    machine = replace(load("nominal"), overhead=1.0)
+    found = whole_steps.correction_of(made_steps(machine, action, collective), machine)
+    assert found == pytest.approx((action, collective), rel=0.04, abs=2e-6)
+    assert whole_steps.correction_of([], machine) == (0.0, 0.0)
+
+
+def test_a_machine_is_corrected():
+    passes_ = {"relu": Pass(3e-4, 1e9), "add": Pass(1e-5, 1e9)}
+    row = Measured("all_reduce", 8, 1, (10, 1000), (1e-4, 1e-2))
+    machine = replace(load("nominal"), passes=passes_, collectives=(row,))
+    longer = whole_steps.corrected(machine, whole_steps.Correction(2e-4, 1e-3))
+    assert longer.overhead == 2e-4 and longer.passes == passes_
+    assert longer.collectives[0].seconds == pytest.approx((1.1e-3, 1.1e-2))
+    shorter = whole_steps.corrected(machine, whole_steps.Correction(-1e-4, -5e-3))
+    assert shorter.overhead == 0 and shorter.passes["relu"].overhead == pytest.approx(2e-4)
+    assert shorter.passes["add"].overhead == pytest.approx(2e-6)
+    assert shorter.collectives[0].seconds == pytest.approx((2e-5, 5e-3))
+
+
+@pytest.mark.parallel([1, 3, 8])
+def test_steps_of_all_ranks_are_measured(comm):
+    steps = whole_steps.measured_steps(Sampler(comm), comm, comm.size)
+    grids = whole_steps.grids(comm.size)
+    assert len(steps) == whole_steps.TURNS * len(grids) and all(step.seconds > 0 for step in steps)
+    assert comm.allgather([step.seconds for step in steps]) == [[step.seconds for step in steps]] * comm.size
+    assert all((step.count("begin") > 0) == (comm.size > 1) and step.count("gemm") > 8 for step in steps)
 
 
 @pytest.fixture

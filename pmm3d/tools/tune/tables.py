@@ -29,7 +29,8 @@ def print_report(report: Report, console: Console) -> None:
     for place, share in machine.hidden.items():
         console.print(f"hidden under GEMMs, {place} a node: {share:.0%} of an all-reduce" if place == "inside" else
                       f"hidden under GEMMs, across nodes: {share:.0%} of an all-reduce")
-    console.print(f"a GEMM or a pass in a step, besides its own: {1e6 * machine.overhead:.1f} us")
+    console.print("in whole steps a GEMM or a pass took {:+.1f} us, a collective {:+.1f} us".format(
+        *(1e6 * each for each in report.correction)))
     _print_doubts(report, console)
 
 
