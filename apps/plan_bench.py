@@ -70,15 +70,22 @@ class Bench:
         """The description of the machine as it is there."""
         where = str(place)
         if self._before and not self.options.machines:
+            if where not in self._before["machines"]:
+                raise Pmm3dError(f"{self.options.again} has nothing of {where}: measure without --again")
             self.machines[where] = self._before["machines"][where]
         else:
             self.machines[where] = place.tune(self.options.machines or self.folder)
         return machine_from(self.machines[where], where)
 
     def measure(self, place: Here, kind: str, **asked: Any) -> list[measured.Measurement]:
-        """Of that place, or what was measured there before."""
+        """Of that place, or what was measured there before, of what is asked for now."""
         if self._before:
-            return [one for one in self._before["found"] if one["where"] == str(place) and one["kind"] == kind]
+            wanted = asked["products"] if kind == "products" else [*asked["networks"]]
+            found = {one["what"]: one for one in self._before["found"]
+                     if one["where"] == str(place) and one["kind"] == kind}
+            if missing := [what for what in wanted if what not in found]:
+                raise Pmm3dError(f"{self.options.again} has no {', '.join(missing)} on {place}: measure without --again")
+            return [found[what] for what in wanted]
         return place.measure(kind, rounds=self.options.rounds, **asked)
 
     def settings(self, name: str, *others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -87,7 +94,9 @@ class Bench:
         return settings(NETWORKS[name], self.folder, *others)
 
     def keep(self) -> None:
-        """The figures and the picture, where they are asked for."""
+        """The figures and the picture of what was measured so far, where they are asked for."""
+        if not self.found:
+            return
         if self.options.json:
             kept = {"machines": self.machines, "found": [one.as_json() for one in self.found]}
             self.options.json.write_text(json.dumps(kept, indent=1))
@@ -100,14 +109,14 @@ def compare_products(bench: Bench, place: Here) -> None:
     grids = [name_of(grid) for grid in grids_3d(place.ranks)]
     found = bench.measure(place, "products", products=[*map(str, bench.options.products)], grids=grids)
     for one in found:
-        bench.found.append(beside(one, "products", str(place), of_product(one["what"], place.ranks, machine)))
+        bench.found.append(beside(one, "products", place, of_product(one["what"], place.ranks, machine)))
 
 
 def compare_steps(bench: Bench, place: Here) -> None:
     machine, configs = bench.machine(place), {name: bench.settings(name) for name in bench.options.networks}
     grids = [name_of(grid) for grid in grids_4d(place.ranks)]
     for one in bench.measure(place, "steps", networks=configs, grids=grids):
-        bench.found.append(beside(one, "steps", str(place), of_step(configs[one["what"]], place.ranks, machine)))
+        bench.found.append(beside(one, "steps", place, of_step(configs[one["what"]], place.ranks, machine)))
 
 
 def products(bench: Bench) -> None:
@@ -131,6 +140,7 @@ def across_nodes(bench: Bench) -> None:
                 compare_steps(bench, place)
     show([one for one in bench.found if one.what not in NETWORKS], options)
     show([one for one in bench.found if one.what in NETWORKS], options, presets=True)
+    print(compared.inner_axes(bench.found))
 
 
 def show(found: Sequence[Compared], options: argparse.Namespace, *, presets: bool = False) -> None:
@@ -170,25 +180,37 @@ def scaling(bench: Bench) -> None:
 
 COMMANDS: dict[str, Callable[[Bench], None]] = {"products": products, "steps": steps, "cluster": across_nodes,
                                                 "simulation": simulation, "scaling": scaling, "memory": memory}
+MEASURED = {"ranks", "rounds", "machines", "again", "json", "plot"}
+OPTIONS_OF = {"products": MEASURED | {"products", "every_grid"}, "steps": MEASURED | {"networks", "every_grid"},
+              "cluster": MEASURED | {"products", "networks", "nodes", "rate", "every_grid"},
+              "simulation": MEASURED | {"networks"}, "scaling": set[str](), "memory": {"ranks"}}
+DEFAULTS = {"rounds": 5, "products": PRODUCTS, "networks": [*NETWORKS], "nodes": (2, 4), "rate": "4gbit"}
 
 
 def parsed(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="(products: 4 8; else 8)")
-    parser.add_argument("--rounds", type=int, default=5, help="over all grids (5)")
-    parser.add_argument("--products", type=Product.named, nargs="+", metavar="MxNxK:DTYPE", default=PRODUCTS,
+    parser.add_argument("--rounds", type=int, help="over all grids (5)")
+    parser.add_argument("--products", type=Product.named, nargs="+", metavar="MxNxK:DTYPE",
                         help=f"({' '.join(map(str, PRODUCTS))})")
-    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=[*NETWORKS], metavar="NAME",
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, metavar="NAME",
                         help=f"({' '.join(NETWORKS)})")
-    parser.add_argument("--nodes", type=int, nargs="+", default=(2, 4), metavar="N", help="of cluster (2 4)")
-    parser.add_argument("--rate", default="4gbit", help="of the links of cluster (4gbit)")
+    parser.add_argument("--nodes", type=int, nargs="+", metavar="N", help="of cluster (2 4)")
+    parser.add_argument("--rate", help="of the links of cluster (4gbit)")
     parser.add_argument("--machines", type=Path, metavar="FOLDER", help="of machine files; missing ones are written")
     parser.add_argument("--again", type=Path, metavar="FILE", help="an earlier --json: measure nothing, predict anew")
-    parser.add_argument("--every-grid", action="store_true", help="list all grids, with the parts of their time")
+    parser.add_argument("--every-grid", action="store_true", default=None,
+                        help="list all grids, with the parts of their time")
     parser.add_argument("--json", type=Path, help="keep all figures here")
     parser.add_argument("--plot", type=Path, help="draw measured against predicted times here")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    given = {name for name, value in vars(options).items() if value is not None} - {"command"}
+    if foreign := sorted(given - OPTIONS_OF[options.command]):
+        parser.error(f"{options.command} takes no {', '.join('--' + name.replace('_', '-') for name in foreign)}")
+    for name in DEFAULTS.keys() - given:
+        setattr(options, name, DEFAULTS[name])
+    return options
 
 
 def main(words: list[str] | None = None) -> int:
@@ -200,8 +222,10 @@ def main(words: list[str] | None = None) -> int:
     try:
         with TemporaryDirectory(prefix="plan-bench-") as folder:
             bench = Bench(options, Path(folder))
-            COMMANDS[options.command](bench)
-            bench.keep()
+            try:
+                COMMANDS[options.command](bench)
+            finally:
+                bench.keep()
     except (ProgramError, ClusterError, Pmm3dError) as problem:
         print(f"plan_bench: {problem}", file=sys.stderr)
         return 2

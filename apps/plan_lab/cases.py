@@ -33,8 +33,8 @@ class Product(NamedTuple):
 PRODUCTS = tuple(map(Product.named, (
     "2048x2048x2048:float64", "1024x1024x1024:float32", "512x512x512:float64", "256x256x256:float32",
     "4096x4096x256:float64", "256x4096x4096:float32", "512x512x16384:float64", "1024x1024x8192:float32",
-    "32768x256x256:float64", "256x32768x256:float32", "1536x1024x512:float64", "8192x512x512:float32")))
-"""Square, flat, of large k, tall, small."""
+    "32768x256x256:float64", "256x32768x256:float32", "1501x1003x517:float64", "10001x499x513:float32")))
+"""Square, flat, of large k, tall, small; two that no grid divides."""
 
 
 class Network(NamedTuple):

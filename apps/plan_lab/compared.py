@@ -11,6 +11,8 @@ from typing import Any
 
 from measuring import markdown
 
+from pmm3d.model.machines import groups_of
+
 from .cases import grid_named, preset
 
 TOP = 3
@@ -27,7 +29,7 @@ class Compared:
     what        that was run;   where   on which ranks
     rounds      grid -> seconds measured, round by round;   predicted   grid -> seconds
     order       grids, the first choice first; by the seconds predicted if left out
-    more        what else is kept beside it: "kind", "spent", "terms"
+    more        what else is kept beside it: "kind", "spent", "terms", "ranks_per_node"
     """
 
     def __init__(self, what: str, where: str, rounds: Mapping[str, Sequence[float]], predicted: Mapping[str, float],
@@ -181,6 +183,21 @@ def grid_by_grid(found: Sequence[Compared]) -> str:
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
     return (f"measured, ms (predicted / measured)\n\n{markdown(rows)}\n\nwithin {NEAR:.0%} on {near} of {len(ratios)}; "
             f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}")
+
+
+def inner_axes(found: Sequence[Compared]) -> str:
+    """A row for each that ran on nodes: the axes inside a node of the first choice and of the measured best."""
+    rows = [["", "ranks", "first choice", "inside a node", "measured best", "inside a node", "chosen / best"]]
+    for one in found:
+        cells = [(grid, ", ".join(_inside(grid, one.more["ranks_per_node"])) or "none")
+                 for grid in (one.chosen, one.best)]
+        rows.append([one.what, one.where, *cells[0], *cells[1], f"{one.ratio:.3f}"])
+    return markdown(rows)
+
+
+def _inside(grid: str, ranks_per_node: int) -> list[str]:
+    groups = groups_of(grid_named(grid), ranks_per_node)
+    return [name for name, group in groups.items() if group.size > 1 and group.nodes == 1]
 
 
 Held = Mapping[str, int]

@@ -38,7 +38,7 @@ class Here:
 
     def tune(self, folder: Path) -> str:
         """The text of the machine file of this place in a folder; it is measured there if there is none."""
-        machine = folder / f"{self}.toml".replace(" ", "-")
+        machine = folder / f"{self}.toml".replace(",", "").replace(" ", "-")
         if not machine.exists():
             folder.mkdir(parents=True, exist_ok=True)
             print(f"measuring the machine on {self}", file=sys.stderr, flush=True)
@@ -57,12 +57,12 @@ class Here:
 class OnNodes(Here):
     """So many ranks of each virtual node of a cluster."""
 
-    def __init__(self, nodes: cluster.Cluster, ranks: int):
+    def __init__(self, nodes: cluster.Cluster, ranks: int, rate: str):
         super().__init__(ranks)
-        self._nodes, self.ranks_per_node = nodes, ranks // nodes.nodes
+        self._rate, self._nodes, self.ranks_per_node = nodes, ranks // nodes.nodes
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks on {self._nodes.nodes} nodes"
+        return f"{self.ranks} ranks on {self._nodes.nodes} nodes, {self._rate}"
 
     def status(self, program: Sequence[str]) -> int:
         wheel = launcher.installed_wheel()
@@ -79,6 +79,6 @@ def on_nodes(nodes: int, ranks: int, rate: str) -> Iterator[OnNodes]:
     cluster.check_machine()
     made = cluster.Cluster.start(nodes, rate, stays=False)
     try:
-        yield OnNodes(made, ranks)
+        yield OnNodes(made, ranks, rate)
     finally:
         made.end()

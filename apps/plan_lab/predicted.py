@@ -17,6 +17,7 @@ from pmm3d.nn.training.planning import rank_training
 from .cases import Product, grid_named, name_of
 from .compared import Compared
 from .measured import Measurement
+from .places import Here
 
 ALL = 2**62
 """Bytes of gathered weights that a rank keeps: all that there are, as where memory is not short."""
@@ -40,16 +41,17 @@ def memory_of(settings: Mapping[str, Any], grid: str) -> list[dict[str, int]]:
     return [steps.of(shape, shape.size, rank).memory for rank in range(shape.size)]
 
 
-def beside(measurement: Measurement, kind: str, where: str, candidates: Iterable[Candidate]) -> Compared:
+def beside(measurement: Measurement, kind: str, place: Here, candidates: Iterable[Candidate]) -> Compared:
     """The measurement with what was said of its grids, by candidates in their order.
 
     kind   of the measurement, as `measured.run` names it
     """
     known = {name: candidate for candidate in candidates
              if (name := name_of(candidate.grid)) in measurement["rounds"]}
-    return Compared(measurement["what"], where, measurement["rounds"],
+    return Compared(measurement["what"], str(place), measurement["rounds"],
                     {grid: candidate.seconds for grid, candidate in known.items()}, kind=kind, order=[*known],
-                    spent=measurement["spent"], terms={grid: {**candidate.terms} for grid, candidate in known.items()})
+                    ranks_per_node=place.ranks_per_node, spent=measurement["spent"],
+                    terms={grid: {**candidate.terms} for grid, candidate in known.items()})
 
 
 def simulated(settings: Mapping[str, Any], grid: str, machine: Machine) -> float:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pmm3d.model.machines import as_toml, load
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -136,3 +138,42 @@ def test_a_job_that_fails_is_told(lab, capfd):
     with pytest.raises(ProgramError, match=r"measure .* on 2 ranks ended with status"):
         lab.places_.Here(2).measure("products", products=["8x8x8:float32"], grids=["3x1x1"], rounds=1)
     assert "needs 3 ranks" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words, foreign", [
+    (["scaling", "--rounds", "3"], "--rounds"), (["memory", "--plot", "x.png"], "--plot"),
+    (["products", "--networks", "relu-512"], "--networks"), (["steps", "--rate", "1gbit"], "--rate")])
+def test_an_option_that_a_part_does_not_use_is_refused(lab, capsys, words, foreign):
+    with pytest.raises(SystemExit):
+        lab.bench.main(words)
+    assert f"{words[0]} takes no {foreign}" in capsys.readouterr().err
+
+
+def test_what_an_earlier_run_did_not_measure_is_named(lab, tmp_path, capsys):
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps({"machines": {"8 ranks": as_toml(load("nominal"))}, "found": []}))
+    assert lab.bench.main(["products", "--again", str(before), "--ranks", "8", "--products", "64x64x64"]) == 2
+    assert "has no 64x64x64:float64 on 8 ranks" in capsys.readouterr().err
+    assert lab.bench.main(["products", "--again", str(before), "--ranks", "4"]) == 2
+    assert "has nothing of 4 ranks" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_kept(lab, tmp_path, monkeypatch):
+    def measure(here, kind, **asked):
+        if here.ranks == 4:
+            raise ProgramError("no more")
+        return [{"what": "64x64x64:float64", "kind": kind, "spent": {}, "rounds": {"2x1x1": [1.0], "1x1x2": [2.0]}}]
+
+    from measuring import ProgramError
+
+    monkeypatch.setattr(lab.places_.Here, "measure", measure)
+    monkeypatch.setattr(lab.places_.Here, "tune", lambda here, folder: as_toml(load("nominal")))
+    kept = tmp_path / "kept.json"
+    assert lab.bench.main(["products", "--ranks", "2", "4", "--products", "64x64x64", "--json", str(kept)]) == 2
+    assert [one["what"] for one in json.loads(kept.read_text())["found"]] == ["64x64x64:float64"]
+
+
+def test_axes_inside_a_node(lab):
+    found = lab.compared_.Compared("a product", "8 ranks on 2 nodes", {"4x1x2": [1.0], "8x1x1": [2.0]},
+                                   {"4x1x2": 2.0, "8x1x1": 1.0}, ranks_per_node=4)
+    assert "| 8x1x1 | none | 4x1x2 | x | 2.000 |" in lab.compared_.inner_axes([found])
