@@ -84,7 +84,8 @@ class Bench:
             found = {one["what"]: one for one in self._before["found"]
                      if one["where"] == str(place) and one["kind"] == kind}
             if missing := [what for what in wanted if what not in found]:
-                raise Pmm3dError(f"{self.options.again} has no {', '.join(missing)} on {place}: measure without --again")
+                raise Pmm3dError(f"{self.options.again} has no {', '.join(missing)} on {place}: "
+                                 "measure without --again")
             return [found[what] for what in wanted]
         return place.measure(kind, rounds=self.options.rounds, **asked)
 
