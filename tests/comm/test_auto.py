@@ -25,10 +25,10 @@ def on_hosts(hosts):
     return Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), list(dict.fromkeys(hosts)))
 
 
-def replayed(shape, size, dtype, machine):
+def replayed(shape, size, dtype, machine, data=1):
     """(seconds, bytes received along x, y and z) of the first rank, from what a dry run writes down."""
-    hosts = -(-GridShape(*shape).size // machine.ranks_per_node)
-    with Grid.dry(shape, hosts=hosts) as grid:
+    hosts = -(-GridShape(*shape, data).size // machine.ranks_per_node)
+    with Grid.dry(shape, data, hosts=hosts) as grid:
         m, n, k = size
         a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
                 for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
@@ -54,6 +54,19 @@ def test_a_price_is_that_of_the_replayed_dry_run(size, shape, dtype, hidden, nam
     assert candidate.bytes >= received
     if all(extent % GridShape(*shape).size == 0 for extent in size):
         assert candidate.bytes == received
+
+
+@pytest.mark.parametrize("shape, data, per_node", [
+    ((2, 3, 1), 4, 4), ((2, 1, 1), 4, 4), ((1, 1, 3), 4, 4), ((2, 2, 2), 2, 8), ((4, 2, 2), 3, 8), ((1, 6, 1), 4, 8)])
+def test_axes_lie_where_those_beside_them_put_them(shape, data, per_node):
+    """Copies of the grid share nodes, their way out, or lie over the borders of nodes."""
+    machine = load("perlmutter").with_ranks_per_node(per_node)
+    costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, beside=data)
+    candidate, groups = costs.priced(*shape), groups_of(GridShape(*shape, data), per_node)
+    for axis, size, stride in zip("xyz", shape, (1, shape[0], shape[0] * shape[1])):
+        assert size == 1 or costs.group(size, stride) == groups[axis]
+    seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
+    assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
 
 
 def test_small_copies_count_as_in_a_dry_run():
@@ -97,6 +110,14 @@ def test_a_measured_machine_decides():
 def test_axes_and_data_take_their_ranks_first():
     chosen = auto(16, data=2, seq=2).chosen(None, on_hosts("a" * 16), False)
     assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
+
+
+def test_the_ranks_beside_a_grid_are_on_the_machine_too():
+    """Of 12 ranks on nodes of 4, data 4 leaves 3 in a row to the product: the second three lie on two nodes."""
+    slow = replace(NOMINAL, laws={"default": NOMINAL.laws["default"]._replace(byte_across=1e-7)})
+    chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, on_hosts("aaaabbbbcccc"), False)
+    groups = groups_of(chosen, 4)
+    assert chosen.data == 4 and all(groups[axis].nodes == 1 for axis in "xyz")
 
 
 def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():

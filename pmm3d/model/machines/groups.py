@@ -46,7 +46,7 @@ def everyone(ranks: int, ranks_per_node: int) -> Group:
 
 
 def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int | None = None) -> Group:
-    """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; arguments as of `groups_of`.
+    """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; see `groups_of`.
 
         >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
         (Group(size=3, inside=2, nodes=2, sharers=4), Group(size=2, inside=1, nodes=2, sharers=8))

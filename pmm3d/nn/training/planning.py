@@ -90,7 +90,8 @@ class _Planner:
         reference = one.of(GridShape(1, 1, 1), 1)
         self.flop, self.actions = reference.flop * self.all_batches, len(reference.actions)
         self.estimates = Estimates(one, reference, self.machine, self.all_batches)
-        self.grids = {grid: self.estimates.of(grid, self.machine.ranks_per_node, self.run) for grid in grids_4d(self.ranks)}
+        self.grids = {grid: self.estimates.of(grid, self.machine.ranks_per_node, self.run)
+                      for grid in grids_4d(self.ranks)}
 
     def ranking(self, top: int, actions: int) -> Ranking:
         order, most = self._in_order(), max(top, actions // max(1, self.actions))
