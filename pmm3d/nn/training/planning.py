@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ...comm.replay import tasks, terms_of
 from ...errors import GridError, Pmm3dError
 from ...layout import GridShape
-from ...model.candidates import PRESETS, Candidate, Ranking, preset_of
+from ...model.candidates import PRESETS, SAVED, Candidate, Ranking, preset_of
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -111,7 +111,7 @@ class _Planner:
         ordered = _preferring_presets(sorted(self.found.values(), key=_best_first))
         dtype = self.config.precision.compute
         return Ranking(self._what(), self.ranks, ordered, list(self.dropped.values()), self.flop, dtype,
-                       len(self.grids))
+                       len(self.grids), {kind: self.estimates.reference.memory[kind] for kind in SAVED})
 
     def _in_order(self) -> list[GridShape]:
         """Those that may fit first, by their estimated seconds."""
