@@ -14,7 +14,7 @@ from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.comm.stacks import Process
 from pmm3d.layout import GridShape
 from pmm3d.model import product_costs
-from pmm3d.model.machines import groups_of, load
+from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.simulation import simulate
 
@@ -144,19 +144,19 @@ def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
 
 
 @pytest.mark.parallel([3])
-def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch):
-    """The others have nothing in their caches; all take the grid by that machine."""
-    slow = replace(NOMINAL, name="slow", ranks_per_node=3)
-    asked = []
-
-    def known(talking, ranks_per_node, nodes):
-        asked.append((ranks_per_node, nodes))
-        return talking.bcast(slow if comm.rank == 0 else None)
-
-    monkeypatch.setattr(machine_cache, "machine_here", known)
-    with Grid(comm, product=(64, 64, 200000)) as grid:
-        assert len(set(comm.allgather(tuple(grid.shape)))) == 1
-    assert asked == [(3, 1)]
+def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_path):
+    """Gathers are dear in what its cache has, sums in what those of the others have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(comm.rank)))
+    monkeypatch.delenv("PMM3D_MACHINE", raising=False)
+    law, key, size = NOMINAL.laws["default"], machine_cache.key_of(3, 1), (600, 600, 600)
+    dear = law._replace(byte_inside=1e4 * law.byte_inside)
+    known, other = (replace(NOMINAL, key=key, ranks_per_node=3, laws={"default": law, operation: dear})
+                    for operation in ("all_gather", "reduce_scatter"))
+    wanted, *others = (auto(3, size).chosen(machine, on_hosts("aaa"), False) for machine in (known, other, None))
+    assert wanted not in others
+    machine_cache.remember(key, as_toml(other if comm.rank else known))
+    with Grid(comm, product=size) as grid:
+        assert grid.shape == wanted
 
 
 @pytest.mark.parallel([2])
