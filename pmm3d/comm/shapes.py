@@ -13,7 +13,7 @@ from typing import Any
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError
 from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
-from ..model.candidates import PRESETS
+from ..model.candidates import PRESETS, Candidate
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
 from ..model.planning import PANELS_ACROSS_HOSTS
@@ -77,15 +77,18 @@ class Auto:
         panels = 1 if processes.hosts == 1 else PANELS_ACROSS_HOSTS
         limit = NO_LIMIT if self.memory is None else self.memory
         ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
-                                panels=panels, run=run)
+                                panels=panels, run=run, beside=self.ranks // self.left)
         least = ranking.candidates[0].seconds
         alike = [candidate for candidate in ranking.candidates if candidate.seconds <= ALIKE * least]
-        best = min(alike, key=lambda candidate: (not fills_nodes(candidate.grid, run), -candidate.grid.size))
+        best = min(alike, key=lambda candidate: (not fills_nodes(self._whole(candidate), run), -candidate.grid.size))
         others = [candidate for candidate in ranking.candidates if candidate is not best]
         if note and others:
             logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,
                         f"{self.ranks:,}", 1e3 * best.seconds, machine.name, others[0].grid, 1e3 * others[0].seconds)
-        return GridShape(*best.grid[:3], self.data, **self.axes)
+        return self._whole(best)
+
+    def _whole(self, candidate: Candidate) -> GridShape:
+        return GridShape(*candidate.grid[:3], self.data, **self.axes)
 
 
 def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int], ranks: int, product: Product | None,

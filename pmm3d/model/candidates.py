@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from ..layout import GridShape
 
+SAVED = ("weights", "state")
+"""Kinds of memory that a checkpoint has."""
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
 
@@ -56,6 +58,7 @@ class Ranking:
     flop         of all ranks together
     dtype        whose peak the share is of
     considered   grids looked at, of how many ranks
+    saved        bytes by kind that a checkpoint has, on whatever grid
     """
 
     what: str
@@ -65,6 +68,12 @@ class Ranking:
     flop: float
     dtype: str
     considered: int
+    saved: Mapping[str, int] = field(default_factory=dict)
+
+    def seconds_to_save(self, candidate: Candidate, ranks_per_node: int, rate: float) -> float:
+        """Of a checkpoint, where each node writes so many bytes/s: what the first holds, and nothing twice."""
+        return sum(min(nbytes, candidate.memory.get(kind, 0) * ranks_per_node)
+                   for kind, nbytes in self.saved.items()) / rate
 
     def share_of_peak(self, candidate: Candidate, peak: float) -> float:
         """Of so many flop/s a rank."""

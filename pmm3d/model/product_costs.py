@@ -79,21 +79,23 @@ class ProductCosts:
     """Of the product C (m, n) = A (m, k) B on any grid.
 
     product   m, n, k
-    ranks     of the communicator, those that a grid leaves idle included
+    ranks     that x, y and z have of the communicator, those that a grid leaves idle included
     panels    as of `matmul`: 1 on one node and 4 across nodes if left out
     run       ranks that follow each other on a node, if not all of a node's: see `groups_of`
+    beside    ranks along the other axes, which copies of the grid lie along, one after the other
     """
 
     def __init__(self, product: Product, ranks: int, dtype: str, machine: Machine, panels: int | None = None,
-                 run: int | None = None):
+                 run: int | None = None, beside: int = 1):
         self.product, self.ranks, self.dtype, self.machine = product, ranks, dtype, machine
         self.per_node, self.run = machine.ranks_per_node, min(run or machine.ranks_per_node, machine.ranks_per_node)
-        self.panels = panels or (1 if ranks <= self.per_node else PANELS_ACROSS_HOSTS)
+        self._all = ranks * beside
+        self.panels = panels or (1 if self._all <= self.per_node else PANELS_ACROSS_HOSTS)
         self.size, self._low = itemsize(dtype), dtype in LOW_PRECISION
         self._ways: dict[tuple[int, int], Way] = {}
         self._gemms: dict[tuple[int, int, int], float] = {}
-        everybody = everyone(ranks, self.per_node)
-        self.agreement = 0.0 if ranks == 1 else machine.collective_seconds("all_reduce", everybody, AGREEMENT_BYTES)
+        everybody = everyone(self._all, self.per_node)
+        self.agreement = 0.0 if self._all == 1 else machine.collective_seconds("all_reduce", everybody, AGREEMENT_BYTES)
 
     def sizes(self, x: int, y: int, z: int) -> Sizes:
         m, n, k = self.product
@@ -157,7 +159,7 @@ class ProductCosts:
     def _way(self, size: int, stride: int) -> Way:
         key = size, min(stride, self.run)
         if key not in self._ways:
-            group = group_along(size, key[1], self.ranks, self.per_node, self.run)
+            group = group_along(size, key[1], self._all, self.per_node, self.run)
             self._ways[key] = Way(group, self.machine.hidden_share(group), int(group.nodes > 1))
         return self._ways[key]
 

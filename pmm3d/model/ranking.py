@@ -57,7 +57,8 @@ def nominal(ranks_per_node: int) -> Machine:
 
 
 def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *, limit: int | None = None,
-                  exact: bool = True, top: int = 10, panels: int | None = None, run: int | None = None) -> Ranking:
+                  exact: bool = True, top: int = 10, panels: int | None = None, run: int | None = None,
+                  beside: int = 1) -> Ranking:
     """The grids of so many ranks for C (m, n) = A (m, k) B, the fastest first.
 
     product   m, n, k
@@ -66,6 +67,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     top       so many are looked at in detail, and those of presets ("fsdp", "megatron")
     panels    as of `matmul`
     run       ranks that follow each other on a node, if not all of a node's
+    beside    ranks along other axes of the grid
 
     Equal ones: the larger; that which crosses fewer borders of nodes, needs less memory (two digits count), has the
     smaller y, the larger z. So all ranks that ask choose alike.
@@ -75,7 +77,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
         >>> rank_products((512, 512, 512), 8, "float64", nominal(8)).candidates[0].grid
         GridShape(x=2, y=2, z=2, data=1)
     """
-    costs = ProductCosts(product, ranks, dtype, machine, panels, run)
+    costs = ProductCosts(product, ranks, dtype, machine, panels, run, beside)
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
     shapes = shapes_of(ranks) if exact else shapes_up_to(costs, ranks, limit)
     kept, dropped = list[Candidate](), list[Candidate]()

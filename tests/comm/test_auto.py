@@ -14,7 +14,7 @@ from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.comm.stacks import Process
 from pmm3d.layout import GridShape
 from pmm3d.model import product_costs
-from pmm3d.model.machines import groups_of, load
+from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.simulation import simulate
 
@@ -25,10 +25,10 @@ def on_hosts(hosts):
     return Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), list(dict.fromkeys(hosts)))
 
 
-def replayed(shape, size, dtype, machine):
+def replayed(shape, size, dtype, machine, data=1):
     """(seconds, bytes received along x, y and z) of the first rank, from what a dry run writes down."""
-    hosts = -(-GridShape(*shape).size // machine.ranks_per_node)
-    with Grid.dry(shape, hosts=hosts) as grid:
+    hosts = -(-GridShape(*shape, data).size // machine.ranks_per_node)
+    with Grid.dry(shape, data, hosts=hosts) as grid:
         m, n, k = size
         a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
                 for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
@@ -54,6 +54,19 @@ def test_a_price_is_that_of_the_replayed_dry_run(size, shape, dtype, hidden, nam
     assert candidate.bytes >= received
     if all(extent % GridShape(*shape).size == 0 for extent in size):
         assert candidate.bytes == received
+
+
+@pytest.mark.parametrize("shape, data, per_node", [
+    ((2, 3, 1), 4, 4), ((2, 1, 1), 4, 4), ((1, 1, 3), 4, 4), ((2, 2, 2), 2, 8), ((4, 2, 2), 3, 8), ((1, 6, 1), 4, 8)])
+def test_axes_lie_where_those_beside_them_put_them(shape, data, per_node):
+    """Copies of the grid share nodes, their way out, or lie over the borders of nodes."""
+    machine = load("perlmutter").with_ranks_per_node(per_node)
+    costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, beside=data)
+    candidate, groups = costs.priced(*shape), groups_of(GridShape(*shape, data), per_node)
+    for axis, size, stride in zip("xyz", shape, (1, shape[0], shape[0] * shape[1])):
+        assert size == 1 or costs.group(size, stride) == groups[axis]
+    seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
+    assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
 
 
 def test_small_copies_count_as_in_a_dry_run():
@@ -99,6 +112,14 @@ def test_axes_and_data_take_their_ranks_first():
     assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
 
 
+def test_the_ranks_beside_a_grid_are_on_the_machine_too():
+    """Of 12 ranks on nodes of 4, data 4 leaves 3 in a row to the product: the second three lie on two nodes."""
+    slow = replace(NOMINAL, laws={"default": NOMINAL.laws["default"]._replace(byte_across=1e-7)})
+    chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, on_hosts("aaaabbbbcccc"), False)
+    groups = groups_of(chosen, 4)
+    assert chosen.data == 4 and all(groups[axis].nodes == 1 for axis in "xyz")
+
+
 def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
     """4096 cubed on 1,024 nodes of 8, where 25x18x18 is 1% faster."""
     chosen = auto(8192, (4096, 4096, 4096)).chosen(None, on_hosts([f"{rank // 8}" for rank in range(8192)]), False)
@@ -123,19 +144,19 @@ def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
 
 
 @pytest.mark.parallel([3])
-def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch):
-    """The others have nothing in their caches; all take the grid by that machine."""
-    slow = replace(NOMINAL, name="slow", ranks_per_node=3)
-    asked = []
-
-    def known(talking, ranks_per_node, nodes):
-        asked.append((ranks_per_node, nodes))
-        return talking.bcast(slow if comm.rank == 0 else None)
-
-    monkeypatch.setattr(machine_cache, "machine_here", known)
-    with Grid(comm, product=(64, 64, 200000)) as grid:
-        assert len(set(comm.allgather(tuple(grid.shape)))) == 1
-    assert asked == [(3, 1)]
+def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_path):
+    """Gathers are dear in what its cache has, sums in what those of the others have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(comm.rank)))
+    monkeypatch.delenv("PMM3D_MACHINE", raising=False)
+    law, key, size = NOMINAL.laws["default"], machine_cache.key_of(3, 1), (600, 600, 600)
+    dear = law._replace(byte_inside=1e4 * law.byte_inside)
+    known, other = (replace(NOMINAL, key=key, ranks_per_node=3, laws={"default": law, operation: dear})
+                    for operation in ("all_gather", "reduce_scatter"))
+    wanted, *others = (auto(3, size).chosen(machine, on_hosts("aaa"), False) for machine in (known, other, None))
+    assert wanted not in others
+    machine_cache.remember(key, as_toml(other if comm.rank else known))
+    with Grid(comm, product=size) as grid:
+        assert grid.shape == wanted
 
 
 @pytest.mark.parallel([2])

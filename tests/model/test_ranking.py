@@ -64,6 +64,12 @@ def received(size, grid):
     return max(sum(rank.bytes_received.values()) for rank in ProductPlan(*size, "float64", GridShape(*grid)).fullest)
 
 
+def moved(size, grid):
+    """Bytes that the busiest rank of a grid receives or sends, the more of the two along each axis."""
+    ranks = ProductPlan(*size, "float64", GridShape(*grid)).fullest
+    return max(sum(max(rank.bytes_received[axis], rank.bytes_sent[axis]) for axis in "xyz") for rank in ranks)
+
+
 @pytest.mark.parametrize(
     "size, ranks, grid",
     [
@@ -96,6 +102,17 @@ def test_where_only_bytes_count_no_grid_moves_fewer():
         best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
         assert best.bytes == min(received(size, shape) for shape in shapes_of(ranks))
         assert best.bytes >= ranking.lower_bound(size, ranks) * (1 - 1e-9)
+
+
+def test_where_dims_do_not_divide_no_grid_moves_fewer_either():
+    """200 products of any sizes, by the bytes, without padding, that the busiest rank moves: along each axis those that
+    it receives, or sends if these are more, as they are where some ranks have no part."""
+    drawn = random.Random(14)
+    for _ in range(200):
+        ranks = drawn.choice((2, 4, 6, 8, 12, 16, 36, 64, 100))
+        size = tuple(round(2 ** drawn.uniform(0, 13)) for _ in range(3))
+        best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
+        assert moved(size, best.grid[:3]) == min(moved(size, shape) for shape in shapes_of(ranks)), (size, ranks)
 
 
 @pytest.mark.parametrize("name", MACHINES)

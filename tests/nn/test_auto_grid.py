@@ -8,7 +8,10 @@ import pytest
 from training_runs import Runs, fails
 
 from pmm3d import Pmm3dError
+from pmm3d.comm.processes import Processes, row
+from pmm3d.comm.stacks import Process
 from pmm3d.layout import GridShape
+from pmm3d.nn.training.auto_grid import _choice
 from pmm3d.nn.training.config import checked
 
 AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
@@ -75,3 +78,14 @@ pmm3d.model.machine.available_memory = lambda *file: 2**24
 """), "no grid of 2 ranks holds a training step of 12-2000-2000-3")
     with pytest.raises(Pmm3dError, match="data has no effect here: it counts where shape is not auto"):
         checked({"grid": {"shape": "auto", "data": 2}, "data": {"file": "x.h5"}})
+
+
+def test_where_ranks_run_counts(runs):
+    """The same ranks on the same two nodes, in order and dealt out in turn."""
+    runs.config(hidden=[200, 200], **AUTO)
+    settings = checked({"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")},
+                        "network": {"hidden": [200, 200]}})
+    in_order, in_turn = (
+        _choice(settings, Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]),
+                None, None) for hosts in ("aaaabbbb", "abababab"))
+    assert in_order.chosen.seconds < in_turn.chosen.seconds

@@ -206,3 +206,22 @@ def test_progress_is_told():
     told = []
     rank_training(config([64]), 4, NOMINAL, samples=(32, 16), tell=lambda done, total: told.append((done, total)))
     assert told == [(number, 10) for number in range(1, 11)]
+
+
+def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
+    """On nodes of 4 an axis z of 4 lies in one; dealt out to two in turn it does not, and its collectives go across."""
+    settings = config([512, 512])
+    node = PERLMUTTER.with_ranks_per_node(4)
+    grid, found = GridShape(1, 1, 4, 2), {}
+    step = step_of(settings, grid, 4, samples=(32, 10, True), keep=PERLMUTTER.memory // 4)
+    for run in (None, 1):
+        ranking = rank_training(settings, 8, node, samples=(32, 10, True), run=run)
+        (candidate,) = [each for each in ranking.candidates if each.grid == grid]
+        expected = simulate([tasks(step.actions, node, groups_of(grid, 4, run))]).seconds
+        assert candidate.seconds == pytest.approx(expected)
+        found[run] = candidate.terms["z"]
+    assert found[1] > found[None]
+    assert groups_of(grid, 4, 1)["z"].inside == 1 and groups_of(grid, 4)["z"].inside == 4
+    one = DrySteps(settings, (32, 10, True))
+    formulas = Estimates(one, one.of(GridShape(1, 1, 1), 1), node)
+    assert formulas.of(grid, 4, 1).terms["z"] > formulas.of(grid, 4).terms["z"]

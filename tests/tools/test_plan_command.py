@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,9 +13,12 @@ from typer.testing import CliRunner
 from pmm3d.comm import machine_cache
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import Candidate, Ranking
+from pmm3d.model import gpt_ranking
 from pmm3d.model.gpt import GPT
 from pmm3d.model.gpt_ranking import Search, rank_by_axonn
 from pmm3d.model.machines.reading import as_toml, load
+from pmm3d.model.product_costs import ProductCosts
+from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools.commands import app
 from pmm3d.tools.plan.machines import chosen_machine
 from pmm3d.tools.plan.shown import choice, dropped_lines, shown_of
@@ -203,9 +205,36 @@ def test_presets_are_shown_wherever_they_stand():
                                          "20% longer")
 
 
-def test_many_ranks_are_soon_planned(tmp_path, record_property):
-    begun = time.perf_counter()
+def counted(monkeypatch, owner, name):
+    """Calls of a function from now on, one 1 each."""
+    calls, called = [], getattr(owner, name)
+
+    def counting(*arguments, **options):
+        calls.append(1)
+        return called(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
+def test_of_32768_ranks_few_grids_of_a_gpt_are_simulated(monkeypatch):
+    """Which bounds the seconds that a plan takes: a step is some milliseconds."""
+    simulated = counted(monkeypatch, gpt_ranking, "gpt_step")
     said = plan("--gpt", "--layers", 96, "--hidden", 16384, "--heads", 128, "--sequence", 2048, "--batch", 8192,
                 "--ranks", 32768, "--machine", "frontier")
-    record_property("seconds", time.perf_counter() - begun)
-    assert "of 816 grids dropped" in said
+    assert "of 816 grids dropped" in said and 10 <= len(simulated) <= 70
+
+
+def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
+    priced, planned = (counted(monkeypatch, ProductCosts, name) for name in ("seconds", "priced"))
+    plan("--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
+    assert len(priced) <= 136 and 10 <= len(planned) <= 12
+
+
+def test_of_32768_ranks_few_steps_of_a_training_are_run(tmp_path, monkeypatch):
+    """So many that no more than some 8,000 actions are, of a step without strips."""
+    run = counted(monkeypatch, DrySteps, "of")
+    path = tmp_path / "x.toml"
+    path.write_text(TRAINING.replace("[32, 32]", "[4096, 4096, 4096, 4096]").replace("64", "262144"))
+    plan(path, "--ranks", 32768, "--features", 4096, "--classes", 10, "--machine", "frontier")
+    assert 10 <= len(run) <= 200

@@ -29,10 +29,13 @@ class Group(NamedTuple):
     sharers: int
 
 
-def groups_of(shape: GridShape, ranks_per_node: int) -> dict[str, Group]:
+def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
     """The group of each axis, and of "all" ranks, where ranks fill node after node. Groups of an axis that lie
-    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one."""
-    found = {name: group_along(size, stride, shape.size, ranks_per_node)
+    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one.
+
+    run   ranks that follow each other on a node, if not all of a node's; 1 where they are dealt out in turn
+    """
+    found = {name: group_along(size, stride, shape.size, ranks_per_node, run)
              for name, size, stride in zip(shape.names, shape, shape.strides)}
     return {**found, "all": everyone(shape.size, ranks_per_node)}
 
@@ -44,8 +47,6 @@ def everyone(ranks: int, ranks_per_node: int) -> Group:
 
 def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int | None = None) -> Group:
     """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; see `groups_of`.
-
-    run   ranks that follow each other on a node, if not all of a node's; 1 where they are dealt out in turn
 
         >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
         (Group(size=3, inside=2, nodes=2, sharers=4), Group(size=2, inside=1, nodes=2, sharers=8))

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from ...arrays import library_named
 from ...comm import Grid
 from ...comm.machine_cache import machine_here
+from ...comm.processes import Processes
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...model import machine as host
@@ -67,14 +68,15 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
     Raises Pmm3dError, on every rank, if no grid keeps the memory, or a network of one's own does not run without data.
     """
     with Grid(comm, "ddp") as grid:
-        per_node = max(Counter(map(grid.host_of, range(grid.size))).values())
+        processes = grid.transport.processes
+        assert processes is not None
         on_host = library_named(config.network.library).on_host
-        machine = machine_here(grid.comm, per_node, grid.hosts, on_host=on_host)
+        machine = machine_here(grid.comm, processes.per_node(), grid.hosts, on_host=on_host)
         limit = room(grid)[0] or None if on_host else None
         choice: Choice | None = None
         with grid.together("grid.shape", always=True):
             if grid.rank == 0:
-                choice = _choice(config, grid.size, machine, per_node, limit)
+                choice = _choice(config, processes, machine, limit)
                 choice = choice and replace(choice, on_host=on_host)
         return grid.comm.bcast(choice)
 
@@ -86,15 +88,16 @@ def room(grid: Grid) -> tuple[int, str]:
     return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 
-def _choice(config: Config, ranks: int, measured: Machine | None, per_node: int, limit: int | None) -> Choice | None:
+def _choice(config: Config, processes: Processes, measured: Machine | None, limit: int | None) -> Choice | None:
     from .planning import rank_training  # only where it is needed: by one rank
 
-    machine = (measured or load(UNMEASURED)).with_ranks_per_node(per_node)
+    machine = (measured or load(UNMEASURED)).with_ranks_per_node(processes.per_node())
     try:
         samples = sizes_in_file(config)
     except Pmm3dError:
         return None
-    best, *others = rank_training(config, ranks, machine, limit=limit, samples=samples).candidates
+    best, *others = rank_training(config, len(processes), machine, limit=limit, samples=samples,
+                                  run=processes.run()).candidates
     return Choice(best, others[0] if others else None, machine.name, measured is not None)
 
 

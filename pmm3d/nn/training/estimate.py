@@ -93,8 +93,8 @@ class Estimates:
         self.calls = len(reference.actions)
         self.biases = any(action.what == "gemm" and action.m == 1 for action in reference.actions)
 
-    def of(self, shape: GridShape, ranks_per_node: int) -> Estimate:
-        return Estimate(self.terms(shape, groups_of(shape, ranks_per_node)), self.memory(shape))
+    def of(self, shape: GridShape, ranks_per_node: int, run: int | None = None) -> Estimate:
+        return Estimate(self.terms(shape, groups_of(shape, ranks_per_node, run)), self.memory(shape))
 
     def _rows(self, shape: GridShape) -> int:
         """Of a batch, on the rank with the most."""

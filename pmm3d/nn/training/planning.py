@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ...comm.replay import tasks, terms_of
 from ...errors import GridError, Pmm3dError
 from ...layout import GridShape
-from ...model.candidates import PRESETS, Candidate, Ranking, preset_of
+from ...model.candidates import PRESETS, SAVED, Candidate, Ranking, preset_of
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -38,7 +38,7 @@ Tell = Callable[[int, int], None]
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
                   samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, tell: Tell | None = None,
-                  actions: int = ACTIONS) -> Ranking:
+                  actions: int = ACTIONS, run: int | None = None) -> Ranking:
     """The grids of exactly that many ranks, by what a step of a configuration takes on the first rank, which has the
     largest part of everything: the simulation of a dry run of the code that trains.
 
@@ -47,6 +47,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     top       grids that are simulated at least, besides the best of each preset ("ddp", "fsdp", "hsdp", "megatron")
     actions   of steps on one rank, after which no more are simulated
     tell      tell(grids done, grids there are)
+    run       ranks that follow each other on a node, if not all of a node's
 
     Where there are too many grids to try each, formulas order them first (`Estimates`): what was not simulated is
     `estimated`, and comes after those that were. A preset is preferred to what is faster by 2% or less. Ties: what
@@ -58,7 +59,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
     memory = machine.memory if limit is None else limit
-    return _Planner(config, ranks, machine, memory or UNLIMITED, samples, tell or _silent).ranking(top, actions)
+    return _Planner(config, ranks, machine, memory or UNLIMITED, samples, tell or _silent, run).ranking(top, actions)
 
 
 def _silent(done: int, total: int) -> None:
@@ -75,6 +76,7 @@ class _Planner:
     limit: int
     samples: tuple[int, ...] | SampleSizes | None
     tell: Tell
+    run: int | None
     found: dict[GridShape, Candidate] = field(default_factory=dict)
     dropped: dict[GridShape, Candidate] = field(default_factory=dict)
 
@@ -88,7 +90,8 @@ class _Planner:
         reference = one.of(GridShape(1, 1, 1), 1)
         self.flop, self.actions = reference.flop * self.all_batches, len(reference.actions)
         self.estimates = Estimates(one, reference, self.machine, self.all_batches)
-        self.grids = {grid: self.estimates.of(grid, self.machine.ranks_per_node) for grid in grids_4d(self.ranks)}
+        self.grids = {grid: self.estimates.of(grid, self.machine.ranks_per_node, self.run)
+                      for grid in grids_4d(self.ranks)}
 
     def ranking(self, top: int, actions: int) -> Ranking:
         order, most = self._in_order(), max(top, actions // max(1, self.actions))
@@ -108,7 +111,7 @@ class _Planner:
         ordered = _preferring_presets(sorted(self.found.values(), key=_best_first))
         dtype = self.config.precision.compute
         return Ranking(self._what(), self.ranks, ordered, list(self.dropped.values()), self.flop, dtype,
-                       len(self.grids))
+                       len(self.grids), {kind: self.estimates.reference.memory[kind] for kind in SAVED})
 
     def _in_order(self) -> list[GridShape]:
         """Those that may fit first, by their estimated seconds."""
@@ -129,7 +132,7 @@ class _Planner:
 
     def _simulated(self, grid: GridShape) -> Candidate:
         node = self.machine.ranks_per_node
-        groups = groups_of(grid, node)
+        groups = groups_of(grid, node, self.run)
         try:
             done = [steps.of(grid, node) for steps in self.steps]
         except Pmm3dError as error:

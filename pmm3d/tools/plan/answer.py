@@ -15,8 +15,6 @@ from .machines import bandwidths_of
 
 NODE_WRITES = 1e9
 """Bytes/s that a node is taken to write, where nobody measured a checkpoint."""
-WRITTEN = ("weights", "state")
-"""Kinds of memory that a checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,9 @@ def _how_often(asked: Asked, machine: Machine, ranking: Ranking) -> tuple[str, .
     if asked["mtbf"] is None:
         return ()
     best = ranking.candidates[0]
-    written = sum(best.memory.get(kind, 0) for kind in WRITTEN) * min(machine.ranks_per_node, ranking.ranks)
-    seconds = written / NODE_WRITES if asked["write_seconds"] is None else asked["write_seconds"]
+    seconds = asked["write_seconds"]
+    if seconds is None:
+        seconds = ranking.seconds_to_save(best, machine.ranks_per_node, NODE_WRITES)
     how = (f"A checkpoint is taken to be written in {seconds:.3g} s, at 1 GB/s a node: --write-seconds says it better",)
     found = advice(seconds, asked["mtbf"] * HOUR, best.seconds)
     return (found.sentence, *(how if asked["write_seconds"] is None else ()))
