@@ -64,7 +64,8 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     product   m, n, k
     limit     bytes that a rank may hold; the machine's memory if left out
     exact     whether no rank is to be left idle; else grids of more than half of the ranks (`shapes_up_to`)
-    top       so many are looked at in detail, and those of presets ("fsdp", "megatron")
+    top       so many are looked at in detail, and those of presets ("fsdp", "megatron"); the others are estimated, or
+              left out unless exact
     panels    as of `matmul`
     run       ranks that follow each other on a node, if not all of a node's
     beside    ranks along other axes of the grid
@@ -86,6 +87,8 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape))
         elif len(kept) < top or preset_of(GridShape(*shape)):
             candidate = replace(costs.priced(*shape), preset=preset_of(GridShape(*shape)))
+        elif exact:
+            candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape), estimated=True)
         else:
             continue
         needed = sum(candidate.memory.values())

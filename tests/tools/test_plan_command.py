@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from pmm3d.comm import machine_cache
 from pmm3d.layout import GridShape
-from pmm3d.model.candidates import Candidate, Ranking
 from pmm3d.model import gpt_ranking
+from pmm3d.model.candidates import Candidate, Ranking
 from pmm3d.model.gpt import GPT
 from pmm3d.model.gpt_ranking import Search, rank_by_axonn
 from pmm3d.model.machines.reading import as_toml, load
@@ -228,7 +228,7 @@ def test_of_32768_ranks_few_grids_of_a_gpt_are_simulated(monkeypatch):
 def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
     priced, planned = (counted(monkeypatch, ProductCosts, name) for name in ("seconds", "priced"))
     plan("--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
-    assert len(priced) <= 136 and 10 <= len(planned) <= 12
+    assert len(priced) <= 2 * 136 and 10 <= len(planned) <= 12
 
 
 def test_of_32768_ranks_few_steps_of_a_training_are_run(tmp_path, monkeypatch):

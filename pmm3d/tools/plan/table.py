@@ -18,6 +18,8 @@ LEAST_SHARE = 0.01
 """Percent of peak; less is not told."""
 ENOUGH = 10
 """Of a unit in which times are told."""
+WIDE = 1e5
+"""From here on figures have a power of ten."""
 HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents",
            "workspace": "work-\nspace"}
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -40,14 +42,14 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        unit: lambda candidate: "~" * candidate.estimated + f"{candidate.seconds / scale:,.{decimals}f}"}
+        unit: lambda candidate: "~" * candidate.estimated + figure(candidate.seconds / scale, decimals)}
     if peak:
         columns["peak\n%"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         columns["bytes over\nbound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
     for term in names((candidate.terms for candidate in shown.all), TERMS):
         columns[HEADERS.get(term, term)] = lambda candidate, term=term: (  # type: ignore[misc]
-            f"{candidate.terms.get(term, 0.0) / scale:,.{decimals}f}")
+            figure(candidate.terms.get(term, 0.0) / scale, decimals))
     what = ranking.what[0].upper() + ranking.what[1:]
     return f"{what} on {ranking.ranks:,} ranks, time in {unit}", _table(columns, shown)
 
@@ -83,6 +85,15 @@ def _table(columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> Tabl
 def _share(share: float) -> str:
     """Of three digits, in percent."""
     return f"{share:.3g}" if share >= LEAST_SHARE else f"<{LEAST_SHARE}"
+
+
+def figure(value: float, decimals: int) -> str:
+    """With so many digits after the point; what would be wider than a column, with a power of ten.
+
+        >>> figure(1727.4, 0), figure(171757.0, 0)
+        ('1,727', '1.7e+05')
+    """
+    return f"{value:,.{decimals}f}" if value < WIDE else f"{value:.1e}"
 
 
 def decimals_of(most: float) -> int:
