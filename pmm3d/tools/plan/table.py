@@ -19,7 +19,7 @@ LEAST_SHARE = 0.01
 ENOUGH = 10
 """Of a unit in which times are told."""
 WIDE = 1e5
-"""From here on figures have a power of ten."""
+"""From here on figures are in thousands."""
 HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents",
            "workspace": "work-\nspace"}
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -88,12 +88,12 @@ def _share(share: float) -> str:
 
 
 def figure(value: float, decimals: int) -> str:
-    """With so many digits after the point; what would be wider than a column, with a power of ten.
+    """With so many digits after the point; what would be wider than a column, in thousands.
 
         >>> figure(1727.4, 0), figure(171757.0, 0)
-        ('1,727', '1.7e+05')
+        ('1,727', '172k')
     """
-    return f"{value:,.{decimals}f}" if value < WIDE else f"{value:.1e}"
+    return f"{value:,.{decimals}f}" if value < WIDE else f"{value / 1000:,.0f}k"
 
 
 def decimals_of(most: float) -> int:
