@@ -1,6 +1,8 @@
 """grid.shape = "auto": the run trains as with that grid named, says which one and why, and goes on with it."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -9,6 +11,9 @@ from training_runs import Runs, fails
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import GridShape
+from pmm3d.model.candidates import Candidate
+from pmm3d.model.machines import load
+from pmm3d.nn.training import auto_grid, planning
 from pmm3d.nn.training.config import checked
 
 AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
@@ -75,3 +80,17 @@ pmm3d.model.machine.available_memory = lambda *file: 2**24
 """), "no grid of 2 ranks holds a training step of 12-2000-2000-3")
     with pytest.raises(Pmm3dError, match="data has no effect here: it counts where shape is not auto"):
         checked({"grid": {"shape": "auto", "data": 2}, "data": {"file": "x.h5"}})
+
+
+@pytest.mark.parametrize("name, key, measured, said", [
+    (None, {}, False, "of a nominal machine (pmm3d tune machine measures)"), ("perlmutter", {}, False, "of perlmutter"),
+    ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
+])
+def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, said):
+    ranking = SimpleNamespace(candidates=[Candidate(GridShape(2, 1, 1), seconds=1.0)])
+    monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: ranking)
+    monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
+    known = None if name is None else replace(load(name), key=key)
+    choice = auto_grid._choice(None, 2, known, 4, None)
+    assert choice.measured is choice.document()["measured"] is measured
+    assert choice.said().endswith(f"by the model {said}")
