@@ -167,10 +167,10 @@ def _laws(section: Section) -> dict[str, Law]:
 
 
 def _collectives(rows: list[Section], ranks_per_node: int) -> tuple[Measured, ...]:
-    found = dict[tuple[str, int, int], Measured]()
+    found = dict[tuple[str, int, int, int], Measured]()
     for row in rows:
         one = Measured(row.name("operation", OPERATIONS), row.whole("inside", 1), row.whole("nodes", 1),
-                       row.wholes("bytes"), row.positives("seconds"))
+                       row.wholes("bytes"), row.positives("seconds"), row.whole("stride", 1) if "stride" in row else 0)
         row.end()
         if one.nbytes and one.seconds and len(one.nbytes) != len(one.seconds):
             row.wrong(f"bytes and seconds have {len(one.nbytes)} and {len(one.seconds)} entries: they need as many")
@@ -180,7 +180,7 @@ def _collectives(rows: list[Section], ranks_per_node: int) -> tuple[Measured, ..
             row.wrong("inside = 1, nodes = 1 is one rank, which sends nothing")
         if one.inside > ranks_per_node:
             row.wrong(f"inside = {one.inside} is more than ranks_per_node = {ranks_per_node}")
-        key = (one.operation, one.inside, one.nodes)
+        key = (one.operation, one.inside, one.nodes, one.stride)
         if key in found:
             row.wrong(f"{one.operation}, inside = {one.inside}, nodes = {one.nodes} is there twice")
         found[key] = one
@@ -207,7 +207,8 @@ def as_toml(machine: Machine) -> str:
         import tomlkit
     gemms = {dtype: _gemms_as_values(gemms) for dtype, gemms in machine.gemms.items()}
     rows = [{"operation": row.operation, "inside": row.inside, "nodes": row.nodes, "bytes": list(row.nbytes),
-             "seconds": list(row.seconds)} for row in machine.collectives]
+             "seconds": list(row.seconds), **({"stride": row.stride} if row.stride else {})}
+            for row in machine.collectives]
     sections = {
         "key": dict(machine.key), "sources": dict(machine.sources), "peak": dict(machine.peak),
         "hidden": dict(machine.hidden), "gemm": gemms,
