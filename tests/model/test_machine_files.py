@@ -334,3 +334,15 @@ def test_the_file_of_the_page_is_read_and_its_program_runs(capsys):
     exec(program, {})
     assert capsys.readouterr().out.startswith("Group(size=4, inside=2, nodes=2, sharers=2, stride=2)\n")
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.M)) == set(known_machines())
+
+
+def test_a_pass_that_the_library_does_not_have_is_named_once(caplog):
+    text = TEXT.replace('[passes."relu backward"]', "[passes.rleu]")
+    assert text != TEXT
+    for _ in range(2):
+        assert "rleu" in machine_from(text, "misspelt.toml").passes
+    [said] = caplog.messages
+    assert said.startswith("misspelt.toml: passes.rleu is no pass of the library (did you mean relu?)")
+    caplog.clear()
+    machine_from(TEXT, "right.toml")
+    assert not caplog.messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -13,14 +14,15 @@ from typing import Any
 
 from ...errors import Pmm3dError, check_regular, needs
 from ...layout import MATRIX_DTYPES
-from .checking import Section
+from .checking import Section, hint
 from .description import Machine
 from .figures import FORMS, GemmLaw, GemmPoints, Gemms, Measured, Pass
-from .laws import DEFAULT, OPERATIONS, Law
+from .laws import DEFAULT, OPERATIONS, PASSES, Law
 
 KNOWN = Path(__file__).parent / "known"
 SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead")
 """What `sources` speaks of."""
+logger = logging.getLogger("pmm3d.model")
 
 
 def known_machines() -> list[str]:
@@ -72,7 +74,17 @@ def machine_from(text: str, source: str) -> Machine:
     figures = _figures(Section(values, "", problems))
     if problems:
         raise Pmm3dError(f"{source}: {'; '.join(problems)}")
+    for name in figures["passes"]:
+        if name not in (DEFAULT, *PASSES) and name.removesuffix(" backward") not in PASSES:
+            _tell_own_pass(source, name)
     return Machine(**figures)
+
+
+@lru_cache(maxsize=64)
+def _tell_own_pass(source: str, name: str) -> None:
+    """Programs have passes of their own, so that it is no error: said once in a process."""
+    logger.warning(f"{source}: passes.{name} is no pass of the library{hint(name, PASSES)}: it counts where a program "
+                   "names a pass of its own so")
 
 
 def _figures(file: Section) -> dict[str, Any]:
