@@ -2,11 +2,13 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import tomllib
 from typer.testing import CliRunner
 
+from pmm3d.arrays import Slab
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
@@ -156,6 +158,27 @@ def test_a_collective_moves_about_what_it_should(comm, operation):
             times = max(record.received, record.sent) / nbytes
             whole = operation == "all_reduce" and nbytes < 2**16  # which is sent whole, since it is small
             assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_timed_of_a_collective_has_no_pass_that_a_dry_run_counts_besides(operation):
+    with Grid.dry((4, 1, 1)) as grid:
+        library = grid.library("numpy")
+        buffers = SimpleNamespace(library=library, leaving=library.empty((2**19,), "float32"),
+                                  coming=library.empty((2**19,), "float32"),
+                                  slab=lambda nbytes: Slab(library.empty((nbytes,), "uint8"), library))
+        for nbytes in (2**12, 2**20):
+            collectives.collective(grid.x, operation, nbytes, buffers)()
+        assert [action.what for action in grid.dry_run.actions] == ["begin", "wait"] * 2
+
+
+def test_what_lies_apart_is_packed_in_a_pass_of_its_own():
+    with Grid.dry((2, 1, 1)) as grid:
+        leaving, coming = (grid.library("numpy").empty((1024, 1024), "float32") for _ in range(2))
+        pieces, landing = ([array[:, :512], array[:, 512:]] for array in (leaving, coming))
+        grid.x.exchange_into(pieces, landing).wait()
+        found = [(action.operation, action.nbytes) for action in grid.dry_run.actions if action.what == "pass"]
+        assert found and sum(nbytes for _, nbytes in found) == 2 * 2 * landing[1].nbytes
 
 
 @pytest.mark.parallel([2])
