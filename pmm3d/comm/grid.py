@@ -73,6 +73,8 @@ class Grid:
     dry_run         None, but of `Grid.dry`: what was done and held
 
     "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
+    It takes only such ranks for neighbours as share a node wherever they are on an axis: between nodes of 7, 8 and 8
+    ranks there are none, so that all axes are priced as across nodes. Name the node with fewer ranks last: 8, 8, 7.
     Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
     after an exception. One that not all ranks raise ends the whole job, with that rank's traceback, and so does one
     with which a rank leaves the program; one that all ranks raise and none catches is printed by one of them. A

@@ -26,7 +26,7 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
-ALIKE = 1.03
+AS_GOOD = 1.03
 """Times the least seconds of a grid up to which another is as good."""
 
 
@@ -79,8 +79,8 @@ class Auto:
         ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
                                 panels=panels, run=run, beside=self.ranks // self.left)
         least = ranking.candidates[0].seconds
-        alike = [candidate for candidate in ranking.candidates if candidate.seconds <= ALIKE * least]
-        best = min(alike, key=lambda candidate: (not fills_nodes(self._whole(candidate), run), -candidate.grid.size))
+        as_good = [candidate for candidate in ranking.candidates if candidate.seconds <= AS_GOOD * least]
+        best = min(as_good, key=lambda one: (not fills_nodes(self._whole(one), run), -one.grid.size))
         others = [candidate for candidate in ranking.candidates if candidate is not best]
         if note and others:
             logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,

@@ -107,7 +107,7 @@ def rows(draw):
     for kind in kinds:
         nbytes = sorted(draw(st.lists(whole, min_size=1, max_size=4, unique=True)))
         seconds = draw(st.lists(positive, min_size=len(nbytes), max_size=len(nbytes)))
-        found.append(Measured(*kind, tuple(nbytes), tuple(seconds)))
+        found.append(Measured(*kind, tuple(nbytes), tuple(seconds), draw(st.integers(0, 3))))
     return tuple(found)
 
 
@@ -332,5 +332,17 @@ def test_the_file_of_the_page_is_read_and_its_program_runs(capsys):
     assert small.stands_for("complex64") == "float32" and len(small.collectives) == 1
     [program] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     exec(program, {})
-    assert capsys.readouterr().out.startswith("Group(size=4, inside=2, nodes=2, sharers=2)\n")
+    assert capsys.readouterr().out.startswith("Group(size=4, inside=2, nodes=2, sharers=2, stride=2)\n")
     assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.M)) == set(known_machines())
+
+
+def test_a_pass_that_the_library_does_not_have_is_named_once(caplog):
+    text = TEXT.replace('[passes."relu backward"]', "[passes.rleu]")
+    assert text != TEXT
+    for _ in range(2):
+        assert "rleu" in machine_from(text, "misspelt.toml").passes
+    [said] = caplog.messages
+    assert said.startswith("misspelt.toml: passes.rleu is no pass of the library (did you mean relu?)")
+    caplog.clear()
+    machine_from(TEXT, "right.toml")
+    assert not caplog.messages

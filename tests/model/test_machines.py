@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import MATRIX_DTYPES, GridShape
+from pmm3d.model.axonn import bandwidth
 from pmm3d.model.machines import Group, Machine, description, flop_of, groups_of, known_machines, load
 from pmm3d.model.machines.figures import GemmLaw, GemmPoints, Gemms, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law, Terms, messages, terms
@@ -160,6 +161,35 @@ def test_to_move_nothing_takes_nothing():
     assert made.collective_seconds("all_gather", Group(1, 1, 1, 4), 100) == 0
 
 
+def test_a_row_holds_for_groups_of_its_stride_and_one_without_a_stride_for_all():
+    rows = [Measured("all_gather", 2, 1, (100,), (seconds,), stride) for stride, seconds in ((1, 7.0), (4, 9.0))]
+    made = machine(laws={"default": LAW}, collectives=(*rows, Measured("shift", 2, 1, (100,), (42.0,))))
+    groups = groups_of(GridShape(2, 2, 2), 8)
+    by_law = LAW.seconds("all_gather", groups["y"], 100)
+    assert [made.collective_seconds("all_gather", groups[axis], 100) for axis in "xyz"] == [7, by_law, 9]
+    assert [made.collective_seconds("shift", groups[axis], 100) for axis in "xyz"] == [42] * 3
+
+
+def test_a_row_holds_for_groups_with_as_many_ranks_on_each_node():
+    made = machine(laws={"default": LAW}, collectives=(Measured("all_gather", 2, 2, (300,), (42.0,)),))
+    even, uneven = Group(4, 2, 2, 1), Group(3, 2, 2, 1)
+    assert made.collective_seconds("all_gather", even, 300) == 42
+    assert made.collective_seconds("all_gather", uneven, 300) == LAW.seconds("all_gather", uneven, 300)
+
+
+@pytest.mark.parametrize("name", ["perlmutter", "frontier"])
+def test_rows_in_a_node_are_the_authors_bandwidths_by_ranks_of_inner_axes(name):
+    made, nbytes, found = load(name), 2**30, 0
+    for stride, size in [(1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (1, 8)]:
+        if stride * size <= made.ranks_per_node:
+            group = groups_of(GridShape(stride, size, 4), made.ranks_per_node)["y"]
+            seconds = nbytes / 2**30 / bandwidth(made.axonn, stride, size)
+            for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+                assert made.collective_seconds(operation, group, nbytes) == pytest.approx(seconds, rel=0.01)
+                found += 1
+    assert found == {"perlmutter": 9, "frontier": 18}[name]
+
+
 def test_measured_rows_are_interpolated_in_logarithms():
     row = Measured("all_gather", 4, 1, (100, 400, 1600), (1.0, 2.0, 8.0))
     assert [row.price(size) for size in (1, 99, 100, 400, 1600)] == [1, 1, 1, 2, 8]
@@ -250,8 +280,8 @@ def test_known_machines_price_everything(name):
 
 def test_a_node_is_filled_before_the_next_one():
     found = groups_of(GridShape(2, 4, 3, 2), 8)
-    assert found["x"] == Group(2, 2, 1, 4) and found["y"] == Group(4, 4, 1, 2)
-    assert found["z"] == Group(3, 1, 3, 8) and found["data"] == Group(2, 1, 2, 8)
+    assert found["x"] == Group(2, 2, 1, 4) and found["y"] == Group(4, 4, 1, 2, 2)
+    assert found["z"] == Group(3, 1, 3, 8, 8) and found["data"] == Group(2, 1, 2, 8, 24)
     assert found["all"] == Group(48, 8, 6, 1)
     assert groups_of(GridShape(2, 2, 1), 8)["all"] == Group(4, 4, 1, 1)
 

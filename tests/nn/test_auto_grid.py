@@ -1,6 +1,8 @@
 """grid.shape = "auto": the run trains as with that grid named, says which one and why, and goes on with it."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -11,7 +13,9 @@ from pmm3d import Pmm3dError
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.stacks import Process
 from pmm3d.layout import GridShape
-from pmm3d.nn.training.auto_grid import _choice
+from pmm3d.model.candidates import Candidate
+from pmm3d.model.machines import load
+from pmm3d.nn.training import auto_grid, planning
 from pmm3d.nn.training.config import checked
 
 AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
@@ -80,12 +84,29 @@ pmm3d.model.machine.available_memory = lambda *file: 2**24
         checked({"grid": {"shape": "auto", "data": 2}, "data": {"file": "x.h5"}})
 
 
+def on_hosts(hosts):
+    return Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), [*dict.fromkeys(hosts)])
+
+
 def test_where_ranks_run_counts(runs):
     """The same ranks on the same two nodes, in order and dealt out in turn."""
     runs.config(hidden=[200, 200], **AUTO)
     settings = checked({"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")},
                         "network": {"hidden": [200, 200]}})
     in_order, in_turn = (
-        _choice(settings, Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]),
-                None, None) for hosts in ("aaaabbbb", "abababab"))
+        auto_grid._choice(settings, on_hosts(hosts), None, None) for hosts in ("aaaabbbb", "abababab"))
     assert in_order.chosen.seconds < in_turn.chosen.seconds
+
+
+@pytest.mark.parametrize("name, key, measured, said", [
+    (None, {}, False, "of a nominal machine (pmm3d tune machine measures)"), ("perlmutter", {}, False, "of perlmutter"),
+    ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
+])
+def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, said):
+    ranking = SimpleNamespace(candidates=[Candidate(GridShape(2, 1, 1), seconds=1.0)])
+    monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: ranking)
+    monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
+    known = None if name is None else replace(load(name), key=key)
+    choice = auto_grid._choice(None, on_hosts("aa"), known, None)
+    assert choice.measured is choice.document()["measured"] is measured
+    assert choice.said().endswith(f"by the model {said}")

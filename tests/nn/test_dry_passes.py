@@ -5,6 +5,7 @@ import pytest
 
 from pmm3d import DistMatrix, Grid, matmul, nn
 from pmm3d.layout import Layout, batch_layout
+from pmm3d.model.machines.laws import PASSES
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts
 
@@ -114,6 +115,21 @@ def assert_passes(found, expected, x):
     for name, times in expected.items():
         assert times * whole <= found[name] <= (times + 0.5) * whole, (name, found[name] / whole)
     assert sum(found.values()) >= whole
+
+
+def test_a_machine_file_knows_the_names_of_all_passes(grid):
+    x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
+            for _ in "xw")
+    found = set()
+    for name, (function, _, backward) in CASES.items():
+        if name != "a network of one's own":
+            out, names = taken(grid, function, x, w)
+            found |= names.keys()
+            if backward is not None:
+                start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype,
+                                                                          layout=out.layout)
+                found |= taken(grid, out.backward, start)[1].keys()
+    assert {name.removesuffix(" backward") for name in found} <= set(PASSES)
 
 
 def test_every_operation_is_looked_at():

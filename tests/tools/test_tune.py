@@ -3,18 +3,20 @@
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import tomllib
 from typer.testing import CliRunner
 
+from pmm3d.arrays import Slab
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.commands import app
-from pmm3d.tools.tune import collectives, fitting, gemms, hidden, passes, whole_steps
+from pmm3d.tools.tune import collectives, fitting, gemms, hidden, measure, passes, whole_steps
 from pmm3d.tools.tune.command import machine_command
 from pmm3d.tools.tune.sampling import Sampler
 
@@ -38,20 +40,20 @@ def rows_of(groups, law=TRUE):
             for operation in OPERATIONS for group in groups]
 
 
-def sharers_of(groups):
-    return {(group.inside, group.nodes): group.sharers for group in groups}
+def by_place(groups):
+    return {(group.inside, group.nodes): group for group in groups}
 
 
 def test_a_law_is_found_again():
     groups = [Group(2, 2, 1, 2), Group(4, 4, 1, 1), Group(8, 4, 2, 1), Group(2, 1, 2, 4), Group(4, 2, 2, 2)]
-    found = fitting.fitted(rows_of(groups), sharers_of(groups))
+    found = fitting.fitted(rows_of(groups), by_place(groups))
     assert set(found.laws) == {*OPERATIONS, "default"}
     assert found.laws["default"][:5] == pytest.approx(TRUE[:5], rel=1e-6)
     for operation in OPERATIONS:
         law = found.laws[operation]
         for row in rows_of(groups):
             if row.operation == operation:
-                group = Group(row.inside * row.nodes, row.inside, row.nodes, sharers_of(groups)[row.inside, row.nodes])
+                group = by_place(groups)[row.inside, row.nodes]
                 seconds = [law.seconds(operation, group, each) for each in row.nbytes]
                 assert seconds == pytest.approx(row.seconds, rel=1e-6)
         assert found.misfits[operation].largest < 1e-6
@@ -59,7 +61,7 @@ def test_a_law_is_found_again():
 
 def test_on_one_node_what_is_across_is_the_nominal_machines():
     groups = [Group(2, 2, 1, 2), Group(4, 4, 1, 1)]
-    found, nominal = fitting.fitted(rows_of(groups), sharers_of(groups)), load("nominal").laws["default"]
+    found, nominal = fitting.fitted(rows_of(groups), by_place(groups)), load("nominal").laws["default"]
     for law in found.laws.values():
         assert (law.message_across, law.byte_across) == (nominal.message_across, nominal.byte_across)
     assert fitting.fitted([], {}).laws == {"default": nominal}
@@ -68,8 +70,16 @@ def test_on_one_node_what_is_across_is_the_nominal_machines():
 def test_where_each_node_has_one_rank_what_is_inside_is_the_nominal_machines():
     groups = [Group(2, 1, 2, 1), Group(4, 1, 4, 1)]
     nominal = load("nominal").laws["default"]
-    for law in fitting.fitted(rows_of(groups), sharers_of(groups)).laws.values():
+    for law in fitting.fitted(rows_of(groups), by_place(groups)).laws.values():
         assert (law.message_inside, law.byte_inside) == (nominal.message_inside, nominal.byte_inside) != (0, 0)
+
+
+def test_the_law_of_uneven_nodes_is_of_the_ranks_that_there_were_and_their_row_is_not_kept():
+    groups = [Group(5, 3, 2, 1), Group(3, 3, 1, 1), Group(2, 1, 2, 3)]
+    found = fitting.fitted(rows_of(groups), by_place(groups))
+    assert found.laws["all_gather"][:5] == pytest.approx(TRUE[:5], rel=1e-6)
+    kept = measure.even(rows_of(groups), by_place(groups))
+    assert {(row.inside, row.nodes) for row in kept} == {(3, 1), (1, 2)}
 
 
 def test_a_side_of_1_has_a_rate_of_its_own():
@@ -81,7 +91,7 @@ def test_a_side_of_1_has_a_rate_of_its_own():
 
 def test_a_misfit_is_that_of_the_points():
     rows = [Measured("shift", 2, 1, (100, 200, 400), (1.0, 1.0, 2.0))]
-    found = fitting.fitted(rows, {(2, 1): 1})
+    found = fitting.fitted(rows, by_place([Group(2, 2, 1, 1)]))
     misfit = found.misfits["shift"]
     assert misfit.points == 3 and 0 < misfit.median <= misfit.largest < 1
     assert found.laws["shift"].misfit == pytest.approx(misfit.median, abs=1e-4)
@@ -124,7 +134,7 @@ def test_operands_lie_as_their_form_says(form, dtype):
 
 @pytest.mark.parallel([1, 2, 4, 6])
 def test_every_divisor_is_a_group(comm):
-    found = {kind[:2]: axis.size for kind, _, axis in collectives.groups(comm)}
+    found = {group[1:3]: axis.size for group, _, axis in collectives.groups(comm)}
     assert found == {(size, 1): size for size in range(2, comm.size + 1) if comm.size % size == 0}
 
 
@@ -132,8 +142,8 @@ def test_every_divisor_is_a_group(comm):
 def test_groups_on_two_nodes(comm, monkeypatch):
     """As if the first half of the ranks were on one host, the others on another."""
     monkeypatch.setattr(Grid, "host_of", lambda self, rank: "ab"[2 * rank // self.size])
-    found = {(kind, axis.size) for kind, _, axis in collectives.groups(comm)}
-    expected = {2: {((1, 2, 1), 2)}, 4: {((2, 2, 1), 4), ((2, 1, 1), 2), ((1, 2, 2), 2)}}
+    found = {(group[1:4], axis.size, group.size) for group, _, axis in collectives.groups(comm)}
+    expected = {2: {((1, 2, 1), 2, 2)}, 4: {((2, 2, 1), 4, 4), ((2, 1, 1), 2, 2), ((1, 2, 2), 2, 2)}}
     assert found == expected[comm.size]
 
 
@@ -151,11 +161,32 @@ def test_a_collective_moves_about_what_it_should(comm, operation):
             assert times == pytest.approx(comm.size / 2 if whole else 1, rel=0.3)
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_timed_of_a_collective_has_no_pass_that_a_dry_run_counts_besides(operation):
+    with Grid.dry((4, 1, 1)) as grid:
+        library = grid.library("numpy")
+        buffers = SimpleNamespace(library=library, leaving=library.empty((2**19,), "float32"),
+                                  coming=library.empty((2**19,), "float32"),
+                                  slab=lambda nbytes: Slab(library.empty((nbytes,), "uint8"), library))
+        for nbytes in (2**12, 2**20):
+            collectives.collective(grid.x, operation, nbytes, buffers)()
+        assert [action.what for action in grid.dry_run.actions] == ["begin", "wait"] * 2
+
+
+def test_what_lies_apart_is_packed_in_a_pass_of_its_own():
+    with Grid.dry((2, 1, 1)) as grid:
+        leaving, coming = (grid.library("numpy").empty((1024, 1024), "float32") for _ in range(2))
+        pieces, landing = ([array[:, :512], array[:, 512:]] for array in (leaving, coming))
+        grid.x.exchange_into(pieces, landing).wait()
+        found = [(action.operation, action.nbytes) for action in grid.dry_run.actions if action.what == "pass"]
+        assert found and sum(nbytes for _, nbytes in found) == 2 * 2 * landing[1].nbytes
+
+
 @pytest.mark.parallel([2])
 def test_rows_ascend_and_can_be_written(comm, monkeypatch):
     monkeypatch.setattr(collectives, "SIZES", (64, 512, 4096))
-    rows, sharers = collectives.measured_collectives(Sampler(comm), silent)
-    assert [row.operation for row in rows] == list(OPERATIONS) and sharers == {(2, 1): 1}
+    rows, found = collectives.measured_collectives(Sampler(comm), silent)
+    assert [row.operation for row in rows] == list(OPERATIONS) and found == {(2, 1): Group(2, 2, 1, 1)}
     assert all(list(row.nbytes) == sorted(set(row.nbytes)) and min(row.seconds) > 0 for row in rows)
 
 

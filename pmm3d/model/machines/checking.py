@@ -64,7 +64,7 @@ class Section:
         """A text that is one of those known."""
         value = self.text(key)
         if value and value not in known:
-            self.problems.append(f"{self._of(key)} = {_shown(value)}{_hint(value, known)}")
+            self.problems.append(f"{self._of(key)} = {_shown(value)}{hint(value, known)}")
         return value
 
     def section(self, key: str, needed: bool = False) -> Section:
@@ -92,7 +92,7 @@ class Section:
         possible = list(dict.fromkeys([*self._asked, *known]))
         for key in self._values:
             if key not in self._asked:
-                self.problems.append(f"unknown key {self._of(key)}{_hint(key, possible)}")
+                self.problems.append(f"unknown key {self._of(key)}{hint(key, possible)}")
 
     def _value(self, key: str, default: Any = None) -> Any:
         self._asked[key] = None
@@ -136,7 +136,8 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _hint(key: str, known: Iterable[str]) -> str:
+def hint(key: str, known: Iterable[str]) -> str:
+    """The nearest of what is known, or all of it, for the end of a message."""
     known = list(known)
     near = get_close_matches(key, known, 1, 0.5)
     return f" (did you mean {near[0]}?)" if near else f" (known there: {', '.join(known)})"

@@ -93,14 +93,16 @@ class Machine:
         """Of a collective in which a rank receives so many bytes (sends, if those are more), all groups of the axis at
         once, from its beginning to its end, with nothing under it.
 
-        By what was measured of that operation, with as many ranks inside a node and as many nodes; else by its law. To
-        move nothing takes nothing.
+        By what was measured of that operation, with as many ranks on each of as many nodes, and as far from each other;
+        else by its law. To move nothing takes nothing.
         """
         if group.size < 2 or nbytes <= 0:
             return 0.0
-        measured = self._measured.get((operation, group.inside, group.nodes))
-        if measured is not None:
-            return measured.price(nbytes)
+        if group.size == group.inside * group.nodes:
+            kind = operation, group.inside, group.nodes
+            measured = self._measured.get((*kind, group.stride)) or self._measured.get((*kind, 0))
+            if measured is not None:
+                return measured.price(nbytes)
         law = self.laws.get(operation) or self.laws.get(DEFAULT)
         if law is None:
             raise Pmm3dError(f"machine {self.name} has no figures for collectives")
@@ -122,8 +124,8 @@ class Machine:
         return replace(found, collectives=(), sources={**self.sources, "collectives": said})
 
     @cached_property
-    def _measured(self) -> dict[tuple[str, int, int], Measured]:
-        return {(row.operation, row.inside, row.nodes): row for row in self.collectives}
+    def _measured(self) -> dict[tuple[str, int, int, int], Measured]:
+        return {(row.operation, row.inside, row.nodes, row.stride): row for row in self.collectives}
 
     @cached_property
     def _priced(self) -> dict[tuple[int, int, int, str, str], float]:

@@ -120,6 +120,8 @@ class Measured:
     Between two sizes the logarithm of the seconds is interpolated in that of the bytes; larger ones have the bandwidth
     of the last, smaller ones take as long as the first. No size counts for more than a larger one took: what took
     longer was disturbed.
+
+    stride   ranks between neighbours of those groups; 0: it holds for all
     """
 
     operation: str
@@ -127,6 +129,7 @@ class Measured:
     nodes: int
     nbytes: tuple[int, ...]
     seconds: tuple[float, ...]
+    stride: int = 0
 
     def price(self, nbytes: float) -> float:
         """Seconds.

@@ -18,15 +18,17 @@ class Group(NamedTuple):
     inside    of them on one node, the most of any
     nodes     that they are spread over
     sharers   groups of the same axis that a node takes part in at once: they share its injection bandwidth
+    stride    ranks of inner axes between neighbours: 1, if they are next to each other
 
         >>> groups_of(GridShape(2, 2, 4), 4)["z"]
-        Group(size=4, inside=1, nodes=4, sharers=4)
+        Group(size=4, inside=1, nodes=4, sharers=4, stride=4)
     """
 
     size: int
     inside: int
     nodes: int
     sharers: int
+    stride: int = 1
 
 
 def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
@@ -49,10 +51,10 @@ def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: in
     """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; see `groups_of`.
 
         >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
-        (Group(size=3, inside=2, nodes=2, sharers=4), Group(size=2, inside=1, nodes=2, sharers=8))
+        (Group(size=3, inside=2, nodes=2, sharers=4, stride=1), Group(size=2, inside=1, nodes=2, sharers=8, stride=1))
     """
     inside, nodes = _spread(size, stride, ranks, run or ranks_per_node)
-    return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside))
+    return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside), stride)
 
 
 @lru_cache(maxsize=2**14)

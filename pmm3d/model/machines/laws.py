@@ -16,6 +16,11 @@ DEFAULT = "default"
 """The name of what serves all that has no figures of its own: an operation, a pass."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 """Collectives that are priced, by the names that the ledger gives them."""
+PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fill", "elementwise", "bias", "columns",
+          "relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "dropout mask", "sum", "mean", "norm", "take", "put",
+          "log", "softmax", "log_softmax", "layer_norm", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd", "adam",
+          "adamw", "clip")
+"""Passes of the library, by the names that dry runs give them; after most of them comes "... backward"."""
 
 
 class Terms(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -13,14 +14,15 @@ from typing import Any
 
 from ...errors import Pmm3dError, check_regular, needs
 from ...layout import MATRIX_DTYPES
-from .checking import Section
+from .checking import Section, hint
 from .description import Machine
 from .figures import FORMS, GemmLaw, GemmPoints, Gemms, Measured, Pass
-from .laws import DEFAULT, OPERATIONS, Law
+from .laws import DEFAULT, OPERATIONS, PASSES, Law
 
 KNOWN = Path(__file__).parent / "known"
 SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead")
 """What `sources` speaks of."""
+logger = logging.getLogger("pmm3d.model")
 
 
 def known_machines() -> list[str]:
@@ -72,7 +74,17 @@ def machine_from(text: str, source: str) -> Machine:
     figures = _figures(Section(values, "", problems))
     if problems:
         raise Pmm3dError(f"{source}: {'; '.join(problems)}")
+    for name in figures["passes"]:
+        if name not in (DEFAULT, *PASSES) and name.removesuffix(" backward") not in PASSES:
+            _tell_own_pass(source, name)
     return Machine(**figures)
+
+
+@lru_cache(maxsize=64)
+def _tell_own_pass(source: str, name: str) -> None:
+    """Programs have passes of their own, so that it is no error: said once in a process."""
+    logger.warning(f"{source}: passes.{name} is no pass of the library{hint(name, PASSES)}: it counts where a program "
+                   "names a pass of its own so")
 
 
 def _figures(file: Section) -> dict[str, Any]:
@@ -167,10 +179,10 @@ def _laws(section: Section) -> dict[str, Law]:
 
 
 def _collectives(rows: list[Section], ranks_per_node: int) -> tuple[Measured, ...]:
-    found = dict[tuple[str, int, int], Measured]()
+    found = dict[tuple[str, int, int, int], Measured]()
     for row in rows:
         one = Measured(row.name("operation", OPERATIONS), row.whole("inside", 1), row.whole("nodes", 1),
-                       row.wholes("bytes"), row.positives("seconds"))
+                       row.wholes("bytes"), row.positives("seconds"), row.whole("stride", 1) if "stride" in row else 0)
         row.end()
         if one.nbytes and one.seconds and len(one.nbytes) != len(one.seconds):
             row.wrong(f"bytes and seconds have {len(one.nbytes)} and {len(one.seconds)} entries: they need as many")
@@ -180,7 +192,7 @@ def _collectives(rows: list[Section], ranks_per_node: int) -> tuple[Measured, ..
             row.wrong("inside = 1, nodes = 1 is one rank, which sends nothing")
         if one.inside > ranks_per_node:
             row.wrong(f"inside = {one.inside} is more than ranks_per_node = {ranks_per_node}")
-        key = (one.operation, one.inside, one.nodes)
+        key = (one.operation, one.inside, one.nodes, one.stride)
         if key in found:
             row.wrong(f"{one.operation}, inside = {one.inside}, nodes = {one.nodes} is there twice")
         found[key] = one
@@ -207,7 +219,8 @@ def as_toml(machine: Machine) -> str:
         import tomlkit
     gemms = {dtype: _gemms_as_values(gemms) for dtype, gemms in machine.gemms.items()}
     rows = [{"operation": row.operation, "inside": row.inside, "nodes": row.nodes, "bytes": list(row.nbytes),
-             "seconds": list(row.seconds)} for row in machine.collectives]
+             "seconds": list(row.seconds), **({"stride": row.stride} if row.stride else {})}
+            for row in machine.collectives]
     sections = {
         "key": dict(machine.key), "sources": dict(machine.sources), "peak": dict(machine.peak),
         "hidden": dict(machine.hidden), "gemm": gemms,

@@ -27,7 +27,10 @@ UNMEASURED = "nominal"
 
 @dataclass(frozen=True)
 class Choice:
-    """The grid that was chosen, and the second best, which none is on one rank; by the model of which machine."""
+    """The grid that was chosen, and the second best, which none is on one rank; by the model of which machine.
+
+    measured   whether its figures are of `pmm3d tune machine`: not those of a machine that comes with the library
+    """
 
     chosen: Candidate
     runner_up: Candidate | None
@@ -43,7 +46,7 @@ class Choice:
         """In a line."""
         next_one = f"; next {_said(self.runner_up)}" if self.runner_up is not None else ""
         remedy = "pmm3d tune machine measures" if self.on_host else "not of these devices: PMM3D_MACHINE names another"
-        known = f"of {self.machine}" if self.measured else f"of a {self.machine} machine ({remedy})"
+        known = f"of a {self.machine} machine ({remedy})" if self.machine == UNMEASURED else f"of {self.machine}"
         return f"grid.shape = auto: {_said(self.chosen)} a step by the model {known}{next_one}"
 
     def document(self) -> dict[str, Any]:
@@ -88,17 +91,17 @@ def room(grid: Grid) -> tuple[int, str]:
     return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 
-def _choice(config: Config, processes: Processes, measured: Machine | None, limit: int | None) -> Choice | None:
+def _choice(config: Config, processes: Processes, known: Machine | None, limit: int | None) -> Choice | None:
     from .planning import rank_training  # only where it is needed: by one rank
 
-    machine = (measured or load(UNMEASURED)).with_ranks_per_node(processes.per_node())
+    machine = (known or load(UNMEASURED)).with_ranks_per_node(processes.per_node())
     try:
         samples = sizes_in_file(config)
     except Pmm3dError:
         return None
     best, *others = rank_training(config, len(processes), machine, limit=limit, samples=samples,
                                   run=processes.run()).candidates
-    return Choice(best, others[0] if others else None, machine.name, measured is not None)
+    return Choice(best, others[0] if others else None, machine.name, bool(machine.key))
 
 
 def _said(candidate: Candidate) -> str:

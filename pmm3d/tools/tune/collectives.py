@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -12,6 +11,7 @@ from mpi4py import MPI
 from ...arrays import Slab, library_named
 from ...comm import Axis, Grid, Pending, forms
 from ...comm.ledger import Record
+from ...model.machines import Group
 from ...model.machines.figures import Measured
 from ...model.machines.laws import OPERATIONS
 from .gemms import Operands
@@ -33,14 +33,6 @@ LEAST_SHARE = 0.05
 SECONDS = 40.0
 ELEMENT = 4
 """Bytes: float32."""
-
-
-class Kind(NamedTuple):
-    """A group that was measured, as `Group` has it."""
-
-    inside: int
-    nodes: int
-    sharers: int
 
 
 class Buffers:
@@ -71,46 +63,46 @@ def count(ranks: int) -> int:
     return len(shapes(ranks)) * len(OPERATIONS) * len(SIZES)
 
 
-def groups(comm: MPI.Intracomm) -> Iterator[tuple[Kind, Grid, Axis]]:
+def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
     """Every kind of group that the ranks can form, once, the largest first, with a grid and an axis of it, which last
     until the next one. Collective."""
     seen = set[tuple[int, int]]()
     for shape in shapes(comm.size):
         with Grid(comm, (*shape, 1)) as grid:
             for axis in (grid.x, grid.y):
-                kind = kind_of(grid, axis)
-                if axis.size > 1 and kind[:2] not in seen:
-                    seen.add(kind[:2])
-                    yield kind, grid, axis
+                group = group_of(grid, axis)
+                if axis.size > 1 and (group.inside, group.nodes) not in seen:
+                    seen.add((group.inside, group.nodes))
+                    yield group, grid, axis
 
 
-def kind_of(grid: Grid, axis: Axis) -> Kind:
+def group_of(grid: Grid, axis: Axis) -> Group:
     """As the ranks are on hosts, the largest of any group. Collective."""
     hosts = [grid.host_of(rank) for rank in axis.ranks]
     beside = sum(grid.host_of(rank) == grid.host_of(grid.rank) for rank in range(grid.size))
     inside = max(map(hosts.count, set(hosts)))
     figures = np.array([inside, len(set(hosts)), max(1, beside // inside)], np.int64)
     grid.comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
-    return Kind(*map(int, figures))
+    return Group(axis.size, *map(int, figures))
 
 
 def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
-                         ) -> tuple[list[Measured], dict[tuple[int, int], int]]:
-    """Rows, and (inside, nodes) -> sharers of the groups that were measured."""
-    rows, sharers = list[Measured](), dict[tuple[int, int], int]()
+                         ) -> tuple[list[Measured], dict[tuple[int, int], Group]]:
+    """Rows, and (inside, nodes) -> the group that was measured."""
+    rows, found = list[Measured](), dict[tuple[int, int], Group]()
     if sampler.comm.size == 1:
-        return rows, sharers
+        return rows, found
     with sampler.section("collectives", SECONDS):
         buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
-        for kind, _, axis in groups(sampler.comm):
-            sharers[kind[:2]] = kind.sharers
+        for group, _, axis in groups(sampler.comm):
+            found[group.inside, group.nodes] = group
             for operation in OPERATIONS:
                 points = _points(timing, sampler, axis, operation, buffers)
                 tell(f"{operation} in groups of {axis.size}", len(SIZES))
                 if points:
                     nbytes, seconds = zip(*points)
-                    rows.append(Measured(operation, kind.inside, kind.nodes, nbytes, seconds))
-    return rows, sharers
+                    rows.append(Measured(operation, group.inside, group.nodes, nbytes, seconds))
+    return rows, found
 
 
 class Timing:

@@ -36,17 +36,17 @@ class Fitted(NamedTuple):
     misfits: dict[str, Misfit]
 
 
-def fitted(rows: Sequence[Measured], sharers: Mapping[tuple[int, int], int]) -> Fitted:
+def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) -> Fitted:
     """Laws of rows that were measured.
 
-    sharers   of each (inside, nodes), the groups that shared a node's way out
+    groups   of each (inside, nodes), the group that was measured: on uneven nodes of fewer than inside * nodes ranks
 
     Where no row went across nodes, the figures across are those of the nominal machine, and so are those inside where
     none went inside: nothing is known of them.
     """
     by_operation: dict[str, list[tuple[Group, int, float]]] = {DEFAULT: []}
     for row in rows:
-        group = Group(row.inside * row.nodes, row.inside, row.nodes, sharers[row.inside, row.nodes])
+        group = groups[row.inside, row.nodes]
         points = [(group, nbytes, seconds) for nbytes, seconds in zip(row.nbytes, row.seconds)]
         by_operation.setdefault(row.operation, []).extend(points)
     laws, misfits = dict[str, Law](), dict[str, Misfit]()

@@ -26,9 +26,9 @@ def measured_hidden(sampler: Sampler, dtype: str, tell: Callable[[str, int], Non
     if sampler.comm.size == 1:
         return found
     buffers, operands = Buffers(NBYTES, sampler.comm.size), Operands(dtype, SHAPE[0] * SHAPE[1])
-    for kind, grid, axis in groups(sampler.comm):
-        place = PLACES[kind.nodes > 1]
-        if place not in found and (kind.nodes == 1 or kind.inside == 1):
+    for group, grid, axis in groups(sampler.comm):
+        place = PLACES[group.nodes > 1]
+        if place not in found and (group.nodes == 1 or group.inside == 1):
             with sampler.section(f"hidden {place}", SECONDS):
                 share = _share(sampler, grid, axis, buffers, operands)
             tell("hidden", 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ from mpi4py import MPI
 from ...comm import Grid
 from ...comm.machine_cache import key_of
 from ...model.machine import available_memory, cores, cpu, loaded_blas
-from ...model.machines import Machine
+from ...model.machines import Group, Machine
+from ...model.machines.figures import Measured
 from . import collectives, gemms, passes
 from .fitting import Fitted, fitted
 from .hidden import PLACES, measured_hidden
@@ -117,18 +118,23 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
                       ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), gemms=rates,
                       key=keys[0])
     machine = replace(machine, passes=passes.measured_passes(sampler, machine, tell))
-    rows, sharers = collectives.measured_collectives(sampler, tell)
-    fit = fitted(rows, sharers)
-    machine = replace(machine, collectives=tuple(rows), laws=fit.laws,
+    rows, groups = collectives.measured_collectives(sampler, tell)
+    machine = replace(machine, collectives=tuple(rows), laws=fitted(rows, groups).laws,
                       hidden=measured_hidden(sampler, dtypes[0], tell))
     correction = correction_of(measured_steps(sampler, comm, nodes.ranks_per_node), machine)
     machine = corrected(machine, correction)
-    fit = fitted(machine.collectives, sharers)
-    machine = replace(machine, laws=fit.laws)
+    fit = fitted(machine.collectives, groups)
+    machine = replace(machine, collectives=tuple(even(machine.collectives, groups)), laws=fit.laws)
     everyones = comm.allgather((sampler.thrown, sampler.medians))
     thrown, medians = zip(*everyones)
     slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
     return Report(machine, fit, correction, slow, sum(thrown), sampler.left_out, nodes.hosts, unlike)
+
+
+def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> list[Measured]:
+    """The rows of groups with as many ranks on each node. Those of others go into the laws alone: a row stands for
+    inside * nodes ranks."""
+    return [row for row in rows if groups[row.inside, row.nodes].size == row.inside * row.nodes]
 
 
 def _sources(nodes: Nodes) -> dict[str, str]:
