@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from pmm3d.comm import machine_cache
 from pmm3d.layout import GridShape
-from pmm3d.model.candidates import Candidate, Ranking
 from pmm3d.model import gpt_ranking
+from pmm3d.model.candidates import Candidate, Ranking
 from pmm3d.model.gpt import GPT
 from pmm3d.model.gpt_ranking import Search, rank_by_axonn
 from pmm3d.model.machines.reading import as_toml, load
@@ -175,6 +175,7 @@ def test_a_machine_of_a_file(tmp_path):
     ((*SMALL, "--machine", "frontier", "--memory", 10**9), "The least number of ranks that fits is"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--accumulate", 2), "batch = 65 must be a multiple"),
     ((*SMALL, "--machine", "frontier", "--mtbf", -1), "seconds are no time"),
+    (("--m", 8, "--n", 8, "--k", 8, "--vocabulary", 0), "--vocabulary has no effect on a product: it is of a GPT"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),
 ], ids=str)
