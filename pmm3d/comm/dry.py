@@ -14,11 +14,13 @@ import numpy as np
 from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_of
 from ..arrays.dry_run import Action
 from ..arrays.dry_workspace import DryWorkspace
+from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
 from ..layout import offsets, part_sizes
 from .axis import Axis
 from .communicator import WatchedComm
 from .engine import Engine, Pending
+from .forms import Awaited
 from .ledger import Ledger, Record
 from .transport import Collective, Link, Transport
 
@@ -201,6 +203,15 @@ class DryAxis(Axis):
             return result
 
         return self.begin(name, same_everywhere)
+
+    def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
+                 work: Slab | None = None) -> Pending:
+        if not library_of(array).has_data:
+            return super().sum_into(array, out, beta, after=after, work=work)
+        dry = DryLibrary(self._engine.run)
+        pending = super().sum_into(dry.like(array), dry.like(out), beta, after=after, work=work)
+        out[...] = array * self.size + (beta * out if beta else 0)
+        return pending
 
     def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
                    ) -> np.ndarray:

@@ -155,6 +155,9 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
 def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int]:
     """The shape and the size of the data axis of a family of parallel training on that many ranks."""
     if name == "ddp":
+        if data not in (1, ranks):
+            raise GridError(f'"ddp" puts all {ranks} ranks along data; got data {data}. Leave data out, or name how '
+                            f'each of {data} copies is spread: "hsdp", "megatron" or three sizes')
         return (1, 1, 1), ranks
     if name == "fsdp" and data != 1:
         raise GridError(f'"fsdp" shards everything over all ranks; with data {data} that is "hsdp"')

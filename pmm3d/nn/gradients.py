@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from operator import add as plus
 from typing import Protocol
@@ -172,6 +173,7 @@ class Gradients:
         self._grid = grid
         self._flights: dict[str, list[Pending]] = {}
         self._work: dict[str, list[Sequence[int]]] = {}
+        self._in_turn: list[tuple[str, Sequence[int]]] = []
         self._partials = Partials(grid)
         self._open: dict[Accumulated, None] = {}
         self.begin(True, Overlap(), Counter(), lambda: None)
@@ -271,7 +273,7 @@ class Gradients:
         """The backward pass ended with an error: what it has begun is of no use, nor what it was to be added to."""
         for record in (*self._expected, *self._open):
             record.state, record.pending = State.BROKEN, None
-        self._open, self._work = {}, {}
+        self._open, self._work, self._in_turn = {}, {}, []
         self.begin(self._sync, self._overlap, Counter(), lambda: None)
 
     def agree(self) -> None:
@@ -280,12 +282,17 @@ class Gradients:
         agreed()
 
     def _rehearse(self, used: list[Accumulated]) -> None:
+        """Have what is noted, and what each two sums take that follow each other: the second is begun before the first
+        is done, or after, as messages go."""
         if used:
             work = [size for noted in self._work.values() for sizes in noted for size in sizes]
             library = used[0].form.library
             with self._grid.engine.transport.as_in_collectives(library):
                 self._grid.workspace.rehearse(work, library)
-        self._work = {}
+                for (axis, sizes), (after, others) in pairwise(self._in_turn):
+                    if axis == after:
+                        self._grid.workspace.rehearse([*sizes, *others], library)
+        self._work, self._in_turn = {}, []
 
     def note_work(self, kind: str, sizes: Sequence[int], at_once: int = IN_FLIGHT) -> None:
         """A collective takes work arrays of these bytes, and up to `at_once` of its kind are under way: at the end of
@@ -319,7 +326,9 @@ class Gradients:
         sizes = [prod(member.form.local_shape) for member in members]
         held = members[0].form.dtype
         sent = members[0].message.dtype if axis is self._grid.data else held
-        self.note_work(phase, coalesced_work(sizes, counts, held, axis.size, axis.index, sent))
+        work = coalesced_work(sizes, counts, held, axis.size, axis.index, sent)
+        self.note_work(phase, work)
+        self._in_turn.append((axis.name, work))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()

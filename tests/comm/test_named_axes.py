@@ -116,6 +116,15 @@ def test_axes_that_do_not_divide_the_ranks(comm, fails):
 
 
 @pytest.mark.parallel([4])
+def test_copies_on_all_ranks_are_as_many_as_there_are(comm, fails):
+    for data, axes in ((2, None), (8, None), (4, {"seq": 2})):
+        fails(GridError, rf'"ddp" puts all \d ranks along data; got data {data}. Leave data out',
+              lambda data=data, axes=axes: Grid(comm, "ddp", data, axes=axes))
+    with Grid(comm, "ddp", 2, axes={"seq": 2}) as grid:
+        assert grid.shape == GridShape(1, 1, 1, 2, seq=2)
+
+
+@pytest.mark.parallel([4])
 def test_ranks_that_name_other_axes_are_told(comm, fails):
     own = {"seq": 2, "pipe": 2} if comm.rank else {"pipe": 2, "seq": 2}
     fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm, (1, 1, 1), axes=own))

@@ -1,5 +1,7 @@
 """Each operation of a network writes down, in a dry run, the passes over memory that it makes, forward and backward."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.model.machines.laws import PASSES
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts
+from pmm3d.nn.statistics import total
 
 ROWS, COLS = 512, 256
 MATRIX = batch_layout("y")
@@ -200,3 +203,14 @@ def test_on_a_grid_with_data_nothing_is_noted(comm):
         y.backward(DistMatrix.from_global(grid, np.ones((4, 4))))
         entries = {key.operation for key in grid.ledger.entries}
         assert "elementwise" in entries and not entries & {"relu", "relu backward"}
+
+
+@pytest.mark.parametrize("shape, data, rank", [((1, 1, 8), 4096, 32767), ((2, 2, 2), 2, 0)])
+@pytest.mark.parametrize("size", [(1, 1), (64, 30)])
+def test_numbers_of_a_dry_run_are_those_of_equal_ranks(shape, data, rank, size):
+    """And not what happens to be in memory, which may overflow."""
+    with Grid.dry(shape, data, rank) as grid, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert total(grid, np.ones(2), ("z", "data")).tolist() == 2 * [grid.shape.z * data]
+        x = nn.Tensor(DistMatrix.random(grid, size, dtype="float32", layout=batch_layout("y")))
+        assert np.isfinite(nn.r2(x, x.value))

@@ -31,6 +31,7 @@ OPTIONS = {
     "without overlap, ZeRO-1": {"overlap": {"oar": False, "ors": False, "oag": False, "buckets": False},
                                 "optimizer": {"shard_over_data": True}},
     "accumulated": {"training": {"accumulate": 3}},
+    "small buckets": {"training": {"accumulate": 3}, "overlap": {"bucket_bytes": 2**18}},
     "all at once": {"network": {"recompute": True, "dropout": 0.2, "norm": True, "activations": "sharded"},
                     "optimizer": {"shard_over_data": True, "clip": 1.0}, "training": {"accumulate": 2}},
 }

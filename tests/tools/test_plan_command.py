@@ -175,6 +175,7 @@ def test_a_machine_of_a_file(tmp_path):
     ((*SMALL, "--machine", "frontier", "--memory", 10**9), "The least number of ranks that fits is"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--accumulate", 2), "batch = 65 must be a multiple"),
     ((*SMALL, "--machine", "frontier", "--mtbf", -1), "seconds are no time"),
+    (("--m", 8, "--n", 8, "--k", 8, "--vocabulary", 0), "--vocabulary has no effect on a product: it is of a GPT"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),
 ], ids=str)

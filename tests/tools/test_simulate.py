@@ -201,14 +201,14 @@ def test_the_best_grids_of_a_curve_are_like_that_of_the_step(monkeypatch):
     asked, ranking = [], planning.rank_training
 
     def counted(config, ranks, machine, **options):
-        asked.append((ranks, options["top"], options["seconds"]))
+        asked.append((ranks, options["top"], options["actions"]))
         return ranking(config, ranks, machine, **options)
 
     monkeypatch.setattr(planning, "rank_training", counted)
     one = simulator(batch=2**16)
     chosen = _chooser(one, "auto", None)
     grids = [chosen(one.config, ranks, ranks == 64) for ranks in (64, 64, 128)]
-    assert asked == [(64, planning.TOP, planning.SECONDS), (128, 3, 0.0)]
+    assert asked == [(64, planning.TOP, planning.ACTIONS), (128, 3, 0)]
     assert grids[0] == grids[1] and grids[2].size == 128
     best = one.of(grids[2], alone=True).seconds
     like = GridShape(*grids[0][:3], 128 // (grids[0].size // grids[0].data))
@@ -217,7 +217,7 @@ def test_the_best_grids_of_a_curve_are_like_that_of_the_step(monkeypatch):
 
 @pytest.mark.parametrize("name, data, grids", [
     ("megatron", 4, ["8x1x1 (data 4)", "16x1x1 (data 4)"]), ("hsdp", 2, ["1x1x16 (data 2)", "1x1x32 (data 2)"]),
-    ("2x1x2", 16, ["2x1x2 (data 8)", "2x1x2 (data 16)"])])
+    ("ddp", 64, ["1x1x1 (data 32)", "1x1x1 (data 64)"]), ("2x1x2", 16, ["2x1x2 (data 8)", "2x1x2 (data 16)"])])
 def test_data_is_that_of_a_familys_curves_too(name, data, grids):
     from pmm3d.tools.simulate.command import _chooser
 

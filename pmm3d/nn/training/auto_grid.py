@@ -17,12 +17,12 @@ from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...model import machine as host
 from ...model.candidates import Candidate
-from ...model.machines import Machine, load
+from ...model.machines import Machine
+from ...model.ranking import nominal
 from .config import Config
 from .dry_step import sizes_in_file
 
 AUTO = "auto"
-UNMEASURED = "nominal"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def room(grid: Grid) -> tuple[int, str]:
 def _choice(config: Config, processes: Processes, known: Machine | None, limit: int | None) -> Choice | None:
     from .planning import rank_training  # only where it is needed: by one rank
 
-    machine = (known or load(UNMEASURED)).with_ranks_per_node(processes.per_node())
+    per_node = processes.per_node()
+    machine = (known or nominal(per_node)).with_ranks_per_node(per_node)
     try:
         samples = sizes_in_file(config)
     except Pmm3dError:

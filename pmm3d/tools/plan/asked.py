@@ -41,7 +41,7 @@ class Asked:
 
     def check(self) -> None:
         """Raises Pmm3dError for options that do not go together, or have no effect, with the remedy."""
-        given = [name for name, value in self.options.items() if value not in (None, False)]
+        given = [name for name, value in self.options.items() if value is not None and value is not False]
         if self.gpt and self.config:
             raise Pmm3dError("a GPT has no configuration: leave out CONFIG, or --gpt and what belongs to it")
         own = {"gpt": GPT_OPTIONS, "training": TRAINING_OPTIONS, "product": PRODUCT_OPTIONS}

@@ -151,7 +151,7 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
                 best[key] = _best(simulator, config, ranks, [] if itself else [*best.values()])
             return best[key]
         sizes = grid[:1].isdigit()
-        size = data if itself or not sizes else None
+        size = data if itself or grid in ("hsdp", "megatron") else None
         if size is None and sizes:
             x, y, z = parse_shape(grid)[:3]
             size, over = divmod(ranks, max(1, x * y * z))
