@@ -23,6 +23,7 @@ from .config import Config
 from .dry_step import sizes_in_file
 
 AUTO = "auto"
+UNMEASURED = "nominal"
 
 
 @dataclass(frozen=True)
