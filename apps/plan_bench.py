@@ -13,9 +13,9 @@ scaling      the simulated weak scaling of GPT on Frontier beside the published 
 memory       what a rank is said to hold beside what it holds
 
 The machine is measured first, on the same ranks, by `pmm3d tune machine`; --machines FOLDER keeps the files, and those
-that are there are read. Rounds over all grids are interleaved, each in another order; of a grid the median counts, of a
-ratio that within a round. --again FILE predicts anew what was measured for an earlier --json; --every-grid lists each
-with the parts of its time.
+that are there are read. Rounds over all grids of a product or network are interleaved, each in another order; of a grid
+the median counts, of a ratio that within a round. --again FILE predicts anew what was measured for an earlier --json;
+--every-grid lists each with the parts of its time. What was measured before a failure is shown, and kept by --json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,19 +39,23 @@ from plan_lab.cases import (
     OVERLAPS,
     PRODUCTS,
     Product,
+    grid_named,
     grids_3d,
     grids_4d,
     name_of,
-    preset,
     settings,
     write_data,
 )
 from plan_lab.compared import Compared
-from plan_lab.places import Here, on_nodes
+from plan_lab.places import Here, OnNodes
 from plan_lab.predicted import beside, memory_of, of_product, of_step, simulated
 
 from pmm3d.errors import Pmm3dError
+from pmm3d.layout import GridShape
+from pmm3d.model.candidates import preset_of
 from pmm3d.model.machines import Machine, machine_from
+from pmm3d.tools.bench.plot import check_picture
+from pmm3d.tools.outputs import check_writable
 
 SIMULATED = ("1x1x1x8", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x1x2x4", "2x1x2x2", "1x2x1x4")
 MEASURE = "measure"
@@ -58,13 +63,14 @@ MEASURE = "measure"
 
 
 class Bench:
-    """The options of a run, and what an earlier one had measured."""
+    """The options of a run, and what an earlier one had measured. measures: whether there is anything to measure."""
 
     def __init__(self, options: argparse.Namespace, folder: Path):
         self.options, self.folder = options, folder
         self.machines: dict[str, str] = {}
         self.found: list[Compared] = []
-        self._before = json.loads(options.again.read_text()) if options.again else None
+        self._before = earlier(options.again) if options.again else None
+        self.measures = self._before is None or options.machines is not None
 
     def machine(self, place: Here) -> Machine:
         """The description of the machine as it is there."""
@@ -77,97 +83,117 @@ class Bench:
             self.machines[where] = place.tune(self.options.machines or self.folder)
         return machine_from(self.machines[where], where)
 
-    def measure(self, place: Here, kind: str, **asked: Any) -> list[measured.Measurement]:
-        """Of that place, or what was measured there before, of what is asked for now."""
+    def measure(self, place: Here, kind: str, cases: Mapping[str, Any], grids: Iterable[GridShape]) -> (
+            Iterator[measured.Measurement]):
+        """Each case by a job of its own, so that a later one that fails takes none with it; or what was measured there
+        before."""
         if self._before:
-            wanted = asked["products"] if kind == "products" else [*asked["networks"]]
             found = {one["what"]: one for one in self._before["found"]
                      if one["where"] == str(place) and one["kind"] == kind}
-            if missing := [what for what in wanted if what not in found]:
+            if missing := [what for what in cases if what not in found]:
                 raise Pmm3dError(f"{self.options.again} has no {', '.join(missing)} on {place}: "
                                  "measure without --again")
-            return [found[what] for what in wanted]
-        return place.measure(kind, rounds=self.options.rounds, **asked)
+            yield from (found[what] for what in cases)
+            return
+        names, rounds = [*map(name_of, grids)], self.options.rounds
+        for what, case in cases.items():
+            asked: dict[str, Any] = {"products": [what]} if kind == "products" else {"networks": {what: case}}
+            yield from place.measure(kind, rounds=rounds, grids=names, **asked)
 
     def settings(self, name: str, *others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Of a network, whose data is written."""
         write_data(NETWORKS[name], self.folder)
         return settings(NETWORKS[name], self.folder, *others)
 
-    def keep(self) -> None:
-        """The figures and the picture of what was measured so far, where they are asked for."""
-        if not self.found:
-            return
+    def add(self, found: Compared) -> None:
+        """It is kept at once, where figures are asked for."""
+        self.found.append(found)
         if self.options.json:
             kept = {"machines": self.machines, "found": [one.as_json() for one in self.found]}
             self.options.json.write_text(json.dumps(kept, indent=1))
-        if self.options.plot:
-            compared.draw(self.found, self.options.plot)
+
+    def of(self, place: Here, kind: str) -> list[Compared]:
+        return [one for one in self.found if one.where == str(place) and one.more["kind"] == kind]
+
+
+def earlier(path: Path) -> dict[str, Any]:
+    """What --json wrote."""
+    try:
+        before = json.loads(path.read_text())
+        return {"machines": before["machines"], "found": before["found"]}
+    except (OSError, ValueError, KeyError, TypeError) as reason:
+        raise Pmm3dError(f"--again {path}: not a file that --json wrote ({reason})") from None
 
 
 def compare_products(bench: Bench, place: Here) -> None:
-    machine = bench.machine(place)
-    grids = [name_of(grid) for grid in grids_3d(place.ranks)]
-    found = bench.measure(place, "products", products=[*map(str, bench.options.products)], grids=grids)
-    for one in found:
-        bench.found.append(beside(one, "products", place, of_product(one["what"], place.ranks, machine)))
+    machine, cases = bench.machine(place), {str(product): product for product in bench.options.products}
+    for one in bench.measure(place, "products", cases, grids_3d(place.ranks)):
+        bench.add(beside(one, "products", place, of_product(one["what"], place.ranks, machine)))
 
 
 def compare_steps(bench: Bench, place: Here) -> None:
-    machine, configs = bench.machine(place), {name: bench.settings(name) for name in bench.options.networks}
-    grids = [name_of(grid) for grid in grids_4d(place.ranks)]
-    for one in bench.measure(place, "steps", networks=configs, grids=grids):
-        bench.found.append(beside(one, "steps", place, of_step(configs[one["what"]], place.ranks, machine)))
+    machine, cases = bench.machine(place), {name: bench.settings(name) for name in bench.options.networks}
+    for one in bench.measure(place, "steps", cases, grids_4d(place.ranks)):
+        bench.add(beside(one, "steps", place, of_step(cases[one["what"]], place.ranks, machine)))
+
+
+def compare(bench: Bench, place: Here, *comparisons: Callable[[Bench, Here], None]) -> None:
+    """What is measured before a failure is shown, too."""
+    try:
+        for each in comparisons:
+            each(bench, place)
+    finally:
+        for kind in ("products", "steps"):
+            if found := bench.of(place, kind):
+                show(found, bench.options, presets=kind == "steps")
 
 
 def products(bench: Bench) -> None:
     for ranks in bench.options.ranks or (4, 8):
-        compare_products(bench, Here(ranks))
-    show(bench.found, bench.options)
+        compare(bench, Here(ranks), compare_products)
 
 
 def steps(bench: Bench) -> None:
     for ranks in bench.options.ranks or (8,):
-        compare_steps(bench, Here(ranks))
-    show(bench.found, bench.options, presets=True)
+        compare(bench, Here(ranks), compare_steps)
 
 
 def across_nodes(bench: Bench) -> None:
     options = bench.options
-    for nodes in options.nodes:
-        for ranks in options.ranks or (8,):
-            with on_nodes(nodes, ranks, options.rate) as place:
-                compare_products(bench, place)
-                compare_steps(bench, place)
-    show([one for one in bench.found if one.what not in NETWORKS], options)
-    show([one for one in bench.found if one.what in NETWORKS], options, presets=True)
-    print(compared.inner_axes(bench.found))
+    places = [OnNodes(ranks, nodes, options.rate) for nodes in options.nodes for ranks in options.ranks or (8,)]
+    for place in places:
+        with place.standing() if bench.measures else nullcontext():
+            compare(bench, place, compare_products, compare_steps)
 
 
-def show(found: Sequence[Compared], options: argparse.Namespace, *, presets: bool = False) -> None:
+def show(found: Sequence[Compared], options: argparse.Namespace, *, presets: bool) -> None:
     if options.every_grid:
         print("\n\n".join(map(compared.every_grid, found)) + "\n")
-    if found:
-        print(f"{compared.table(found, presets=presets)}\n\n{compared.totals(found, presets=presets)}\n")
+    print(f"{compared.table(found, presets=presets)}\n\n{compared.totals(found, presets=presets)}\n", flush=True)
+    if options.command == "cluster":
+        print(f"{compared.inner_axes(found)}\n\n{compared.axes_of_grids(found)}\n", flush=True)
 
 
 def simulation(bench: Bench) -> None:
     for ranks in bench.options.ranks or (8,):
         place = Here(ranks)
         machine, grids = bench.machine(place), SIMULATED if ranks == 8 else [*map(name_of, grids_4d(ranks))]
-        configs = {f"{name}, {what}": bench.settings(name, {"overlap": section})
-                   for name in bench.options.networks for what, section in OVERLAPS.items()}
-        for one in bench.measure(place, "steps", networks=configs, grids=[*grids]):
-            said = {grid: simulated(configs[one["what"]], grid, machine) for grid in one["rounds"]}
-            bench.found.append(Compared(one["what"], str(place), one["rounds"], said, kind="steps", spent=one["spent"]))
-        print(compared.grid_by_grid([one for one in bench.found if one.where == str(place)]) + "\n")
+        cases = {f"{name}, {what}": bench.settings(name, {"overlap": section})
+                 for name in bench.options.networks for what, section in OVERLAPS.items()}
+        try:
+            for one in bench.measure(place, "steps", cases, map(grid_named, grids)):
+                said = {grid: simulated(cases[one["what"]], grid, machine) for grid in one["rounds"]}
+                bench.add(Compared(one["what"], str(place), one["rounds"], said, kind="steps", spent=one["spent"]))
+        finally:
+            if found := bench.of(place, "steps"):
+                print(compared.grid_by_grid(found) + "\n", flush=True)
 
 
 def memory(bench: Bench) -> None:
     write_data(MEMORY, bench.folder)
     for ranks in bench.options.ranks or (8,):
-        grids = [grid for grid in grids_4d(ranks) if preset(grid) or min(grid[:3]) > 1]
-        configs = {f"{preset(grid)} {name_of(grid)}, {what}".strip():
+        grids = [grid for grid in grids_4d(ranks) if preset_of(grid) or min(grid[:3]) > 1]
+        configs = {f"{preset_of(grid)} {name_of(grid)}, {what}".strip():
                    {"settings": settings(MEMORY, bench.folder, others), "grid": name_of(grid)}
                    for grid in grids for what, others in OPTIONS.items()}
         held = Here(ranks).measure("memory", configs=configs)
@@ -191,13 +217,13 @@ DEFAULTS = {"rounds": 5, "products": PRODUCTS, "networks": [*NETWORKS], "nodes":
 def parsed(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="(products: 4 8; else 8)")
-    parser.add_argument("--rounds", type=int, help="over all grids (5)")
+    parser.add_argument("--ranks", type=at_least_one, nargs="+", metavar="P", help="(products: 4 8; else 8)")
+    parser.add_argument("--rounds", type=at_least_one, help="over all grids (5)")
     parser.add_argument("--products", type=Product.named, nargs="+", metavar="MxNxK:DTYPE",
                         help=f"({' '.join(map(str, PRODUCTS))})")
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, metavar="NAME",
                         help=f"({' '.join(NETWORKS)})")
-    parser.add_argument("--nodes", type=int, nargs="+", metavar="N", help="of cluster (2 4)")
+    parser.add_argument("--nodes", type=at_least_one, nargs="+", metavar="N", help="of cluster (2 4)")
     parser.add_argument("--rate", help="of the links of cluster (4gbit)")
     parser.add_argument("--machines", type=Path, metavar="FOLDER", help="of machine files; missing ones are written")
     parser.add_argument("--again", type=Path, metavar="FILE", help="an earlier --json: measure nothing, predict anew")
@@ -207,11 +233,25 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw measured against predicted times here")
     options = parser.parse_args(words)
     given = {name for name, value in vars(options).items() if value is not None} - {"command"}
-    if foreign := sorted(given - OPTIONS_OF[options.command]):
-        parser.error(f"{options.command} takes no {', '.join('--' + name.replace('_', '-') for name in foreign)}")
+    if foreign := given - OPTIONS_OF[options.command]:
+        parser.error(f"{options.command} takes no {flags(foreign)}; it takes {flags(OPTIONS_OF[options.command])}")
+    if {"again", "rounds"} <= given:
+        parser.error("--again measures nothing: no --rounds")
+    if options.networks == [] and options.command != "cluster":
+        parser.error(f"--networks: {options.command} needs one")
     for name in DEFAULTS.keys() - given:
         setattr(options, name, DEFAULTS[name])
     return options
+
+
+def flags(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names)) or "none"
+
+
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def main(words: list[str] | None = None) -> int:
@@ -221,12 +261,16 @@ def main(words: list[str] | None = None) -> int:
         return 0
     options = parsed(words)
     try:
+        check_writable(options.json, options.plot)
+        if options.plot:
+            check_picture(options.plot)
         with TemporaryDirectory(prefix="plan-bench-") as folder:
             bench = Bench(options, Path(folder))
             try:
                 COMMANDS[options.command](bench)
             finally:
-                bench.keep()
+                if options.plot and bench.found:
+                    compared.draw(bench.found, options.plot)
     except (ProgramError, ClusterError, Pmm3dError) as problem:
         print(f"plan_bench: {problem}", file=sys.stderr)
         return 2

@@ -119,13 +119,3 @@ def grids_4d(ranks: int) -> list[GridShape]:
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [GridShape(x, y, z, ranks // (x * y * z)) for x in divisors for y in divisors for z in divisors
             if ranks % (x * y * z) == 0]
-
-
-def preset(grid: GridShape) -> str:
-    """"ddp", "fsdp", "hsdp" or "megatron", if it is a grid of one."""
-    alone = [name for name, size in zip("xyz", grid) if size > 1]
-    if alone == ["x"]:
-        return "megatron"
-    if alone == ["z"]:
-        return "hsdp" if grid.data > 1 else "fsdp"
-    return "" if alone else "ddp"

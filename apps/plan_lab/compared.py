@@ -11,9 +11,10 @@ from typing import Any
 
 from measuring import markdown
 
+from pmm3d.model.candidates import preset_of
 from pmm3d.model.machines import groups_of
 
-from .cases import grid_named, preset
+from .cases import grid_named
 
 TOP = 3
 CLOSE = 1.10
@@ -116,7 +117,7 @@ class Compared:
     @cached_property
     def preset(self) -> str:
         """The fastest grid of those that a preset makes."""
-        return min((grid for grid in self.measured if preset(grid_named(grid))), key=self.measured.__getitem__)
+        return min((grid for grid in self.measured if preset_of(grid_named(grid))), key=self.measured.__getitem__)
 
     @property
     def beside_preset(self) -> float:
@@ -137,7 +138,7 @@ def table(found: Iterable[Compared], *, presets: bool = False) -> str:
     for one in found:
         ms = lambda grid: f"{grid}: {1e3 * one.measured[grid]:.2f} ms"
         tied = f" (tied: {one.place_of_tied})" if one.place_of_tied < one.place else ""
-        beside = [f"{one.beside_preset:.3f} ({preset(grid_named(one.preset))} {one.preset})"] if presets else []
+        beside = [f"{one.beside_preset:.3f} ({preset_of(grid_named(one.preset))} {one.preset})"] if presets else []
         rows.append([one.what, one.where, ms(one.chosen), ms(one.best), f"{one.ratio:.3f}", f"{one.place}{tied}",
                      f"{one.correlation:.2f}", f"{one.repeated:.2f}", f"{one.noise:.1%}", f"{one.error:.2f}", *beside])
     return markdown(rows)
@@ -189,15 +190,28 @@ def inner_axes(found: Sequence[Compared]) -> str:
     """A row for each that ran on nodes: the axes inside a node of the first choice and of the measured best."""
     rows = [["", "ranks", "first choice", "inside a node", "measured best", "inside a node", "chosen / best"]]
     for one in found:
-        cells = [(grid, ", ".join(_inside(grid, one.more["ranks_per_node"])) or "none")
-                 for grid in (one.chosen, one.best)]
+        cells = [(grid, _inside(grid, one.more["ranks_per_node"])) for grid in (one.chosen, one.best)]
         rows.append([one.what, one.where, *cells[0], *cells[1], f"{one.ratio:.3f}"])
     return markdown(rows)
 
 
-def _inside(grid: str, ranks_per_node: int) -> list[str]:
+def axes_of_grids(found: Sequence[Compared]) -> str:
+    """A row for each grid of those that ran on the same nodes, the fastest first: its time over that of the best grid,
+    measured and predicted, in the median of all; and how often it was chosen, and was the best."""
+    rows = [["grid", "inside a node", "measured / best", "predicted / first", "chosen", "best"]]
+    times = {grid: [median(side(one)[grid] / min(side(one).values()) for one in found)
+                    for side in (lambda one: one.measured, lambda one: one.predicted)] for grid in found[0].measured}
+    for grid in sorted(times, key=times.__getitem__):
+        rows.append([grid, _inside(grid, found[0].more["ranks_per_node"]), *(f"{each:.2f}" for each in times[grid]),
+                     *(str(sum(grid == its for its in side)) for side in ([one.chosen for one in found],
+                                                                         [one.best for one in found]))])
+    return markdown(rows)
+
+
+def _inside(grid: str, ranks_per_node: int) -> str:
+    """The axes that do not leave a node."""
     groups = groups_of(grid_named(grid), ranks_per_node)
-    return [name for name, group in groups.items() if group.size > 1 and group.nodes == 1]
+    return ", ".join(name for name, group in groups.items() if group.size > 1 and group.nodes == 1) or "none"
 
 
 Held = Mapping[str, int]
@@ -205,17 +219,23 @@ Held = Mapping[str, int]
 
 
 def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence[Held]]) -> str:
-    """A row for each run; the bytes of the fullest rank, and the largest difference on any."""
-    rows, least, most = [["", *KINDS, "held", "predicted", "differs by"]], 0.0, 0.0
+    """A row for each run; the bytes of the fullest rank, and the largest difference on any. Besides, by how much that
+    rank's process grew at most, over all that is predicted; nothing where the system does not say."""
+    rows = [["", *KINDS, "held", "predicted", "differs by", "predicted, with batches", "process grew by"]]
+    least, most = 0.0, 0.0
     for name, ranks in held.items():
         sums = [[sum(rank[kind] for kind in KINDS) for rank in side] for side in (ranks, said[name])]
         differences = [its / own - 1 for own, its in zip(*sums)]
         least, most = min(least, *differences), max(most, *differences)
         fullest = sums[0].index(max(sums[0]))
-        cells = [f"{ranks[fullest][kind] / 2**20:.2f}" for kind in KINDS]
-        rows.append([name, *cells, *(f"{side[fullest] / 2**20:.2f}" for side in sums),
-                     f"{max(differences, key=abs):+.2%}"])
-    return f"MiB\n\n{markdown(rows)}\n\npredicted - held on all ranks of all runs: {least:+.2%} to {most:+.2%}"
+        everything, grew = sum(said[name][fullest].values()), ranks[fullest].get("process", 0)
+        cells = [f"{nbytes / 2**20:.2f}" for nbytes in (*(ranks[fullest][kind] for kind in KINDS),
+                                                        *(side[fullest] for side in sums))]
+        rows.append([name, *cells, f"{max(differences, key=abs):+.2%}", f"{everything / 2**20:.2f}",
+                     f"{grew / 2**20:.2f} ({grew / everything:.2f})" if grew else ""])
+    return (f"MiB (process / predicted)\n\n{markdown(rows)}\n\npredicted - held on all ranks of all runs: {least:+.2%} "
+            f"to {most:+.2%}. Held is by the library's own counters. A process's growth, its peak over what it had "
+            "before, is the system's figure: that of MPI, files and the allocator are in it")
 
 
 def draw(found: Sequence[Compared], path: Path) -> None:

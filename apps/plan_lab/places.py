@@ -55,30 +55,32 @@ class Here:
 
 
 class OnNodes(Here):
-    """So many ranks of each virtual node of a cluster."""
+    """Ranks spread evenly over virtual nodes, which stand within `with place.standing():`. Raises ClusterError."""
 
-    def __init__(self, nodes: cluster.Cluster, ranks: int, rate: str):
+    def __init__(self, ranks: int, nodes: int, rate: str):
         super().__init__(ranks)
-        self._rate, self._nodes, self.ranks_per_node = nodes, ranks // nodes.nodes
+        if ranks % nodes or not 1 <= nodes <= cluster.MOST_NODES:
+            raise cluster.ClusterError(f"{ranks} ranks do not spread evenly over {nodes} nodes, of which there can be "
+                                       f"{cluster.MOST_NODES}: --ranks and --nodes set them")
+        cluster.bits_per_second(rate)
+        self.nodes, self.rate, self.ranks_per_node = nodes, rate.lower(), ranks // nodes
+        self._cluster: cluster.Cluster | None = None
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks on {self._nodes.nodes} nodes, {self._rate}"
+        return f"{self.ranks} ranks on {self.nodes} nodes, {self.rate}"
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        cluster.check_machine()
+        self._cluster = cluster.Cluster.start(self.nodes, self.rate, stays=False)
+        try:
+            yield
+        finally:
+            self._cluster.end()
 
     def status(self, program: Sequence[str]) -> int:
         wheel = launcher.installed_wheel()
-        command = cluster.mpi_command(wheel, self._nodes.nodes, self.ranks_per_node, [*program])
+        command = cluster.mpi_command(wheel, self.nodes, self.ranks_per_node, [*program])
         environ = cluster.mpi_environment(wheel, self.ranks, dict(os.environ))
-        return launcher.run(self._nodes.enter(["setpriv", "--pdeathsig", "TERM", *command]), environ)
-
-
-@contextmanager
-def on_nodes(nodes: int, ranks: int, rate: str) -> Iterator[OnNodes]:
-    """A cluster of virtual nodes with such links between them. Raises ClusterError where there can be none."""
-    if ranks % nodes:
-        raise cluster.ClusterError(f"{ranks} ranks do not spread evenly over {nodes} nodes")
-    cluster.check_machine()
-    made = cluster.Cluster.start(nodes, rate, stays=False)
-    try:
-        yield OnNodes(made, ranks, rate)
-    finally:
-        made.end()
+        assert self._cluster is not None
+        return launcher.run(self._cluster.enter(["setpriv", "--pdeathsig", "TERM", *command]), environ)

@@ -93,19 +93,20 @@ def test_simulated_steps_within_a_tenth(lab):
 def test_memory_of_the_fullest_rank_and_the_largest_difference(lab):
     rank = lambda work: {"weights": 2**20, "gradients": 0, "state": 2**20, "work": work * 2**20, "batches": 9}
     said = lab.compared_.memory_table({"ddp": [rank(3), rank(2)]}, {"ddp": [rank(2), rank(2)]}).splitlines()
-    assert said[4] == "| ddp | 1.00 | 0.00 | 1.00 | 2.00 | 4.00 | 5.00 | +25.00% |"
-    assert said[-1].endswith("+0.00% to +25.00%")
+    assert said[4] == "| ddp | 1.00 | 0.00 | 1.00 | 2.00 | 4.00 | 5.00 | +25.00% | 5.00 |  |"
+    assert "+0.00% to +25.00%" in said[-1]
+    grown = lab.compared_.memory_table({"ddp": [rank(2)]}, {"ddp": [rank(2) | {"process": 6 * 2**20}]}).splitlines()
+    assert grown[4].endswith("| +0.00% | 4.00 | 6.00 (1.50) |")
 
 
-def test_all_grids_and_those_of_presets(lab):
+def test_all_grids(lab):
     cases = lab.cases_
     assert len(cases.grids_3d(8)) == 10 and len(cases.grids_3d(4)) == 6 and len({*cases.grids_4d(8)}) == 20
     assert all(cases.grid_named(cases.name_of(grid)) == grid for grid in cases.grids_4d(8))
-    presets = {cases.name_of(grid): cases.preset(grid) for grid in cases.grids_4d(8) if cases.preset(grid)}
-    assert presets == {"1x1x1x8": "ddp", "1x1x8": "fsdp", "1x1x4x2": "hsdp", "1x1x2x4": "hsdp", "8x1x1": "megatron",
-                       "4x1x1x2": "megatron", "2x1x1x4": "megatron"}
     assert {*lab.bench.SIMULATED} <= {cases.name_of(grid) for grid in cases.grids_4d(8)}
-    assert len(lab.bench.SIMULATED) == 8 and len(cases.PRODUCTS) == 12
+    assert len(lab.bench.SIMULATED) == 8 and len({*cases.PRODUCTS}) == 12
+    uneven = [product for product in cases.PRODUCTS if all(size % 2 for size in product[:3])]
+    assert len(uneven) >= 2
 
 
 def test_products_on_two_ranks(lab):
@@ -129,6 +130,7 @@ def test_steps_and_memory_on_two_ranks(lab, tmp_path):
     held = here.measure("memory", configs=runs)
     weights = 3 * (16 * 16 + 16) * 4
     assert [rank["weights"] for rank in held["adamw"]] == [weights, weights]
+    assert all(rank.get("process", 0) >= 0 for ranks in held.values() for rank in ranks)
     assert held["adamw"][0]["state"] == 2 * held["sgd"][0]["state"] == 2 * held["ZeRO-1"][0]["state"] == 2 * weights
 
 
@@ -158,22 +160,81 @@ def test_what_an_earlier_run_did_not_measure_is_named(lab, tmp_path, capsys):
     assert "has nothing of 4 ranks" in capsys.readouterr().err
 
 
-def test_what_was_measured_before_a_failure_is_kept(lab, tmp_path, monkeypatch):
-    def measure(here, kind, **asked):
-        if here.ranks == 4:
-            raise ProgramError("no more")
-        return [{"what": "64x64x64:float64", "kind": kind, "spent": {}, "rounds": {"2x1x1": [1.0], "1x1x2": [2.0]}}]
-
+@pytest.fixture
+def bare_metal(lab, monkeypatch):
+    """Measures nothing: what a case took is invented, and the second case fails if it is asked to."""
     from measuring import ProgramError
+
+    def measure(here, kind, *, grids, products=(), networks=(), rounds):
+        if "32x32x32:float64" in products:
+            raise ProgramError("no more")
+        return [{"what": what, "spent": {}, "rounds": {grid: [float(1 + place)] for place, grid in enumerate(grids)}}
+                for what in (*products, *networks)]
 
     monkeypatch.setattr(lab.places_.Here, "measure", measure)
     monkeypatch.setattr(lab.places_.Here, "tune", lambda here, folder: as_toml(load("nominal")))
-    kept = tmp_path / "kept.json"
-    assert lab.bench.main(["products", "--ranks", "2", "4", "--products", "64x64x64", "--json", str(kept)]) == 2
+
+
+def test_what_was_measured_before_a_failure_is_shown_and_kept(lab, bare_metal, tmp_path, capsys):
+    kept, picture = tmp_path / "kept.json", tmp_path / "kept.png"
+    words = ["products", "--ranks", "4", "8", "--products", "64x64x64", "32x32x32"]
+    assert lab.bench.main([*words, "--json", str(kept), "--plot", str(picture)]) == 2
+    said = capsys.readouterr()
+    assert "| 64x64x64:float64 | 4 ranks |" in said.out and "no more" in said.err and picture.exists()
     assert [one["what"] for one in json.loads(kept.read_text())["found"]] == ["64x64x64:float64"]
+    assert lab.bench.main(["products", "--again", str(kept), "--ranks", "4", "--products", "64x64x64"]) == 0
+    assert capsys.readouterr().out == said.out
 
 
-def test_axes_inside_a_node(lab):
+def test_what_can_not_be_written_or_read_is_refused_before_any_work(lab, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(lab.bench.COMMANDS, "products", lambda bench: pytest.fail("it began"))
+    for words, said in ([["--json", str(tmp_path / "none" / "a.json")], "cannot write"],
+                        [["--plot", str(tmp_path / "a.nothing")], "cannot draw"],
+                        [["--again", str(tmp_path / "a.json")], "not a file that --json wrote"]):
+        assert lab.bench.main(["products", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_options_that_contradict_each_other_are_refused(lab, capsys):
+    for words, said in ((["steps", "--again", "a.json", "--rounds", "3"], "no --rounds"),
+                        (["steps", "--networks"], "needs one"), (["steps", "--rounds", "0"], "invalid")):
+        with pytest.raises(SystemExit):
+            lab.bench.main(words)
+        assert said in capsys.readouterr().err
+
+
+def test_nodes_of_another_rate_are_another_place(lab, bare_metal):
+    from cluster import ClusterError
+
+    slow, fast = (lab.places_.OnNodes(8, 2, rate) for rate in ("1gbit", "4Gbit"))
+    assert (str(slow), str(fast)) == ("8 ranks on 2 nodes, 1gbit", "8 ranks on 2 nodes, 4gbit")
+    assert slow.ranks_per_node == 4
+    for ranks, nodes, rate in ((8, 3, "4gbit"), (8, 2, "fast")):
+        with pytest.raises(ClusterError):
+            lab.places_.OnNodes(ranks, nodes, rate)
+
+
+def test_the_machine_is_measured_once_for_each_place(lab, tmp_path, monkeypatch):
+    ran = []
+
+    def run(here, program):
+        ran.append(str(here))
+        Path(program[-1]).write_text(as_toml(load("nominal")))
+
+    monkeypatch.setattr(lab.places_.Here, "run", run)
+    for rate in ("1gbit", "4gbit", "1gbit"):
+        lab.places_.OnNodes(8, 2, rate).tune(tmp_path)
+    assert ran == ["8 ranks on 2 nodes, 1gbit", "8 ranks on 2 nodes, 4gbit"] and len([*tmp_path.iterdir()]) == 2
+
+
+def test_axes_inside_a_node(lab, bare_metal, monkeypatch, capsys):
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(lab.places_.OnNodes, "standing", lambda place: nullcontext())
+    assert lab.bench.main(["cluster", "--nodes", "2", "--products", "64x64x64", "--networks"]) == 0
+    assert "| 1x1x8 | none | 1.00 |" in capsys.readouterr().out
     found = lab.compared_.Compared("a product", "8 ranks on 2 nodes", {"4x1x2": [1.0], "8x1x1": [2.0]},
                                    {"4x1x2": 2.0, "8x1x1": 1.0}, ranks_per_node=4)
     assert "| 8x1x1 | none | 4x1x2 | x | 2.000 |" in lab.compared_.inner_axes([found])
+    assert lab.compared_.axes_of_grids([found]).splitlines()[2:] == [
+        "| 4x1x2 | x | 1.00 | 2.00 | 0 | 1 |", "| 8x1x1 | none | 2.00 | 1.00 | 1 | 0 |"]
