@@ -41,7 +41,6 @@ from plan_lab.cases import (
     Product,
     grid_named,
     grids_3d,
-    grids_4d,
     name_of,
     settings,
     write_data,
@@ -53,6 +52,7 @@ from plan_lab.predicted import beside, memory_of, of_product, of_step, simulated
 from pmm3d.errors import Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import preset_of
+from pmm3d.model.gpt_ranking import grids_4d
 from pmm3d.model.machines import Machine, machine_from
 from pmm3d.tools.bench.plot import check_picture
 from pmm3d.tools.outputs import check_writable

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pmm3d.layout import GridShape
+from pmm3d.model.gpt_ranking import grids_4d
 
 
 class Product(NamedTuple):
@@ -106,16 +107,5 @@ def grid_named(name: str) -> GridShape:
 
 
 def grids_3d(ranks: int) -> list[GridShape]:
-    """All of exactly that many ranks."""
+    """All of exactly that many ranks that have no data axis; of `grids_4d`."""
     return [grid for grid in grids_4d(ranks) if grid.data == 1]
-
-
-def grids_4d(ranks: int) -> list[GridShape]:
-    """All of exactly that many ranks, those with a data axis among them.
-
-        >>> len(grids_4d(8))
-        20
-    """
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    return [GridShape(x, y, z, ranks // (x * y * z)) for x in divisors for y in divisors for z in divisors
-            if ranks % (x * y * z) == 0]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pmm3d.model.gpt_ranking import grids_4d
 from pmm3d.model.machines import as_toml, load
 
 ROOT = Path(__file__).parents[2]
@@ -101,9 +102,9 @@ def test_memory_of_the_fullest_rank_and_the_largest_difference(lab):
 
 def test_all_grids(lab):
     cases = lab.cases_
-    assert len(cases.grids_3d(8)) == 10 and len(cases.grids_3d(4)) == 6 and len({*cases.grids_4d(8)}) == 20
-    assert all(cases.grid_named(cases.name_of(grid)) == grid for grid in cases.grids_4d(8))
-    assert {*lab.bench.SIMULATED} <= {cases.name_of(grid) for grid in cases.grids_4d(8)}
+    assert len(cases.grids_3d(8)) == 10 and len(cases.grids_3d(4)) == 6 and len({*grids_4d(8)}) == 20
+    assert all(cases.grid_named(cases.name_of(grid)) == grid for grid in grids_4d(8))
+    assert {*lab.bench.SIMULATED} <= {cases.name_of(grid) for grid in grids_4d(8)}
     assert len(lab.bench.SIMULATED) == 8 and len({*cases.PRODUCTS}) == 12
     uneven = [product for product in cases.PRODUCTS if all(size % 2 for size in product[:3])]
     assert len(uneven) >= 2
@@ -122,7 +123,7 @@ def test_steps_and_memory_on_two_ranks(lab, tmp_path):
     cases.write_data(network, tmp_path)
     configs = {what: cases.settings(network, tmp_path, {"overlap": section})
                for what, section in cases.OVERLAPS.items()}
-    grids = [cases.name_of(grid) for grid in cases.grids_4d(2)]
+    grids = [cases.name_of(grid) for grid in grids_4d(2)]
     found = here.measure("steps", networks=configs, grids=grids, rounds=1)
     assert [one["what"] for one in found] == ["overlap", "none"] and [*found[0]["rounds"]] == grids
     runs = {name: {"settings": cases.settings(network, tmp_path, others), "grid": "1x1x1x2"}
