@@ -41,16 +41,20 @@ class MeasuredStep(NamedTuple):
     actions: Sequence[Action]
     groups: dict[str, Group]
 
-    def count(self, *kinds: str) -> int:
-        """How many actions are of these kinds."""
-        return sum(action.what in kinds for action in self.actions)
+    def counts(self) -> tuple[int, int, int]:
+        """How many GEMMs and passes, collectives inside a node, and collectives across nodes there are."""
+        begun = [self.groups[action.axis].nodes > 1 for action in self.actions if action.what == "begin"]
+        return (sum(action.what in ("gemm", "pass") for action in self.actions), begun.count(False),
+                begun.count(True))
 
 
 class Correction(NamedTuple):
-    """Seconds to be added to each GEMM or pass, and to each collective; below 0 where they took less in steps."""
+    """Seconds to be added to each GEMM or pass, each collective inside a node, each across nodes; below 0 where they
+    took less in steps."""
 
     action: float
-    collective: float
+    inside: float
+    across: float
 
 
 def grids(ranks: int) -> list[GridShape]:
@@ -99,13 +103,13 @@ def correction_of(steps: Sequence[MeasuredStep], machine: Machine) -> Correction
     """That with which the steps take what they were measured to, by least squares of relative errors, of a machine
     without overhead. Nothing in these steps is hidden under anything else."""
     if not steps:
-        return Correction(0.0, 0.0)
+        return Correction(0.0, 0.0, 0.0)
     priced = np.array([sum(totals(step.actions, replace(machine, overhead=0.0), step.groups).values())
                        for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    counts = np.array([(step.count("gemm", "pass"), step.count("begin")) for step in steps]) / seconds[:, None]
+    counts = np.array([step.counts() for step in steps]) / seconds[:, None]
     rather = NOTHING_KNOWN * np.diag(np.sqrt((counts**2).sum(axis=0)))
-    found = np.linalg.lstsq(np.vstack([counts, rather]), np.append((seconds - priced) / seconds, [0.0, 0.0]))[0]
+    found = np.linalg.lstsq(np.vstack([counts, rather]), np.append((seconds - priced) / seconds, np.zeros(3)))[0]
     return Correction(*found.tolist())
 
 
@@ -115,7 +119,8 @@ def corrected(machine: Machine, correction: Correction) -> Machine:
     less = min(0.0, correction.action)
     passes = {name: Pass(max(LEAST * one.overhead, one.overhead + less), one.rate)
               for name, one in machine.passes.items()}
-    rows = tuple(_longer(row, correction.collective) for row in machine.collectives)
+    rows = tuple(_longer(row, correction.inside if row.nodes == 1 else correction.across)
+                 for row in machine.collectives)
     return replace(machine, overhead=max(0.0, correction.action), passes=passes, collectives=rows)
 
 
