@@ -148,7 +148,7 @@ def made(comm, files):
     ({"training": {"steps": 70, "epochs": 1}, "schedule": {"warm_up": 7}}, "warm_up = 7, but the run has 6 steps"),
     ({"network": {"library": "foo"}}, "unknown array library 'foo'; there are numpy, torch"),
     ({"network": {"library": "torch:cuda:999"}}, "library 'torch:cuda:999': torch finds .* CUDA devices here"),
-    ({"grid": {"data": 5}}, 'grid.data = 5, but "ddp" puts all .* ranks along data'),
+    ({"grid": {"data": 5}}, '"ddp" puts all . ranks along data; got data 5. Leave data out'),
 ])
 def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):
     fails(Pmm3dError, text, lambda: made(**sections))

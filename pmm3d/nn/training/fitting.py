@@ -12,12 +12,7 @@ from .run_log import logger
 
 
 def check_grid(config: Config, grid: Grid) -> None:
-    """Raises Pmm3dError for ranks along data that the grid has not. Collective."""
-    wanted = config.grid.data
-    with grid.together("training"):
-        if wanted not in (1, grid.data.size):
-            raise Pmm3dError(f'grid.data = {wanted}, but "{config.grid.shape}" puts all {grid.size} ranks along data: '
-                             "leave grid.data out, or choose another grid.shape")
+    """Rank 0 warns of options that have no effect on the grid."""
     if grid.rank == 0:
         for text in _idle(config, grid):
             logger.warning(f"{text}: it has no effect on grid {grid.shape}")
