@@ -17,14 +17,15 @@ WORDS = {"gemm": "gemm", "pass": "passes", "overhead": "overhead"}
 
 
 def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) -> float:
-    """What an action takes by itself, without overhead; a wait takes nothing. groups: of axes along which it sends."""
+    """What an action takes in a step of training, without overhead; a wait takes
+    nothing. groups: of axes along which it sends."""
     if action.what == "gemm":
         return machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
     if action.what == "pass":
         return machine.pass_seconds(action.operation, action.nbytes)
     if action.what == "begin":
         nbytes = max(action.sent, action.received)
-        return machine.collective_seconds(action.operation, groups[action.axis], nbytes)
+        return machine.collective_in_step(action.operation, groups[action.axis], nbytes)
     return 0.0
 
 
@@ -51,7 +52,7 @@ def totals(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Gro
     for action in actions:
         if action.what in WORDS:
             found[WORDS[action.what]] += seconds_of(action, machine, groups)
-            found["overhead"] += machine.overhead
+            found["overhead"] += machine.overhead_in_step
         elif action.what == "begin":
             found[action.axis] = found.get(action.axis, 0.0) + seconds_of(action, machine, groups)
     return found
@@ -83,7 +84,7 @@ class _Table:
     begun: dict[int, _Begun] = field(default_factory=dict)
 
     def of(self, actions: Sequence[Action]) -> list[Task]:
-        awaited, overhead = _awaited(actions), self.machine.overhead
+        awaited, overhead = _awaited(actions), self.machine.overhead_in_step
         before = Task("overhead", PROCESSOR, overhead, name="overhead")
         for action in actions:
             seconds = seconds_of(action, self.machine, self.groups)

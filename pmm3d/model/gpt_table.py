@@ -18,7 +18,7 @@ class Prices:
         self.machine = machine
         self.gemm = cache(machine.gemm_seconds)
         self.sweep = cache(machine.pass_seconds)
-        self.collective = cache(machine.collective_seconds)
+        self.collective = cache(machine.collective_in_step)
         self.hidden_share = cache(machine.hidden_share)
 
 
@@ -80,6 +80,6 @@ class Table:
         self._overhead()
 
     def _overhead(self) -> None:
-        if seconds := self._prices.machine.overhead:
+        if seconds := self._prices.machine.overhead_in_step:
             self.least += seconds
             self.tasks.append(Task("overhead", PROCESSOR, seconds))

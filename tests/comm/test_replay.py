@@ -20,10 +20,10 @@ def machine(overhead=0.0):
     """Every GEMM takes mnk seconds (twice that where A is turned), a byte of a pass 1 s (of relu 2 s), a byte of a
     message 3 s; half of what goes across is hidden."""
     return SimpleNamespace(
-        overhead=overhead,
+        overhead_in_step=overhead,
         gemm_seconds=lambda m, n, k, dtype, form: float(m * n * k * (1 + (form[0] == "t"))),
         pass_seconds=lambda name, nbytes: float(nbytes * (1 + (name == "relu"))),
-        collective_seconds=lambda operation, group, nbytes: 3.0 * nbytes,
+        collective_in_step=lambda operation, group, nbytes: 3.0 * nbytes,
         hidden_share=lambda group: 1.0 if group.nodes == 1 else 0.5)
 
 

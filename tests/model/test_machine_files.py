@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pmm3d import Pmm3dError
 from pmm3d.layout import MATRIX_DTYPES
 from pmm3d.model.machines import Machine, as_toml, known_machines, load, machine_from
-from pmm3d.model.machines.figures import FORMS, GemmLaw, GemmPoints, Gemms, Measured, Pass
+from pmm3d.model.machines.figures import FORMS, GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.model.machines.reading import SECTIONS
 
@@ -70,6 +70,11 @@ byte_across = 2e-10
 [axonn.1]
 2 = 76.0
 "8+" = 80.0
+
+[in_steps]
+action = 1e-5
+inside = -2e-5
+across = 3e-4
 """
 
 MADE = Machine(
@@ -79,6 +84,7 @@ MADE = Machine(
     {"default": Pass(1e-6, 1e10), "relu backward": Pass(1e-6, 2e10)},
     (Measured("all_gather", 4, 1, (1024, 65536), (1e-5, 1e-4)),),
     {"default": Law(1e-5, 1e-6, 2e-6, 1e-10, 2e-10)}, {"1": {"2": 76.0, "8+": 80.0}},
+    InSteps(1e-5, -2e-5, 3e-4),
 )  # fmt: skip
 
 ABOVE = ": needed is a finite number above 0"
@@ -126,6 +132,7 @@ machines = st.builds(
               st.dictionaries(texts, st.builds(Pass, not_negative, positive))),
     rows(), st.builds(lambda default, others: {"default": default} | others, laws, some(OPERATIONS, laws)),
     st.dictionaries(ranks, st.dictionaries(ranks, positive, min_size=1)),
+    st.builds(InSteps, not_negative, *[st.floats(-1e300, 1e300)] * 2),
 )  # fmt: skip
 
 
@@ -205,7 +212,10 @@ def test_a_file_is_read_by_its_path(tmp_path):
         ("[hidden]", "[hiden]", "unknown key hiden (did you mean hidden?)"),
         ("[key]", "[zzz]",
          "unknown key zzz (known there: name, ranks_per_node, memory, noise, overhead, peak, sources, hidden, key, "
-         "gemm, passes, collectives, laws, axonn)"),
+         "gemm, passes, collectives, laws, axonn, in_steps)"),
+        ("action = 1e-5", "action = -1e-5", "in_steps.action = -1e-05" + LEAST),
+        ("across = 3e-4", "across = inf", "in_steps.across = inf: needed is a finite number"),
+        ("inside = -2e-5", "insid = -2e-5", "unknown key in_steps.insid (did you mean inside?)"),
         ('host = "Xeon"', "host = 3", "key.host = 3: needed is a text"),
         ('gemm = "a clock"', 'gem = "a clock"', "unknown key sources.gem (did you mean gemm?)"),
         ('gemm = "a clock"', "gemm = 1", "sources.gemm = 1: needed is a text"),
@@ -292,6 +302,9 @@ def test_a_row_that_is_there_twice():
     start, end = TEXT.index("[[collectives]]"), TEXT.index("[laws.default]")
     assert "[collectives[1]] all_gather, inside = 4, nodes = 1 is there twice" in refused(
         TEXT[:end] + TEXT[start:end] + TEXT[end:])
+    far = TEXT[start:end].replace("inside = 4", "stride = 2\ninside = 4")
+    assert "[collectives[2]] all_gather, inside = 4, nodes = 1, stride = 2 is there twice" in refused(
+        TEXT[:end] + far + far + TEXT[end:])
 
 
 @pytest.mark.parametrize("text", ["name = ", "[[[", "name = 'a'\nname = 'b'", f"memory = {'9' * 5000}", "[" * 5000])

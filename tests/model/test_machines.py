@@ -12,7 +12,7 @@ from pmm3d import Pmm3dError
 from pmm3d.layout import MATRIX_DTYPES, GridShape
 from pmm3d.model.axonn import bandwidth
 from pmm3d.model.machines import Group, Machine, description, flop_of, groups_of, known_machines, load
-from pmm3d.model.machines.figures import GemmLaw, GemmPoints, Gemms, Measured, Pass
+from pmm3d.model.machines.figures import GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law, Terms, messages, terms
 
 LAW = Law(start=2.0, message_inside=3.0, message_across=5.0, byte_inside=7.0, byte_across=11.0)
@@ -42,6 +42,16 @@ def measured(draw):
 
 def machine(**changes):
     return replace(Machine("made up", 4, 0, {}, {}), **changes)
+
+
+def test_in_steps_of_training_actions_take_longer():
+    made = machine(overhead=0.5, laws={"default": LAW}, in_steps=InSteps(0.25, 100.0, -1e9))
+    inside, across = Group(2, 2, 1, 1), Group(2, 1, 2, 1)
+    assert made.overhead_in_step == 0.75
+    assert made.collective_in_step("all_gather", inside, 10) == made.collective_seconds("all_gather", inside, 10) + 100
+    assert made.collective_in_step("all_gather", across, 10) == pytest.approx(
+        0.2 * made.collective_seconds("all_gather", across, 10))
+    assert made.collective_in_step("all_gather", Group(1, 1, 1, 4), 10) == 0
 
 
 def test_a_law_of_gemms_counts_their_flop():

@@ -80,7 +80,7 @@ def move_what_is_waited_for(engine):
 
 
 def trained(grid, config):
-    """Bytes by kind that this rank holds after two steps of a run of that configuration."""
+    """Bytes by kind that this rank holds after five steps of a run of that configuration."""
     parallel = Tape.of(grid).parallel
     parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), KEEP
     network, layout = make_network(config, grid, layer_sizes(config, *SAMPLES[:2]), None)
@@ -88,7 +88,7 @@ def trained(grid, config):
     x = DistMatrix.random(grid, (512, SAMPLES.features), dtype="float32", layout=batch_layout("y"))
     y = DistMatrix.random(grid, (512, SAMPLES.outputs), dtype="float32", layout=batch_layout(layout.cols[0]))
     batches = config.training.accumulate
-    for _ in range(2):
+    for _ in range(5):
         train_step(network, optimizer, loss_named("mse"), [512] * batches, [(x, y)] * batches, config.optimizer.clip)
     parameters = network.parameters()
     kinds = {"weights": [parameter.stored.local for parameter in parameters],

@@ -13,7 +13,7 @@ from pmm3d.arrays import Slab
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
-from pmm3d.model.machines.figures import Measured, Pass
+from pmm3d.model.machines.figures import InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.commands import app
 from pmm3d.tools.tune import collectives, fitting, gemms, hidden, measure, passes, whole_steps
@@ -248,37 +248,41 @@ def made_steps(machine, action, inside, across):
     own = 10 * (machine.pass_seconds("relu", 10**6) + machine.gemm_seconds(64, 64, 64, "float32", "nt"))
     found = []
     for along_x, along_y in ((0, 0), (5, 0), (0, 5), (10, 2)):
-        sends = [Action("begin", operation="all_reduce", axis=axis, received=10**5, sent=10**5)
-                 for axis in "x" * along_x + "y" * along_y]
-        sent = sum(machine.collective_seconds("all_reduce", groups[each.axis], 10**5) for each in sends)
+        axes = "x" * along_x + "y" * along_y
+        sends = [Action(what, operation="all_reduce", axis=axis, received=10**5, sent=10**5, number=number, turn=number)
+                 for number, axis in enumerate(axes) for what in ("begin", "wait")]
+        sent = sum(machine.collective_seconds("all_reduce", groups[axis], 10**5) for axis in axes)
         seconds = own + 20 * action + sent + along_x * inside + along_y * across
         found.append(whole_steps.MeasuredStep(seconds, busy + sends, groups))
     return found
 
 
 @pytest.mark.parametrize("action, inside, across", [
-    (3e-3, 1e-3, 2e-3), (0.0, 0.0, 0.0), (2e-4, 1e-2, 0.0), (-5e-6, 2e-3, 1e-3)])
-def test_what_whole_steps_take_longer_is_found_again(action, inside, across):
-    machine = replace(load("nominal"), overhead=1.0)
-    found = whole_steps.correction_of(made_steps(machine, action, inside, across), machine)
-    assert found == pytest.approx((action, inside, across), rel=0.06, abs=3e-5)
-    assert whole_steps.correction_of([], machine) == (0.0, 0.0, 0.0)
+    (3e-3, 1e-3, 2e-3), (0.0, 0.0, 0.0), (2e-4, 1e-2, 0.0), (-5e-6, 2e-3, 1e-3), (1e-3, -1e-5, -1e-5)])
+def test_what_steps_take_longer_is_found_again(action, inside, across):
+    """But actions take no less in steps."""
+    machine = replace(load("nominal"), overhead=0.0, in_steps=InSteps(1.0, 1.0, 1.0))
+    found = whole_steps.in_steps_of(made_steps(machine, action, inside, across), machine)
+    assert found == pytest.approx((max(0.0, action), inside, across), rel=0.06, abs=3e-5)
+    assert whole_steps.in_steps_of([], machine) == (0.0, 0.0, 0.0)
     no_nodes = made_steps(machine, action, inside, across)[:2]
-    assert whole_steps.correction_of(no_nodes, machine).across == pytest.approx(0.0, abs=1e-12)
+    assert whole_steps.in_steps_of(no_nodes, machine).across == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_machine_is_corrected():
-    passes_ = {"relu": Pass(3e-4, 1e9), "add": Pass(1e-5, 1e9)}
-    rows = tuple(Measured("all_reduce", 8, nodes, (10, 1000), (1e-4, 1e-2)) for nodes in (1, 2))
-    machine = replace(load("nominal"), passes=passes_, collectives=rows)
-    longer = whole_steps.corrected(machine, whole_steps.Correction(2e-4, 1e-3, 5.0))
-    assert longer.overhead == 2e-4 and longer.passes == passes_
-    assert longer.collectives[0].seconds == pytest.approx((1.1e-3, 1.1e-2))
-    assert longer.collectives[1].seconds == pytest.approx((5.0001, 5.01))
-    shorter = whole_steps.corrected(machine, whole_steps.Correction(-1e-4, -5e-3, 5.0))
-    assert shorter.overhead == 0 and shorter.passes["relu"].overhead == pytest.approx(2e-4)
-    assert shorter.passes["add"].overhead == pytest.approx(2e-6)
-    assert shorter.collectives[0].seconds == pytest.approx((2e-5, 5e-3))
+def test_what_the_machine_hides_is_not_taken_for_less():
+    machine, begun = replace(load("nominal"), overhead=0.0, hidden={"inside": 1.0}), Action(
+        "begin", operation="all_reduce", axis="x", received=10**5, sent=10**5, number=1, turn=1)
+    gemm, groups = Action("gemm", 2048, 2048, 2048, "float32", form="nn"), {"x": Group(4, 4, 1, 1)}
+    under = machine.gemm_seconds(2048, 2048, 2048, "float32", "nn")
+    assert under > machine.collective_seconds("all_reduce", groups["x"], 10**5) > 0
+    steps = [whole_steps.MeasuredStep(under, [begun, gemm, Action("wait", number=1)], groups)]
+    assert whole_steps.in_steps_of(steps, machine) == pytest.approx((0.0, 0.0, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [258, 512, 2 * 257])
+def test_steps_of_more_ranks_than_a_layer_has_columns(ranks):
+    for grid in whole_steps.grids(ranks):
+        assert grid.size == ranks and whole_steps._actions(grid)
 
 
 @pytest.mark.parallel([1, 3, 8])

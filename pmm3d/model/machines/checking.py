@@ -33,6 +33,9 @@ class Section:
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
+    def finite(self, key: str, default: float | None = None) -> float:
+        return float(self._number(key, "a finite number", lambda value: True, default))
+
     def positive(self, key: str) -> float:
         return float(self._number(key, "a finite number above 0", lambda value: value > 0))
 

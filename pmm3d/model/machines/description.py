@@ -9,12 +9,14 @@ from math import log2
 
 from ...errors import Pmm3dError
 from ...layout import itemsize
-from .figures import Gemms, Measured, Pass
+from .figures import Gemms, InSteps, Measured, Pass
 from .groups import Group
 from .laws import DEFAULT, Law
 
 REMEMBERED = 2**17
 """GEMMs whose seconds are kept, so that the same one is not priced again."""
+LEAST_IN_STEP = 0.2
+"""Of a collective's seconds by itself, what it takes in a step at least."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Machine:
     hidden           share of a collective that runs under computation, by where its ranks are: "inside" a node or
                      "across"; 0 where it is not said
     noise            standard deviation of a rank's time for a step, as a share of it
-    overhead         seconds that a GEMM or a pass takes in a step, besides the other figures: Python, cold caches
+    overhead         seconds that a GEMM or a pass takes besides the other figures: Python
+    in_steps         what actions take more in steps of training than by themselves
     key              what a measured machine is told from others by: host kind, MPI, BLAS, their versions
     gemms            dtype -> rates of its GEMMs
     passes           name -> rate of a pass over memory; "default" for all others
@@ -55,6 +58,7 @@ class Machine:
     collectives: tuple[Measured, ...] = ()
     laws: Mapping[str, Law] = field(default_factory=dict)
     axonn: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    in_steps: InSteps = InSteps()
 
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
         """Of C (m, n) = A (m, k) B on a rank: of 2 m n k flop, or, of complex elements, 8 m n k.
@@ -107,6 +111,17 @@ class Machine:
         if law is None:
             raise Pmm3dError(f"machine {self.name} has no figures for collectives")
         return law.seconds(operation, group, nbytes)
+
+    @property
+    def overhead_in_step(self) -> float:
+        """Seconds that a GEMM or a pass takes besides its own in a step of training."""
+        return self.overhead + self.in_steps.action
+
+    def collective_in_step(self, operation: str, group: Group, nbytes: float) -> float:
+        """As `collective_seconds`, in a step of training."""
+        alone = self.collective_seconds(operation, group, nbytes)
+        more = self.in_steps.inside if group.nodes == 1 else self.in_steps.across
+        return max(LEAST_IN_STEP * alone, alone + more) if alone else 0.0
 
     def hidden_share(self, group: Group) -> float:
         """Of a collective's seconds, those that pass under computation if there is enough of it."""

@@ -113,6 +113,18 @@ class Pass(NamedTuple):
     rate: float
 
 
+class InSteps(NamedTuple):
+    """Seconds that these take more in a step of training than in a loop of their own, as between Python, with caches
+    that others have used meanwhile; below 0: less.
+
+    action   a GEMM or a pass, 0 at least;   inside   a collective inside a node;   across   one across nodes
+    """
+
+    action: float = 0.0
+    inside: float = 0.0
+    across: float = 0.0
+
+
 @dataclass(frozen=True)
 class Measured:
     """Seconds of a collective of one kind of group, by bytes that a rank receives (sends, if more), ascending.

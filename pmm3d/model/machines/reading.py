@@ -16,11 +16,12 @@ from ...errors import Pmm3dError, check_regular, needs
 from ...layout import MATRIX_DTYPES
 from .checking import Section, hint
 from .description import Machine
-from .figures import FORMS, GemmLaw, GemmPoints, Gemms, Measured, Pass
+from .figures import FORMS, GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
 from .laws import DEFAULT, OPERATIONS, PASSES, Law
 
 KNOWN = Path(__file__).parent / "known"
-SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead")
+SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead",
+            "in_steps")
 """What `sources` speaks of."""
 logger = logging.getLogger("pmm3d.model")
 
@@ -98,6 +99,7 @@ def _figures(file: Section) -> dict[str, Any]:
         "gemms": _gemms(file.section("gemm", needed=True)), "passes": _passes(file.section("passes", needed=True)),
         "collectives": _collectives(file.sections("collectives"), ranks_per_node),
         "laws": _laws(file.section("laws", needed=True)), "axonn": _axonn(file.section("axonn")),
+        "in_steps": _in_steps(file.section("in_steps")),
     }
     file.end()
     return figures
@@ -122,6 +124,12 @@ def _peak(section: Section) -> dict[str, float]:
 def _hidden(section: Section) -> dict[str, float]:
     found = {place: section.share(place) for place in ("inside", "across") if place in section}
     section.end(("inside", "across"))
+    return found
+
+
+def _in_steps(section: Section) -> InSteps:
+    found = InSteps(section.not_negative("action", 0.0), section.finite("inside", 0.0), section.finite("across", 0.0))
+    section.end()
     return found
 
 
@@ -194,7 +202,8 @@ def _collectives(rows: list[Section], ranks_per_node: int) -> tuple[Measured, ..
             row.wrong(f"inside = {one.inside} is more than ranks_per_node = {ranks_per_node}")
         key = (one.operation, one.inside, one.nodes, one.stride)
         if key in found:
-            row.wrong(f"{one.operation}, inside = {one.inside}, nodes = {one.nodes} is there twice")
+            stride = f", stride = {one.stride}" if one.stride else ""
+            row.wrong(f"{one.operation}, inside = {one.inside}, nodes = {one.nodes}{stride} is there twice")
         found[key] = one
     return tuple(found.values())
 
@@ -227,6 +236,7 @@ def as_toml(machine: Machine) -> str:
         "passes": {name: one._asdict() for name, one in machine.passes.items()},
         "collectives": rows, "laws": {name: law._asdict() for name, law in machine.laws.items()},
         "axonn": {inner: dict(row) for inner, row in machine.axonn.items()},
+        "in_steps": machine.in_steps._asdict() if any(machine.in_steps) else {},
     }
     figures = {"name": machine.name, "ranks_per_node": machine.ranks_per_node, "memory": machine.memory,
                "noise": machine.noise, "overhead": machine.overhead}

@@ -104,9 +104,10 @@ class Estimates:
         spent, rows, kept = _Spent(), self._rows(shape), self._kept(shape)
         for weight, count in self.weights.items():
             self._add(spent, weight, count, shape, groups, rows, kept)
-        agreed = self.machine.collective_seconds("all_reduce", groups["all"], AGREED_BYTES)
-        batch = {"gemm": spent.gemm, "passes": self._passes(shape, rows, of_weights=False),
-                 "overhead": (self.calls + spent.actions) * self.machine.overhead, **spent.waited, "all": agreed}
+        agreed = self.machine.collective_in_step("all_reduce", groups["all"], AGREED_BYTES)
+        overhead = (self.calls + spent.actions) * self.machine.overhead_in_step
+        batch = {"gemm": spent.gemm, "passes": self._passes(shape, rows, of_weights=False), "overhead": overhead,
+                 **spent.waited, "all": agreed}
         step = {name: self.batches * seconds for name, seconds in batch.items()}
         step["passes"] += self._passes(shape, rows, of_weights=True)
         if shape.data > 1:
@@ -128,7 +129,7 @@ class Estimates:
         spent.gemm += count * (forward + gradient + inputs + sums)
         spent.actions += count * (strips + others - 2)
         spent.backward += count * (gradient + inputs)
-        beside = 2 * machine.overhead
+        beside = 2 * machine.overhead_in_step
         for operation, axes, nbytes, parts, under in (
                 ("all_gather", ("z",), size * k * n, 1, (forward + beside) * overlap.oag),
                 ("all_gather", ("z",), 0 if kept else size * k * n, 1, (inputs + beside) * overlap.oag),
@@ -147,7 +148,7 @@ class Estimates:
     def _collective(self, operation: str, group: Group, nbytes: int) -> tuple[float, float]:
         """(seconds of a collective on an array of so many bytes, those of them that pass under computation)."""
         received = nbytes * (group.size - 1) // group.size
-        seconds = self.machine.collective_seconds(operation, group, received) if received else 0.0
+        seconds = self.machine.collective_in_step(operation, group, received) if received else 0.0
         return seconds, seconds * self.machine.hidden_share(group)
 
     def _data(self, shape: GridShape, groups: dict[str, Group], backward: float) -> float:

@@ -18,7 +18,7 @@ from . import collectives, gemms, passes
 from .fitting import Fitted, fitted
 from .hidden import PLACES, measured_hidden
 from .sampling import Sampler, Share, SlowRank, slow_ranks
-from .whole_steps import Correction, corrected, correction_of, measured_steps
+from .whole_steps import in_steps_of, measured_steps
 
 Tell = Callable[[str, int], None]
 
@@ -43,7 +43,6 @@ class Report(NamedTuple):
 
     machine     to be written
     fit         its laws and how well they fit
-    correction  that whole steps made: it is part of the machine
     slow        ranks that were slow in a section
     thrown      samples that were jumps of the clock, of all ranks
     left_out    points that there was no time for
@@ -53,7 +52,6 @@ class Report(NamedTuple):
 
     machine: Machine
     fit: Fitted
-    correction: Correction
     slow: list[SlowRank]
     thrown: int
     left_out: int
@@ -119,16 +117,14 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
                       key=keys[0])
     machine = replace(machine, passes=passes.measured_passes(sampler, machine, tell))
     rows, groups = collectives.measured_collectives(sampler, tell)
-    machine = replace(machine, collectives=tuple(rows), laws=fitted(rows, groups).laws,
+    fit = fitted(rows, groups)
+    machine = replace(machine, collectives=tuple(even(rows, groups)), laws=fit.laws,
                       hidden=measured_hidden(sampler, dtypes[0], tell))
-    correction = correction_of(measured_steps(sampler, comm, nodes.ranks_per_node), machine)
-    machine = corrected(machine, correction)
-    fit = fitted(machine.collectives, groups)
-    machine = replace(machine, collectives=tuple(even(machine.collectives, groups)), laws=fit.laws)
+    machine = replace(machine, in_steps=in_steps_of(measured_steps(sampler, comm, nodes.ranks_per_node), machine))
     everyones = comm.allgather((sampler.thrown, sampler.medians))
     thrown, medians = zip(*everyones)
     slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
-    return Report(machine, fit, correction, slow, sum(thrown), sampler.left_out, nodes.hosts, unlike)
+    return Report(machine, fit, slow, sum(thrown), sampler.left_out, nodes.hosts, unlike)
 
 
 def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> list[Measured]:
@@ -140,9 +136,8 @@ def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> l
 def _sources(nodes: Nodes) -> dict[str, str]:
     here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.number} node(s), all ranks at once"
     unknown = "across nodes" if nodes.number == 1 else "inside a node" if nodes.ranks_per_node == 1 else ""
-    in_steps = f"{here}; corrected by what whole steps of training took"
     nominal = f"; figures {unknown} are those of the nominal machine" if unknown else ""
     return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
-            "peak": "the best GEMM", "passes": in_steps, "collectives": in_steps,
-            "laws": f"fitted to the collectives{nominal}", "hidden": here, "overhead": in_steps,
+            "peak": "the best GEMM", "passes": here, "collectives": here,
+            "laws": f"fitted to the collectives{nominal}", "hidden": here, "in_steps": f"fitted to steps, {here}",
             "memory": "available on the node at the time, shared by its ranks"}

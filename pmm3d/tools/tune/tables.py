@@ -29,8 +29,8 @@ def print_report(report: Report, console: Console) -> None:
     for place, share in machine.hidden.items():
         console.print(f"hidden under GEMMs, {place} a node: {share:.0%} of an all-reduce" if place == "inside" else
                       f"hidden under GEMMs, across nodes: {share:.0%} of an all-reduce")
-    console.print("in whole steps a GEMM or a pass took {:+.1f} us, a collective inside a node {:+.1f} us, across "
-                  "nodes {:+.1f} us".format(*(1e6 * each for each in report.correction)))
+    console.print("in steps of training a GEMM or a pass took {:+.1f} us, a collective inside a node {:+.1f} us, "
+                  "across nodes {:+.1f} us".format(*(1e6 * each for each in machine.in_steps)))
     _print_doubts(report, console)
 
 

@@ -1,5 +1,5 @@
-"""What actions take in a whole step besides what they took in loops of their own: Python between them, caches that
-others have used meanwhile, turns of ranks that share a core. Fitted to steps that are measured."""
+"""What actions take more in a step of training than in loops of their own: Python between them, caches that others have
+used meanwhile, turns of ranks that share a core. Fitted to steps that are measured."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from mpi4py import MPI
 from ... import nn
 from ...arrays.dry_run import Action
 from ...comm import Grid
-from ...comm.replay import totals
+from ...comm.replay import tasks
 from ...layout import GridShape, batch_layout
 from ...model.machines import Group, Machine, groups_of
-from ...model.machines.figures import Measured, Pass
+from ...model.machines.figures import InSteps
+from ...model.simulation import simulate
 from ...nn import loss, optim
 from ...nn.training.passes import train_step
 from ...product import DistMatrix
 from .sampling import Sampler
 
 LAYERS = [256] * 5
-ROWS = 256
+LEAST_ROWS = 256
 TURNS, SAMPLES = 2, 7
 """Each step is measured so many times, after all the others, and in each by so many samples."""
 SECONDS = 10.0
 NOTHING_KNOWN = 0.05
 """How much the fit would rather find no correction: that of all actions together, as a share of a step, weighs so much
 as an error of a step."""
-LEAST = 0.2
-"""Of what was measured by itself that is always left."""
 
 
 class MeasuredStep(NamedTuple):
@@ -48,22 +47,17 @@ class MeasuredStep(NamedTuple):
                 begun.count(True))
 
 
-class Correction(NamedTuple):
-    """Seconds to be added to each GEMM or pass, each collective inside a node, each across nodes; below 0 where they
-    took less in steps."""
-
-    action: float
-    inside: float
-    across: float
-
-
 def grids(ranks: int) -> list[GridShape]:
-    """Those whose steps are measured: with collectives along one axis each, and along all.
+    """Those whose steps are measured: with collectives along one axis each, and along all. Where there are more ranks
+    than a layer has columns, others do the same beside them, along data.
 
         >>> [str(grid) for grid in grids(8)], [str(grid) for grid in grids(1)]
         (['1x1x1 (data 8)', '8x1x1', '1x1x8', '2x2x2'], ['1x1x1'])
+        >>> [str(grid) for grid in grids(3 * 256)]
+        ['1x1x1 (data 768)', '256x1x1 (data 3)', '1x1x256 (data 3)', '2x2x2 (data 96)']
     """
-    found = [GridShape(1, 1, 1, ranks), GridShape(ranks, 1, 1), GridShape(1, 1, ranks)]
+    along = max(size for size in range(1, LAYERS[0] + 1) if ranks % size == 0)
+    found = [GridShape(1, 1, 1, ranks), GridShape(along, 1, 1, ranks // along), GridShape(1, 1, along, ranks // along)]
     if ranks % 8 == 0:
         found.append(GridShape(2, 2, 2, ranks // 8))
     return list(dict.fromkeys(found))
@@ -94,35 +88,26 @@ def _actions(shape: GridShape) -> list[Action]:
 def _step(grid: Grid) -> Callable[[], object]:
     network = nn.MLP(grid, LAYERS)
     optimizer = optim.SGD(network.parameters(), lr=1e-3)
-    x, y = (DistMatrix.random(grid, (ROWS, LAYERS[0]), seed=seed, dtype="float32", layout=batch_layout("y"))
+    rows = max(LEAST_ROWS, grid.size)
+    x, y = (DistMatrix.random(grid, (rows, LAYERS[0]), seed=seed, dtype="float32", layout=batch_layout("y"))
             for seed in (1, 2))
-    return lambda: train_step(network, optimizer, loss.mse, [ROWS], [(x, y)])
+    return lambda: train_step(network, optimizer, loss.mse, [rows], [(x, y)])
 
 
-def correction_of(steps: Sequence[MeasuredStep], machine: Machine) -> Correction:
+def in_steps_of(steps: Sequence[MeasuredStep], machine: Machine) -> InSteps:
     """That with which the steps take what they were measured to, by least squares of relative errors, of a machine
-    without overhead. Nothing in these steps is hidden under anything else."""
+    without it."""
     if not steps:
-        return Correction(0.0, 0.0, 0.0)
-    priced = np.array([sum(totals(step.actions, replace(machine, overhead=0.0), step.groups).values())
-                       for step in steps])
+        return InSteps()
+    alone = replace(machine, in_steps=InSteps())
+    priced = np.array([simulate([tasks(step.actions, alone, step.groups)]).seconds for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    counts = np.array([step.counts() for step in steps]) / seconds[:, None]
+    counts, error = np.array([step.counts() for step in steps]) / seconds[:, None], (seconds - priced) / seconds
+    found = _least_squares(counts, error)
+    return InSteps(*found) if found[0] >= 0 else InSteps(0.0, *_least_squares(counts[:, 1:], error))
+
+
+def _least_squares(counts: np.ndarray, error: np.ndarray) -> list[float]:
     rather = NOTHING_KNOWN * np.diag(np.sqrt((counts**2).sum(axis=0)))
-    found = np.linalg.lstsq(np.vstack([counts, rather]), np.append((seconds - priced) / seconds, np.zeros(3)))[0]
-    return Correction(*found.tolist())
-
-
-def corrected(machine: Machine, correction: Correction) -> Machine:
-    """The machine with it: what is to be added to GEMMs and passes is its overhead, what is to be taken off is taken
-    off the passes. Laws are fitted to the rows anew by the caller."""
-    less = min(0.0, correction.action)
-    passes = {name: Pass(max(LEAST * one.overhead, one.overhead + less), one.rate)
-              for name, one in machine.passes.items()}
-    rows = tuple(_longer(row, correction.inside if row.nodes == 1 else correction.across)
-                 for row in machine.collectives)
-    return replace(machine, overhead=max(0.0, correction.action), passes=passes, collectives=rows)
-
-
-def _longer(row: Measured, seconds: float) -> Measured:
-    return replace(row, seconds=tuple(max(LEAST * each, each + seconds) for each in row.seconds))
+    found = np.linalg.lstsq(np.vstack([counts, rather]), np.append(error, np.zeros(len(rather))))[0]
+    return [float(each) for each in found]
