@@ -47,8 +47,9 @@ class Workspace:
     """Pools of buffers; a steady state allocates nothing.
 
     A request takes the smallest free buffer that holds it and is not far too large. If there is none, one is
-    allocated, and the largest of the smaller free ones is dropped: it takes its place. Buffers come back by `give`, at
-    the end of `borrow`, or, those of `array`, once nobody refers to them any more.
+    allocated. If there is none in use either, what is asked for has grown, and the new one takes the place of the
+    largest of the smaller free ones, which is dropped: else those will be asked for again. Buffers come back by `give`,
+    at the end of `borrow`, or, those of `array`, once nobody refers to them any more.
 
     allocated   bytes held, in use or not
     lent        bytes of the arrays of `array` that are in use now;   most_lent: the most there were at once
@@ -61,6 +62,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
+        self._sizes: defaultdict[Pool, list[int]] = defaultdict(list)
         self._lock = threading.Lock()
         self._returned: deque[tuple[Ticket, int]] = deque()
         self._rehearsed: set[tuple[int, ...]] = set()
@@ -120,27 +122,35 @@ class Workspace:
         """Forget the buffers that are not in use."""
         with self._lock:
             self._collect()
-            for free in self._free.values():
-                self.allocated -= sum(size for size, _, _ in free)
+            for pool, free in self._free.items():
+                for size, _, _ in free:
+                    self._forget(pool, size)
                 free.clear()
 
     def _buffer(self, nbytes: int, pool: Pool) -> Ticket:
         with self._lock:
             if self._returned:
                 self._collect()
-            free = self._free[pool]
+            free, sizes, most = self._free[pool], self._sizes[pool], max(2 * nbytes, WASTED_BYTES)
             index = bisect_left(free, (nbytes,))
-            if index < len(free) and free[index][0] <= max(2 * nbytes, WASTED_BYTES):
+            if index < len(free) and free[index][0] <= most:
                 flat = free.pop(index)[2]
             else:
-                if index:
-                    self.allocated -= free.pop(index - 1)[0]
+                place = bisect_left(sizes, nbytes)
+                if index and (place == len(sizes) or sizes[place] > most):
+                    self._forget(pool, free.pop(index - 1)[0])
                 flat = self._fresh(nbytes, pool)
+                insort(sizes, nbytes)
                 self.allocated += nbytes
             if pool.returns_by_itself:
                 self.lent += nbytes
                 self.most_lent = max(self.most_lent, self.lent)
         return Ticket(pool, flat, free)
+
+    def _forget(self, pool: Pool, size: int) -> None:
+        """A buffer that is dropped."""
+        self.allocated -= size
+        self._sizes[pool].remove(size)
 
     def _fresh(self, nbytes: int, pool: Pool) -> Array:
         return pool.memory.empty((nbytes,), "uint8")

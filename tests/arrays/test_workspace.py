@@ -97,6 +97,17 @@ def test_a_larger_buffer_takes_the_place_of_a_smaller():
     assert workspace.allocated == 3 * MEGABYTE
 
 
+def test_the_second_of_many_cycles_allocates_the_last():
+    """A smaller buffer that gave way would be asked for again, get a larger one, and so on from cycle to cycle."""
+    workspace, library = Workspace(), Counting()
+    cycle = [("take", MEGABYTE)] * 3 + [("give", 0), ("take", 2 * MEGABYTE)]
+    held = []
+    for _ in range(6):
+        play(workspace, library, cycle)
+        held.append(workspace.allocated // MEGABYTE)
+    assert held == [4, 6, 6, 6, 6, 6]
+
+
 def test_a_buffer_is_given_back_when_the_borrower_fails():
     workspace, library = Workspace(), Counting()
     for _ in range(3):
