@@ -20,7 +20,7 @@ __all__ = ["SampleSizes", "Step", "rank_training", "step_of"]
 
 TOP = 10
 """Grids that are simulated at least."""
-ACTIONS = 8000
+ACTIONS = 4000
 """Of dry steps on one rank, which bound how many are simulated: some seconds. No clock does, so that the choice is the
 same each time."""
 NOISE = 0.02
