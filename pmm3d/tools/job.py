@@ -26,6 +26,8 @@ TIMED_OUT = 124
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 10.0
 """Left to mpiexec once the job is over, and to ranks once mpiexec is."""
+SHOWN = 8
+"""Ranks that are told of where a job does not end."""
 MAPS_SECONDS = 5.0
 """Between two looks at what ranks have mapped."""
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -44,10 +46,12 @@ class Job:
     """An mpiexec and its ranks.
 
     own_files   variables of the MPI that can keep its files in a folder of the job: name -> "shm" or "tmp"
+    ranks       how many it has, where all are on this machine; None: not known here
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Mapping[str, str]):
-        self._arguments = arguments
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Mapping[str, str],
+                 ranks: int | None = None):
+        self._arguments, self._count = arguments, ranks
         self._folders = {"tmp": Path(tempfile.mkdtemp(prefix="pmm3d-job-"))}
         self._note = self._folders["tmp"] / "code"
         self._segments: set[str] = set()
@@ -76,7 +80,8 @@ class Job:
             self._name_killed(code)
             return self._own_code() or code
         except subprocess.TimeoutExpired:
-            print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}", file=sys.stderr)
+            print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}\n"
+                  f"{self._left()}", file=sys.stderr)
             return TIMED_OUT
         finally:
             end_job(self.process)
@@ -122,9 +127,11 @@ class Job:
         return code if code >= 0 else 128 - code
 
     def _is_over(self) -> bool:
-        """A rank has ended the job, or none is left here and one went wrong. On other nodes there may be more."""
+        """A rank has ended the job, or none is left here and one went wrong, or that were all of them. On other nodes
+        there may be more."""
         nobody = bool(self._ranks.seen) and not any(True for _ in self._ranks.running)
-        return self._note.exists() or nobody and self._first_wrong() is not None
+        wrong = self._first_wrong() is not None
+        return self._note.exists() or nobody and (wrong or len(self._ranks.ended) == self._count)
 
     def _first_wrong(self) -> RankProcess | None:
         """The first rank that is known to have ended by a signal or with an error."""
@@ -134,9 +141,19 @@ class Job:
         print(f"pmm3d.launcher: the job is over, and mpiexec has not ended within {GRACE_SECONDS:g} s of that: it is "
               "ended (a node, or the network to it, may be gone)", file=sys.stderr)
         end_job(self.process)
+        if len(self._ranks.ended) == self._count and all(rank.status == 0 for rank in self._ranks.ended):
+            return 0
         first = self._first_wrong()
         status = first.status or 0 if first else 256
         return 128 + (status & 127) if status & 127 else status >> 8
+
+    def _left(self) -> str:
+        """Of a job that does not end: what its ranks on this machine do, some lines at most."""
+        left = sorted(self._ranks.running, key=lambda rank: rank.rank)
+        if not left:
+            return "  none of its ranks is left on this machine" if self._ranks.seen else "  no rank was seen here"
+        lines = [f"  rank {rank.rank} (pid {rank.pid}): {rank.doing()}" for rank in left[:SHOWN]]
+        return "\n".join([*lines, *([f"  and {len(left) - SHOWN} others"] if len(left) > SHOWN else [])])
 
     def _own_code(self) -> int:
         """The exit code with which a rank ended the job; 0 if none did. mpiexec may have another."""

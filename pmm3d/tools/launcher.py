@@ -117,13 +117,16 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
 
 
-def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None) -> int:
+def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None,
+        ranks: int | None = None) -> int:
     """Run a command of `command()` for at most timeout seconds and return its exit status, which is 124 on expiry.
 
-    This process stays as the parent: signals to it are passed on to mpiexec. What mpiexec leaves is ended, a rank that
-    was killed is named, and the job's files in /tmp and /dev/shm are removed.
+    This process stays as the parent: signals to it are passed on to mpiexec. What mpiexec leaves is ended, and mpiexec
+    where all of so many ranks have; a rank that was killed is named, what the ranks do on expiry is told, and the job's
+    files in /tmp and /dev/shm are removed.
     """
-    return Job(arguments, environ, _own_files(environ)).run(timeout)
+    own_files = _own_files(environ)
+    return Job(arguments, environ, own_files, ranks if own_files else None).run(timeout)
 
 
 def _own_files(environ: Mapping[str, str]) -> dict[str, str]:
@@ -187,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = [f"{name}={value}" for name, value in environ.items() if name not in os.environ]
         print(" \\\n".join([*added, shlex.join(arguments)]))
         return 0
-    return run(arguments, environ, options.timeout)
+    return run(arguments, environ, options.timeout, options.ranks)
 
 
 def run_as_program() -> None:

@@ -17,8 +17,8 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """By which an mpiexec tells a process its rank."""
 SEGMENTS = ("/dev/shm/mpich_shm_", "/dev/shm/ucx_shm_posix_", "/dev/shm/sm_segment.")
 """Files that MPICH, UCX and Open MPI map, and leave where a rank is killed."""
-VIRTUAL_SIZE = 20
-"""Its position in /proc/PID/stat behind the name."""
+CPU_TICKS, VIRTUAL_SIZE = slice(11, 13), 20
+"""Their positions in /proc/PID/stat behind the name."""
 PIDFD_INFO = struct.Struct("QQ11Ii")
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 PIDFD_INFO_EXIT = 1 << 3
@@ -92,6 +92,20 @@ class RankProcess:
         with suppress(OSError, ValueError, IndexError):
             return int(os.pread(self._entry, 4096, 0).rpartition(b")")[2].split()[VIRTUAL_SIZE]) == 0
         return True
+
+    def doing(self) -> str:
+        """For whoever wonders why it has not ended: its state, where in the kernel it waits, and the CPU it has used.
+
+        Of its first thread, which is Python's; the time is that of all its threads.
+        """
+        with suppress(OSError, ValueError, IndexError):
+            words = os.pread(self._entry, 4096, 0).rpartition(b")")[2].split()
+            used = sum(map(int, words[CPU_TICKS])) / os.sysconf("SC_CLK_TCK")
+            place = ""
+            with suppress(OSError):
+                place = Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n")
+            return f"state {words[0].decode()}{place and f' in {place}'}, {used:.1f} s of CPU"
+        return "ending"
 
     def segments(self) -> set[str]:
         """The files of its MPI in /dev/shm that it has mapped."""

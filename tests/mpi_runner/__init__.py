@@ -24,7 +24,7 @@ into one per test (merge.py) and hands it to pytest, so -v, -x, -k, --durations 
 always. The tests of one rank count share an mpiexec until one crashes it or misses its deadline;
 then every rank's stack goes into the report and the rest runs in a new mpiexec.
 
-A parallel test must end on all ranks within --mpi-deadline seconds (90), or those of its own mark,
+A parallel test must end on all ranks within --mpi-deadline seconds (180), or those of its own mark,
 @pytest.mark.deadline(120). Once a rank has failed, the others get 5 s. --ranks 2,4 runs the
 parallel tests on so many ranks only.
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from pmm3d.tools import launcher
 WHOLE_LINES = """import sys
 for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(line_buffering=True, write_through=False)
+import faulthandler, signal
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # of a rank that finalizes MPI
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 """
 
 
@@ -34,7 +39,9 @@ class JobResult:
 class ScriptJobs:
     """Runs scripts one after the other in a folder, and ends the one under way if the test ends."""
 
+    PATIENCE = 3  # the limits are for jobs that hang: a busy machine may take so much longer
     SPARE = 10.0  # seconds that pmm3d.launcher, which keeps the time limit, may take beyond it
+    STACKS = 3.0  # seconds before the limit, ranks that still run show where they are
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -43,11 +50,13 @@ class ScriptJobs:
         self.started = time.time()
 
     def run(self, ranks: int, script: str, *args, timeout: float = 120, env=None) -> JobResult:
-        """Run the script on that many ranks. A job still running after timeout fails the test.
+        """Run the script on that many ranks. A job still running after PATIENCE times timeout fails the test, with the
+        stacks of its ranks.
 
         The time limit is kept by pmm3d.launcher in a process of its own, so it holds even if this one is killed.
         """
         self.number += 1
+        timeout *= self.PATIENCE
         name = f"job{self.number}"
         path = self.folder / f"{name}.py"
         path.write_text(WHOLE_LINES + textwrap.dedent(script))
@@ -63,11 +72,13 @@ class ScriptJobs:
         return result
 
     def _wait(self, timeout: float) -> int:
-        try:
-            return self.process.wait(timeout + self.SPARE)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return launcher.TIMED_OUT
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(max(timeout - self.STACKS, timeout / 2))
+        self.process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(self.STACKS + self.SPARE)
+        self.end()
+        return launcher.TIMED_OUT
 
     def end(self) -> None:
         """End what still runs."""

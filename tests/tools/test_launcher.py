@@ -16,7 +16,7 @@ import pytest
 
 from pmm3d.model import environment
 from pmm3d.tools import job as job_module
-from pmm3d.tools import launcher
+from pmm3d.tools import launcher, processes
 
 
 @pytest.fixture
@@ -340,6 +340,28 @@ time.sleep(100)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     assert launcher.run([str(mpiexec)], os.environ, 60) == 70
     assert "the job is over, and mpiexec has not ended within 0.5 s of that" in capfd.readouterr().err
+
+
+def test_an_mpiexec_that_stays_after_all_ranks_is_ended_with_success(tmp_path, monkeypatch, capfd):
+    mpiexec = fake_mpiexec(tmp_path, """
+ranks = [subprocess.Popen(["sleep", "1"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(3)]
+time.sleep(100)
+""")
+    monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
+    for name in processes.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environ = os.environ | launcher.OPEN_MPI_ON_ONE_NODE
+    assert launcher.run([str(mpiexec)], environ, 60, ranks=3) == 0
+    assert "mpiexec has not ended within 0.5 s of that" in capfd.readouterr().err
+    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # one may still come
+    assert "none of its ranks is left on this machine" in capfd.readouterr().err
+
+
+def test_what_ranks_do_that_do_not_end_is_told():
+    result = run_launcher("-n", 3, "--timeout", 2, "sleep", "100")
+    assert result.returncode == launcher.TIMED_OUT
+    said = re.findall(r"^  rank (\d) \(pid \d+\): state S(?: in \w+)?, \d\.\d s of CPU$", result.stderr, re.M)
+    assert said == ["0", "1", "2"], result.stderr
 
 
 def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
