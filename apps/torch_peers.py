@@ -45,7 +45,7 @@ def bridge(options: argparse.Namespace) -> None:
     with Grid(comm, shape[:3], data=comm.size // shape.size) as grid:
         parts = [part for layer in layers for part in (layer, torch.nn.ReLU())][:-1]
         model = parallelize(torch.nn.Sequential(*parts), grid)
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), []
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, fused=True), []
         x, y = (input_rows(grid, torch.from_numpy(part)) for part in batch_of(options.batch, options.width))
 
         def step() -> None:

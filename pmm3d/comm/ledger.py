@@ -25,15 +25,32 @@ class Key(NamedTuple):
     operation: str
 
 
+Clock = tuple[float, float]
+"""Seconds of the wall, and seconds that this thread has had a core."""
+
+
+def clock() -> Clock:
+    """Now."""
+    return time.perf_counter(), time.thread_time()
+
+
 @dataclass
 class Entry:
-    """Totals of one operation on one axis in one phase. Bytes are payload; `waited` and `computed` are seconds."""
+    """Totals of one operation on one axis in one phase. Bytes are payload; `waited` and `computed` are seconds of the
+    wall, and `on_core` those of `computed` in which the thread that computes had a core: else another process had it,
+    or another thread of this one the interpreter."""
 
     calls: int = 0
     sent: int = 0
     received: int = 0
     waited: float = 0.0
     computed: float = 0.0
+    on_core: float = 0.0
+
+    @property
+    def off_core(self) -> float:
+        """Seconds of `computed` without a core."""
+        return max(0.0, self.computed - self.on_core)
 
     def __iadd__(self, other: Entry) -> Entry:
         self.calls += other.calls
@@ -41,6 +58,7 @@ class Entry:
         self.received += other.received
         self.waited += other.waited
         self.computed += other.computed
+        self.on_core += other.on_core
         return self
 
 
@@ -122,19 +140,21 @@ class Ledger:
         """Passes over memory in this context are of an operation of that name ("relu"): written down in a dry run."""
         return nullcontext()
 
-    def computed(self, operation: str, begun: float) -> None:
+    def computed(self, operation: str, begun: Clock) -> None:
         """Count the time since `begun` as computation."""
-        ended, key = time.perf_counter(), ("", self._phase, operation)
+        (ended, ran), key = clock(), ("", self._phase, operation)
         entry = self.entries.get(key) or self._entry(Key(*key))  # type: ignore[call-overload]
         entry.calls += 1
-        entry.computed += ended - begun
+        entry.computed += ended - begun[0]
+        entry.on_core += ran - begun[1]
         if self.trace:
-            self._event(operation, "compute", begun, ended, {"phase": self._phase})
+            self._event(operation, "compute", begun[0], ended,
+                        {"phase": self._phase, "on core (ms)": 1e3 * (ran - begun[1])})
 
     @contextmanager
     def computing(self, operation: str) -> Iterator[None]:
         """Time in this context is computation."""
-        begun = time.perf_counter()
+        begun = clock()
         try:
             yield
         finally:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from time import perf_counter
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid
+from ..comm.ledger import clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
 from ..layout.layout import cutting_unit, layout_of
@@ -137,7 +137,7 @@ class computing:  # noqa: N801
         self._grid, self._what, self._work, self._name = grid, what, work, name
 
     def __enter__(self) -> None:
-        self._begun = perf_counter()
+        self._begun = clock()
         self._helped = self._work >= LEAST_WORK and self._grid.engine.computes()
         if self._name and self._grid.dry_run is not None:
             self._outer = self._grid.dry_run.name_passes(self._name)

@@ -1,6 +1,7 @@
 """pmm3d.comm.ledger and pmm3d.model.environment: what is counted, logged and read from the environment."""
 
 import json
+import time
 from collections import Counter
 
 import numpy as np
@@ -72,6 +73,21 @@ def test_waiting_and_computing_are_seconds():
     assert ledger.total(axis="x").waited == record.waited > 0
     assert ledger.total(operation="loader").waited > 0 == ledger.total(operation="loader").computed
     assert ledger.total(phase="multiply").computed > 0 and ledger.total(phase="multiply").calls == 1
+
+
+def test_computing_without_a_core_is_told_apart():
+    ledger = Ledger(trace=True)
+    with ledger.computing("asleep"):
+        time.sleep(0.05)
+    with ledger.computing("busy"):
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.05:
+            pass
+    asleep, busy = ledger.total(operation="asleep"), ledger.total(operation="busy")
+    assert asleep.off_core > 0.04 > asleep.on_core and busy.on_core >= 0.05
+    for entry, event in zip((asleep, busy), ledger.events):
+        assert entry.computed == pytest.approx(entry.on_core + entry.off_core)
+        assert event["args"]["on core (ms)"] == pytest.approx(1e3 * entry.on_core)
 
 
 def in_file(folder, *ledgers):

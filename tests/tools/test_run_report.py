@@ -42,6 +42,8 @@ def test_the_record_holds_what_each_rank_did_and_the_bytes_of_the_model(trained)
     assert all(len(column) == 8 for column in (ranks["seconds"], ranks["waited"], ranks["computed"]["gemm"]))
     for whole, waited, *computed in zip(ranks["seconds"], ranks["waited"], *ranks["computed"].values()):
         assert 0 < waited + sum(computed) <= whole * 1.01
+    for computed, off_core in zip(zip(*ranks["computed"].values()), ranks["off_core"], strict=True):
+        assert 0 <= off_core <= sum(computed)
     held, formula = record["memory"]["held"], record["memory"]["predicted"]["parts"]
     assert 0.5 < max(held["weights"]) / formula["weights"] < 2
 
@@ -141,7 +143,7 @@ def test_thousands_of_ranks_make_a_small_page(run):
                        for index in range(64)]
     table = record["ranks"]
     table["computed"] = {name: stretch(column) for name, column in table["computed"].items()}
-    for name in ("seconds", "saving", "peak_memory", "waited"):
+    for name in ("seconds", "saving", "off_core", "peak_memory", "waited"):
         table[name] = stretch(table[name])
     for entry in record["moved"]:
         entry.update({name: stretch(column) for name, column in entry.items() if isinstance(column, list)})

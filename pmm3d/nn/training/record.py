@@ -40,6 +40,7 @@ MOST_EVENTS = 1000
 MOST_LINES = 400
 """Of the network as a tree."""
 FIGURES = ("calls", "sent", "received", "waited")
+COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
 
 
@@ -133,24 +134,25 @@ class RunRecord:
     def _own_figures(self) -> Document:
         """This rank's share of the record."""
         computed: dict[str, float] = {}
-        entries = {}
+        off_core, entries = 0.0, {}
         for key, entry in self._grid.ledger.entries.items():
             old = self._before.get(key, Entry())
             if entry.computed > old.computed:
                 computed[key.operation] = computed.get(key.operation, 0.0) + entry.computed - old.computed
+                off_core += entry.off_core - old.off_core
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
             if (key.axis or figures[-1]) and any(figures):
                 entries[tuple(key)] = figures
         moved = self._model.volume(self._run.passes)
         return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-                "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run), "entries": entries,
-                "problem": self._model.problem,
+                "off_core": off_core, "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run),
+                "entries": entries, "problem": self._model.problem,
                 "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()}}
 
     def _merge(self, ranks: list[Document]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
         run, document = self._run, self._document
-        columns = {name: [_rounded(rank[name]) for rank in ranks] for name in ("seconds", "saving", "peak_memory")}
+        columns = {name: [_rounded(rank[name]) for rank in ranks] for name in COLUMNS}
         operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
         keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
         problem = next((rank["problem"] for rank in ranks if rank["problem"]), "")

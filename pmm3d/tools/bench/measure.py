@@ -87,11 +87,12 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
     rate = case.flop / median(seconds) / 1e9
-    computed, waited = (sum(phase[what] for phase in phases.values()) for what in ("computed", "waited"))
+    computed, off_core, waited = (sum(phase[what] for phase in phases.values())
+                                  for what in ("computed", "off_core", "waited"))
     speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
                   square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
-                  computed_seconds=computed, waited_seconds=waited, unit="devices" if devices else "cores",
-                  square=limit.square)
+                  computed_seconds=computed, off_core_seconds=off_core, waited_seconds=waited,
+                  unit="devices" if devices else "cores", square=limit.square)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)))
@@ -184,6 +185,7 @@ def _together(everyones: list[Any], repeat: int) -> tuple[dict[str, int], dict[s
     for name in dict.fromkeys(name for rank in ranks_phases for name in rank):
         entries = [rank[name] for rank in ranks_phases if name in rank]
         phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / len(everyones),
+                        "off_core": sum(entry.off_core for entry in entries) / repeat / len(everyones),
                         "waited": sum(entry.waited for entry in entries) / repeat / len(everyones),
                         "waited_max": max(entry.waited for entry in entries) / repeat}
     return sent, received, phases

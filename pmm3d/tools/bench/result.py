@@ -79,7 +79,8 @@ class Speed(NamedTuple):
     """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
     of the medians before and after; ratio: of gflops to the cores' rate. unit: "cores", or the "devices" that take
     their place for arrays on devices. square: the size of the cube of square_core_gflops. Phases: seconds of one
-    product as the mean over the ranks, "waited_max" of the worst one."""
+    product as the mean over the ranks, "waited_max" of the worst one; "off_core" is the part of "computed" in which the
+    thread had no core."""
 
     seconds: list[float]
     gflops: float
@@ -89,6 +90,7 @@ class Speed(NamedTuple):
     cores: int
     ratio: float
     computed_seconds: float
+    off_core_seconds: float
     waited_seconds: float
     phases: dict[str, dict[str, float]]
     unit: str = "cores"
@@ -97,6 +99,11 @@ class Speed(NamedTuple):
     @property
     def median(self) -> float:
         return median(self.seconds)
+
+    @property
+    def square_ratio(self) -> float:
+        """Of gflops to the cores' rate in the cube: not helped by a shape that the BLAS is slow on."""
+        return self.gflops / (self.cores * self.square_core_gflops) if self.square_core_gflops else 0.0
 
     @property
     def limit(self) -> Limit:

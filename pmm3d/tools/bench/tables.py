@@ -80,7 +80,8 @@ def _product(result: Result) -> Table:
         "rate": f"{speed.gflops:.1f} GFLOP/s",
         "limit": f"{speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one "
                  f"{speed.unit[:-1]}; {speed.square} cubed: {speed.square_core_gflops:.1f})",
-        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit",
+        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.square_ratio:.3f} of {speed.square} cubed on all "
+                 f"{speed.unit}",
         **beside,
         "verified": f"[{colour}]{'yes' if check.verified else 'NO'}[/] ({check.verification})",
     })
@@ -88,10 +89,13 @@ def _product(result: Result) -> Table:
 
 def _phases(result: Result) -> Table:
     whose = "ms, mean over the ranks" if result.speed.unit == "cores" else "ms of the host, which asks the devices"
-    table = _columns(f"[bold]Time of one product[/] ({whose})", "phase", "computing", "waiting", "waiting, worst rank")
+    table = _columns(f"[bold]Time of one product[/] ({whose})", "phase", "computing", "without\na core",
+                     "waiting", "waiting,\nworst rank")
     for name, phase in result.speed.phases.items():
-        table.add_row(name, *_milliseconds(phase["computed"], phase["waited"], phase["waited_max"]))
-    table.add_row("all", *_milliseconds(result.speed.computed_seconds, result.speed.waited_seconds), style="bold")
+        table.add_row(name, *_milliseconds(*(phase[what] for what in ("computed", "off_core", "waited", "waited_max"))))
+    speed = result.speed
+    table.add_row("all", *_milliseconds(speed.computed_seconds, speed.off_core_seconds, speed.waited_seconds),
+                  style="bold")
     return table
 
 

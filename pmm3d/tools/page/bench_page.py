@@ -52,13 +52,20 @@ def _unit(best: Json) -> str:
     return best.get("unit", "cores")
 
 
+def _of_square(best: Json) -> str:
+    """The other ratio, which no shape that the BLAS is slow on helps; benchmarks of before 0.2 lack it."""
+    cores = best["cores"] * best.get("square_core_gflops", 0.0)
+    return f"; {percent(best['gflops'] / cores)} of {best['square']} cubed" if cores else ""
+
+
 def _tiles(best: Json, grids: int) -> list[Tile]:
     asked = best["verification"] != "not asked for"
     equal = best["bytes_sent"] == best["bytes_model"]
     bytes_are = "as modelled" if equal else "off the model"
     result = ("right", "good") if best["verified"] else ("wrong", "bad") if asked else ("not verified", "")
     return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
-            Tile("of the limit", percent(best["ratio"]), f"{best['cores']} {_unit(best)}, GEMM alone"),
+            Tile("of the limit", percent(best["ratio"]),
+                 f"{best['cores']} {_unit(best)}, GEMM alone{_of_square(best)}"),
             Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),
@@ -100,9 +107,11 @@ def _grids(results: list[Json]) -> Section:
 
 
 def _phases(best: Json) -> Section:
-    rows = [(name, *(in_seconds(phase[key]) for key in ("computed", "waited", "waited_max")))
+    columns = {"computed": ">computing, mean", "off_core": ">of it without a core", "waited": ">waiting, mean",
+               "waited_max": ">waiting, worst rank"}
+    rows = [(name, *(in_seconds(phase[key]) if key in phase else "–" for key in columns))
             for name, phase in best["phases"].items()]
-    head = ("phase", ">computing, mean", ">waiting, mean", ">waiting, worst rank")
+    head = ("phase", *columns.values())
     return Section(f"Phases on {_shape(best)}", tables=[Table(head, rows)])
 
 

@@ -55,6 +55,10 @@ def time_section(record: Json) -> Section:
     drawn = list(range(len(order)))
     lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which is busy longest, takes "
             f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time.")
+    computed = sum(map(sum, ranks["computed"].values()))
+    if "off_core" in ranks and computed:
+        lead += (f" {percent(sum(ranks['off_core']) / computed)} of the computing was without a core: another process, "
+                 "or another thread of this one, had it.")
     if any(ranks["saving"]):
         lead += f" Writing checkpoints took {in_seconds(max(ranks['saving']))}, waits in it included."
     if len(drawn) > MOST_ROWS:

@@ -113,10 +113,12 @@ class Columns(Part):
     peak_memory: Counts
     waited: Amounts
     computed: dict[str, Amounts]
+    off_core: Amounts | None = None
 
     @model_validator(mode="after")
     def _as_long(self) -> Columns:
         columns: list[list[Any]] = [self.saving, self.peak_memory, self.waited, *self.computed.values()]
+        columns += [] if self.off_core is None else [self.off_core]
         if any(len(column) != len(self.seconds) for column in columns):
             raise ValueError("the ranks' columns are of several lengths")
         return self
@@ -194,6 +196,7 @@ class Line(Part):
 
 class Phase(Part):
     computed: Amount
+    off_core: Amount | None = None
     waited: Amount
     waited_max: Amount
 
@@ -228,6 +231,8 @@ class Benchmark(Part):
     seconds: Amounts
     gflops: Amount
     core_gflops: Amount
+    square_core_gflops: Amount | None = None
+    square: Count = 2048
     cores: Count
     unit: str = "cores"
     ratio: Amount
