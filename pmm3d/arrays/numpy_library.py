@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from . import blas
+from . import blas, blas_library
 from .low_precision import WorkArrays, check_gemm_types, widened_gemm
 from .streams import Stream
 
@@ -230,6 +230,11 @@ class NumpyLibrary:
             widened_gemm(self, a, b, c, alpha, beta, work)
         else:
             blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
+
+    @property
+    def blas_file(self) -> str:
+        """Of a library on the host: where its BLAS is from, if PMM3D_BLAS names one."""
+        return blas_library.blas_file()
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)

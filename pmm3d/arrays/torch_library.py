@@ -178,7 +178,9 @@ class TorchLibrary(NumpyLibrary):
         blas.arranged(*lying, conjugated)  # torch would copy what it refuses
         a, b = (array.conj() if flag else array for array, flag in zip((a, b), conjugated))
         with self.xp.no_grad():
-            if dtype == of_result:
+            if self.on_host and dtype == of_result in blas.DTYPES and self.blas_file:
+                blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
+            elif dtype == of_result:
                 self._multiply(a, b, c, alpha, beta, tf32)
             elif self.on_host:
                 rounded_gemm(self, a, b, c, alpha, beta, work)

@@ -16,6 +16,8 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, Workspace, library_here
+from ..arrays.blas_library import SCIPY
+from ..arrays.blas_library import chosen as chosen_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, GridShape
 from ..model.environment import Settings
@@ -110,10 +112,13 @@ class Grid:
         with ExitStack() as made:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
-            compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, *in_order)
+            compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
+                        *in_order)
             with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
+                if settings.blas != SCIPY:
+                    chosen_blas()
                 self._watch.start()
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)

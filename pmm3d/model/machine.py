@@ -111,14 +111,16 @@ class Blas:
                 "Python starts (the pmm3d command does)")
 
 
-def loaded_blas() -> Blas:
-    """The BLAS of SciPy, which does the products on the host."""
+def loaded_blas(file: str = "") -> Blas:
+    """The BLAS that does the products on the host: of that file, or SciPy's."""
     from threadpoolctl import threadpool_info
 
     found = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    if file:
+        found = [library for library in found if os.path.realpath(library["filepath"]) == file]
     scipy_first = sorted(found, key=lambda library: "scipy_openblas-" not in library["filepath"])
     if not scipy_first:
-        return Blas("unknown", "", "", 0)
+        return Blas(Path(file).name or "unknown", "", "", 0)
     library = scipy_first[0]
     return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
                 library["num_threads"])
@@ -126,11 +128,11 @@ def loaded_blas() -> Blas:
 
 def blas_of(library: Any) -> Blas:
     """The BLAS that multiplies a library's arrays: on a device cuBLAS, which has no threads; on the host torch has its
-    own; for all else `loaded_blas`."""
+    own, unless PMM3D_BLAS names another; for all else `loaded_blas`."""
     if not library.on_host:
         return _cublas(library)
-    if library.name != "torch":
-        return loaded_blas()
+    if library.name != "torch" or library.blas_file:
+        return loaded_blas(library.blas_file)
     torch = library.xp
     name = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return Blas(f"{name[1] if name else 'BLAS'} of torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),

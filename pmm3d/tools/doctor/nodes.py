@@ -16,6 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
+from ...arrays.blas_library import blas_file
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...model import machine
 from .finding import Finding, counted, ranks_by, spread, unlike_first
@@ -72,7 +73,8 @@ def gather_node(session: Session) -> Node:
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    return Node(machine.cores(), os.cpu_count() or 1, machine.cgroup_limit("cpu.max"), machine.loaded_blas().threads,
+    threads = machine.loaded_blas(blas_file()).threads
+    return Node(machine.cores(), os.cpu_count() or 1, machine.cgroup_limit("cpu.max"), threads,
                 machine.available_memory(), machine.cgroup_limit("memory.max"), shm_size, shm_free,
                 resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], any(Path("/sys/class/infiniband").glob("*")))
 
@@ -148,7 +150,7 @@ def gather_blas(session: Session) -> BlasRates:
     alone = gemm_rate() if session.is_first_here else None
     session.barrier(doze=True)
     together = gemm_rate()
-    return BlasRates(machine.loaded_blas(), machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together,
+    return BlasRates(machine.loaded_blas(blas_file()), machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together,
                      machine.cores())
 
 
