@@ -80,8 +80,8 @@ class Job:
             self._name_killed(code)
             return self._own_code() or code
         except subprocess.TimeoutExpired:
-            print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}\n"
-                  f"{self._left()}", file=sys.stderr)
+            print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}", file=sys.stderr)
+            print(self._left(), file=sys.stderr)
             return TIMED_OUT
         finally:
             end_job(self.process)

@@ -17,13 +17,11 @@ import pytest
 from mpi_runner.leftovers import remove_leftovers
 from pmm3d.tools import launcher
 
-# Put before each script: what a rank prints arrives as whole lines, not mixed with those of other ranks.
-WHOLE_LINES = """import sys
-for stream in (sys.stdout, sys.stderr):
-    stream.reconfigure(line_buffering=True, write_through=False)
-import faulthandler, signal
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # of a rank that finalizes MPI
-faulthandler.register(signal.SIGUSR1, all_threads=True)
+# Put before each script: what a rank prints arrives as whole lines, not mixed with those of others, and SIGUSR1 has it
+# print its stacks, or do nothing while it finalizes MPI.
+WHOLE_LINES = """import faulthandler, signal, sys
+signal.signal(signal.SIGUSR1, signal.SIG_IGN), faulthandler.register(signal.SIGUSR1)
+[stream.reconfigure(line_buffering=True, write_through=False) for stream in (sys.stdout, sys.stderr)]
 """
 
 
