@@ -112,11 +112,12 @@ def named_blas(asked: str) -> BlasLibrary:
         except OSError as error:
             tried.append(str(error))
     if handle is None:
-        raise Pmm3dError(f"{VARIABLE}={asked}: no such BLAS can be loaded here ({tried[0]}). It is one of "
-                         f"{', '.join([SCIPY, *KNOWN])}, or the path of a shared library")
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: no such BLAS can be loaded here ({tried[0]}). It is one of "
+                         f"{', '.join([SCIPY, 'auto', *KNOWN])}, or the path of a shared library")
     found = {name: _routine(handle, name) for name in DTYPES}
     if lacking := [name for name, routine in found.items() if routine is None]:
-        raise Pmm3dError(f"{VARIABLE}={asked}: {handle._name} has no {', '.join(lacking)}, by any of the usual names. Name the library itself, not one that it is a part of")
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: {handle._name} has no {', '.join(lacking)}, by any of the usual names. "
+                         "Name the library itself, not one that it is a part of")
     routines = {name: routine for name, (routine, _) in found.items()}  # type: ignore[misc]
     wide = all(is_wide for _, is_wide in found.values())  # type: ignore[misc]
     library = BlasLibrary(asked, _file_of(routines["dgemm"]) or handle._name, routines,
@@ -172,7 +173,7 @@ def _check(library: BlasLibrary, name: str) -> None:
             found = np.asfortranarray(c)
             call(library.routines[name], dtype, a_read, b_read, (m, n, k), 2, stored_a, stored_b, -1, found)
             if not np.array_equal(found, wanted):
-                raise Pmm3dError(f"{VARIABLE}={library.name}: {name} of {library.file} gives wrong results ({a_read}"
+                raise Pmm3dError(f"PMM3D_BLAS={library.name}: {name} of {library.file} gives wrong results ({a_read}"
                                  f"{b_read}, {m} x {n} x {k}); it is not used. Another release of it, or another BLAS")
 
 

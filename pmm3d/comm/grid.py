@@ -16,8 +16,6 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, Workspace, library_here
-from ..arrays.blas_library import SCIPY
-from ..arrays.blas_library import chosen as chosen_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, GridShape
 from ..model.environment import Settings
@@ -26,6 +24,7 @@ from ..model.ranking import Product
 from . import ending
 from .agreement import Terms, agree
 from .axis import Axis
+from .blas_choice import take_blas
 from .canonical import canonical, in_words
 from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
 from .engine import Engine, Pending
@@ -117,14 +116,13 @@ class Grid:
             with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
-                if settings.blas != SCIPY:
-                    chosen_blas()
+                blas = take_blas(settings.blas)
                 self._watch.start()
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
             self.coords = self.shape.coords(self.rank)
-            with self.together("Grid", always=True):
+            with self.together("Grid", blas, always=True):
                 self._make_axes(made)
             made.callback(ending.stopped, self.engine)
             self._made = made.pop_all()

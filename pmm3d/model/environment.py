@@ -162,8 +162,9 @@ class Settings:
                                       f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
                                       TRANSPORTS_IN_WORDS)
     blas: str = _variable("PMM3D_BLAS", "scipy", str,
-                          "the BLAS that multiplies on the host: scipy, mkl, blis, openblas, flexiblas, libsci, nvpl, "
-                          "armpl, or the path of a shared library", "the name of a BLAS, or the path of one")
+                          "the BLAS that multiplies on the host: scipy, auto (what pmm3d tune blas chose), mkl, blis, "
+                          "openblas, flexiblas, libsci, nvpl, armpl, or the path of a shared library",
+                          "the name of a BLAS, or the path of one")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
                              "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
                              "else nominal), the name of a known one, or the path of a TOML file",

@@ -22,6 +22,7 @@ from .predict import predict_command
 from .ranks import all_ranks, on_first
 from .simulate.command import simulate_command
 from .terminal import complaining, say
+from .tune.blas.command import blas_command
 from .tune.command import machine_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
@@ -136,7 +137,9 @@ for command in (bench_command, plan_command, simulate_command, train_command, pr
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
 tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                       pretty_exceptions_enable=False, help="Measure what plans and predictions go by: this machine.")
+                       pretty_exceptions_enable=False,
+                       help="Measure what plans and products go by: this machine, its BLASes.")
 tune_app.callback()(_pmm3d)
-tune_app.command("machine", help=_in_paragraphs(machine_command.__doc__ or ""))(machine_command)
+for tuning in (machine_command, blas_command):
+    tune_app.command(tuning.__name__.removesuffix("_command"), help=_in_paragraphs(tuning.__doc__ or ""))(tuning)
 app.add_typer(tune_app, name="tune")

@@ -63,7 +63,7 @@ def test_the_place_that_a_module_names_comes_first(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("asked, said", [
-    ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, mkl, blis"),
+    ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, auto, mkl, blis"),
     ("/no/such/libblas.so", "no such BLAS can be loaded here"),
     (__file__, "no such BLAS can be loaded here .*invalid ELF header"),
     (ctypes.util.find_library("m"), "has no sgemm, dgemm, cgemm, zgemm, by any of the usual names"),

@@ -1,8 +1,11 @@
 """`pmm3d train --resume` with another configuration, other data, from an earlier checkpoint."""
 
 import json
+import re
+from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from training_runs import Runs, fails
 
@@ -32,6 +35,18 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(runs):
                    "the learning rate of step 7 is "):
         assert done.stderr.count(f"resumed with a change: {change}") == 1, done.stderr
     assert [line["lr"] for line in runs.metrics() if "lr" in line][6] > 0.2
+
+
+def test_another_blas_is_said(runs, monkeypatch):
+    """Its sums are rounded in another order: the run goes on, and does not repeat its bits."""
+    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
+    [numpys] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
+    monkeypatch.setenv("PMM3D_BLAS", str(numpys))
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    done = runs.train(runs.config(training="epochs = 2"), "--resume", "auto")
+    [(before, now)] = re.findall(r"a change: the BLAS was (.*) and is (.*), which rounds otherwise", done.stderr)
+    assert done.returncode == 0 and before.startswith("openblas 0.") and before != now
+    assert now.endswith(", kernel Haswell")
 
 
 def test_going_back_to_an_earlier_checkpoint(runs):

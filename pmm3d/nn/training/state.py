@@ -11,8 +11,9 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...comm.words import names_in_words
+from ...comm.words import blas_in_words, names_in_words
 from ...errors import Pmm3dError
+from ...model import machine
 from ...product import DistMatrix
 from ..layers import Module
 from ..loss_scale import LossScale
@@ -73,10 +74,11 @@ class TrainState:
 
     def facts(self) -> Facts:
         """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
-        "scale", "random", "grid"."""
+        "scale", "random", "grid", "blas"."""
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": self.optimizer.state(),
                 "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
-                "random": self.network.random_state(), "grid": self.network.grid.shape._asdict()}
+                "random": self.network.random_state(), "grid": self.network.grid.shape._asdict(),
+                "blas": self._blas()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
         """Write a checkpoint of this step, with what else it is to remember; its folder, which is then on the disk."""
@@ -137,7 +139,7 @@ class TrainState:
         self.load(facts)
         retired = checkpoints.retire(self.step, spared=folder)
         changes = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
-        self._tell([*map(str, changes), *self._rate(facts)], retired)
+        self._tell([*map(str, changes), *self._rate(facts), *self._rounding(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
 
     def _batches(self, facts: Facts) -> list[Difference]:
@@ -154,6 +156,15 @@ class TrainState:
         if before is not None and not isclose(before, now, rel_tol=1e-9):
             said.append(f"the learning rate of step {self.step + 1} is {now:.6g}; it would have been {before:.6g}")
         return said
+
+    def _blas(self) -> Facts:
+        return dict(vars(machine.blas_of(self.network.parameters()[0].library)))
+
+    def _rounding(self, facts: Facts) -> list[str]:
+        """Another BLAS, release or kernel: the run goes on, but does not repeat its bits."""
+        before, after = (blas_in_words(f"{blas['name']} {blas['version']}".strip(), blas["kernel"], 0)
+                         for blas in (self._blas() | facts.get("blas", {}), self._blas()))
+        return [f"the BLAS was {before} and is {after}, which rounds otherwise"] if before != after else []
 
     def _tell(self, changes: list[str], retired: list[Path]) -> None:
         if self.network.grid.rank:

@@ -1,0 +1,111 @@
+"""The command `pmm3d tune blas`."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ....errors import Pmm3dError
+from ....model.environment import task_rank
+from ...outputs import check_writable
+from ...progress import progress
+from ...terminal import complaining, console, say
+
+DTYPES = ("float32", "float64", "complex64", "complex128")
+
+
+def _dtypes(given: list[str] | None) -> list[str]:
+    for dtype in given or ():
+        if dtype not in DTYPES:
+            raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
+    return list(dict.fromkeys(given or DTYPES[:2]))
+
+
+def blas_command(
+    config: Annotated[Path | None, typer.Argument(help="TOML file of a training: the GEMMs of its step.")] = None,
+    m: Annotated[int, typer.Option(min=1, help="A product: rows of A and C.")] = 2048,
+    n: Annotated[int, typer.Option(min=1, help="A product: columns of B and C.")] = 2048,
+    k: Annotated[int, typer.Option(min=1, help="A product: columns of A, rows of B.")] = 2048,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of the job, for its local GEMMs. Left out: as many as "
+                                                          "measure.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="That measure at once, here. Left out: one for "
+                                                                   "each core.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Of a product: {', '.join(DTYPES)}; may be given more than "
+                                                         "once. Left out: float32 and float64.",
+                                                    callback=_dtypes)] = None,
+    blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
+                                                        "Left out: all that are found.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto on machines of this "
+                                            "kind.")] = True,
+) -> None:
+    """Which BLAS and kernel is fastest for a job, and in which storage order.
+
+    As many processes as ranks of a node multiply at once, each on its own cores; every BLAS that is found takes its
+    turn, and the median of three rounds counts. Looked for: SciPy's, numpy's, MKL, BLIS, OpenBLAS, FlexiBLAS, LibSci,
+    NVPL, Arm's, where environment modules and the system have them; --blas names others. A BLAS whose results are
+    wrong, or that lacks a routine, is left out and named. Of those within 1% the first in this order is taken.
+
+    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it. The lines to
+    be put into a batch script are printed.
+
+    [bold]Examples[/]
+
+    pmm3d tune blas --m 65536 --n 512 --k 512 --ranks 8
+
+    pmm3d tune blas apps/digits.toml --ranks 8
+
+    pmm3d tune blas --blas scipy --blas /opt/blis/lib/libblis.so --dtype float32
+    """
+    if task_rank(os.environ):
+        return
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    with complaining():
+        check_writable(json)
+        _tune(config, (m, n, k), ranks, ranks_per_node, dtype or list(DTYPES[:2]), blas or [], json, keep)
+
+
+def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
+          dtypes: list[str], asked: list[str], json: Path | None, keep: bool) -> None:
+    from ....comm import blas_choice
+    from ....model.machine import cores, cpu
+    from .candidates import candidates
+    from .measuring import measure, stages
+    from .shapes import of_product, of_training
+    from .tables import as_json, in_words, print_findings, script_lines
+
+    per_node = min(per_node or len(cores()), len(cores()))
+    threads = len(cores()) // per_node
+    job = ranks or per_node
+    gemms = of_training(config, job) if config else [gemm for dtype in dtypes for gemm in of_product(sizes, dtype, job)]
+    if not (gemms := [gemm for gemm in gemms if gemm.dtype in DTYPES]):
+        raise Pmm3dError(f"nothing that a BLAS multiplies: its GEMMs are of {', '.join(DTYPES)}")
+    found = candidates(asked, cpu())
+    with progress("tune blas", True, stages(len(found), gemms)) as tell:
+        findings = measure(found, gemms, per_node, threads, tell)
+    print_findings(findings, console(sys.stdout))
+    choice = findings.choice
+    say(f"chosen: {in_words(choice)}" + (f", {choice.file}" if choice.file else "") + ". For a batch script:")
+    for line in script_lines(choice):
+        say(f"  {line}")
+    if keep:
+        _remember(blas_choice.Choice(choice.candidate.variables, in_words(choice)), threads)
+    if json is not None:
+        json.write_text(json_format.dumps(as_json(findings), indent=1))
+        say(f"wrote {json}")
+
+
+def _remember(choice: object, threads: int) -> None:
+    from ....comm import blas_choice
+
+    try:
+        say(f"kept for PMM3D_BLAS=auto in {blas_choice.remember(choice, threads)}")  # type: ignore[arg-type]
+    except (OSError, RuntimeError) as error:
+        say(f"the choice is not kept: {error}. The lines above do without")

@@ -1,0 +1,177 @@
+"""Times GEMMs with every BLAS and kernel, in turns, on all cores of the node at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import product
+from statistics import median
+from typing import Any, NamedTuple
+
+from ....errors import Pmm3dError
+from ....layout import itemsize
+from ....model.machine import THREAD_COUNTS, cores
+from .candidates import Candidate
+from .shapes import Gemm
+
+ORDERS = tuple("".join(orders) for orders in product("nt", repeat=3))
+"""Of A, B and C: each by rows, "n", or by columns, "t"."""
+SECONDS = 0.04
+"""Of one measurement."""
+ROUNDS = 3
+EQUAL = 0.01
+"""Candidates whose times differ by less are equal: the first in their order is taken."""
+
+
+class Loaded(NamedTuple):
+    """A candidate that is here: what it turned out to be."""
+
+    candidate: Candidate
+    file: str
+    name: str
+    version: str
+    kernel: str
+    threads: int
+
+
+class Times(NamedTuple):
+    """Of one GEMM with one candidate: seconds by the orders of A, B and C; of a copy of A into the other order, and of
+    B."""
+
+    orders: dict[str, float]
+    copies: tuple[float, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.orders, key=lambda orders: self.orders[orders])
+
+    def as_given(self, gemm: Gemm) -> float:
+        return self.orders[gemm.form + "n"]
+
+    def transposed_first(self, gemm: Gemm) -> float:
+        """The least with A or B, or both, copied into the other order first."""
+        ways = ((self.orders[a + b + "n"] + self.copies[0] * (a != gemm.form[0]) + self.copies[1] * (b != gemm.form[1]))
+                for a, b in product("nt", repeat=2) if a + b != gemm.form)
+        return min(ways)
+
+
+class Findings(NamedTuple):
+    """candidates   that are here, in their order
+    absent       the others, with why
+    times        by candidate and GEMM
+    ranks        processes that multiplied at once
+    """
+
+    candidates: list[Loaded]
+    absent: dict[Candidate, str]
+    times: dict[Candidate, dict[Gemm, Times]]
+    ranks: int
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of all GEMMs of the job, as they are given."""
+        return sum(gemm.times * times.as_given(gemm) for gemm, times in self.times[candidate].items())
+
+    @property
+    def choice(self) -> Loaded:
+        """The fastest; of equals the first."""
+        least = min(self.seconds(loaded.candidate) for loaded in self.candidates)
+        return next(loaded for loaded in self.candidates if self.seconds(loaded.candidate) <= least * (1 + EQUAL))
+
+
+class Crew:
+    """As many processes as ranks, on cores of their own, with one candidate."""
+
+    def __init__(self, candidate: Candidate, ranks: int, threads: int, nbytes: int):
+        available = sorted(cores())
+        environ = os.environ | dict.fromkeys(THREAD_COUNTS, str(threads)) | candidate.variables
+        self._workers = [subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.worker", str(core), str(nbytes)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+            for core in (available[rank * threads] for rank in range(ranks))]
+        self.candidate = candidate
+        self.problem, self.loaded = "", None
+        try:
+            found = [self._read(worker) for worker in self._workers]
+        except Pmm3dError as error:
+            self.problem = str(error)
+            return
+        self.problem = found[0].get("error", "")
+        self.loaded = None if self.problem else Loaded(candidate, **found[0])
+
+    def measure(self, dtype: str, shape: tuple[int, ...], orders: str) -> float:
+        """Seconds of a GEMM, or of a copy, of the slowest rank."""
+        request = {"shape": shape, "dtype": dtype, "orders": orders, "seconds": SECONDS}
+        for worker in self._workers:
+            worker.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
+            worker.stdin.flush()  # type: ignore[union-attr]
+        return max(self._read(worker) for worker in self._workers)
+
+    def _read(self, worker: subprocess.Popen[str]) -> Any:
+        if not (line := worker.stdout.readline()):  # type: ignore[union-attr]
+            said = worker.stderr.read().strip().splitlines()  # type: ignore[union-attr]
+            raise Pmm3dError(f"{self.candidate}: its process ended: {said[-1] if said else 'it said nothing'}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            for stream in (worker.stdin, worker.stdout, worker.stderr):
+                with suppress(OSError):
+                    stream.close()  # type: ignore[union-attr]
+            worker.wait()
+
+
+@contextmanager
+def crews(found: list[Candidate], ranks: int, threads: int, nbytes: int) -> Iterator[list[Crew]]:
+    made: list[Crew] = []
+    try:
+        for candidate in found:
+            made.append(Crew(candidate, ranks, threads, nbytes))
+        yield made
+    finally:
+        for crew in made:
+            crew.close()
+
+
+def stages(number: int, gemms: list[Gemm]) -> int:
+    return ROUNDS * number * len(gemms)
+
+
+def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
+            tell: Callable[[str, int], None]) -> Findings:
+    """Every candidate, each GEMM in all orders; in turns, medians of the rounds. Raises Pmm3dError if none is here."""
+    nbytes = max(1024, *(max(g.m * g.k, g.k * g.n, g.m * g.n) * itemsize(g.dtype) for g in gemms))
+    tell("looking for BLASes", 0)
+    with crews(found, ranks, threads, -(-nbytes // 64) * 64) as made:
+        absent = {crew.candidate: crew.problem for crew in made if crew.problem}
+        here = _distinct([crew for crew in made if not crew.problem])
+        if not here:
+            raise Pmm3dError(f"no BLAS that was asked for is here: {'; '.join(absent.values())}")
+        samples: dict[tuple[Candidate, Gemm, str], list[float]] = {}
+        for _, gemm, crew in product(range(ROUNDS), gemms, here):
+            tell(f"{crew.candidate}: {'x'.join(map(str, gemm.shape))} {gemm.dtype}", 1)
+            copies = (("A", (gemm.m, gemm.k), gemm.form[0]), ("B", (gemm.k, gemm.n), gemm.form[1]))
+            for what, shape, orders in (*((orders, gemm.shape, orders) for orders in ORDERS), *copies):
+                seconds = crew.measure(gemm.dtype, shape, orders)
+                samples.setdefault((crew.candidate, gemm, what), []).append(seconds)
+        medians = {key: median(found) for key, found in samples.items()}
+        times = {crew.candidate: {gemm: Times({orders: medians[crew.candidate, gemm, orders] for orders in ORDERS},
+                                              (medians[crew.candidate, gemm, "A"], medians[crew.candidate, gemm, "B"]))
+                                  for gemm in gemms} for crew in here}
+        return Findings([crew.loaded for crew in here if crew.loaded], absent, times, ranks)
+
+
+def _distinct(here: list[Crew]) -> list[Crew]:
+    """Without those that turned out to be another one again: a kernel that is chosen anyway, a second name."""
+    seen: set[tuple[str, str]] = set()
+    kept = []
+    for crew in here:
+        assert crew.loaded is not None
+        what = crew.loaded.file, crew.loaded.kernel
+        if what not in seen:
+            kept.append(crew)
+        seen.add(what)
+    return kept

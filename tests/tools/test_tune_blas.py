@@ -1,0 +1,152 @@
+"""`pmm3d tune blas`: what is found, timed, chosen, refused and remembered; PMM3D_BLAS=auto."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pmm3d import Pmm3dError
+from pmm3d.comm import blas_choice
+from pmm3d.model.machine import Cpu
+from pmm3d.tools.commands import app
+from pmm3d.tools.tune.blas.candidates import Candidate, candidates, kernels
+from pmm3d.tools.tune.blas.measuring import ORDERS, Findings, Loaded, Times
+from pmm3d.tools.tune.blas.shapes import Gemm, of_product, of_training
+from pmm3d.tools.tune.blas.tables import script_lines
+
+[NUMPYS] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
+GEMM = Gemm(64, 48, 32, "float64", "nt", 2)
+GRID = """
+    from mpi4py import MPI
+    from pmm3d import DistMatrix, Grid, Layout, matmul
+    from pmm3d.arrays.blas_library import chosen
+    for _ in range(2):
+        with Grid(MPI.COMM_WORLD) as grid:
+            matmul(DistMatrix.random(grid, (8, 8), seed=1), DistMatrix.random(grid, (8, 8), seed=2, layout=Layout.B))
+            print(chosen().file)
+"""
+
+
+def test_the_gemms_of_a_product_are_those_of_a_rank():
+    found = of_product((640, 320, 480), "float32", 8)
+    assert sum(gemm.flop * gemm.times for gemm in found) == 2 * 640 * 320 * 480 / 8
+    assert {gemm.dtype for gemm in found} == {"float32"}
+
+
+def test_the_gemms_of_a_step_are_its_three_products(tmp_path):
+    rng, path = np.random.default_rng(1), tmp_path / "data.h5"
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = rng.random((64, 12), "float32"), rng.random((64, 6), "float32")
+    config = tmp_path / "a.toml"
+    config.write_text(f"[data]\nfile = '{path}'\nbatch_size = 16\n[network]\nhidden = [20]\n[grid]\nshape = '1x1x1'\n")
+    found = of_training(config, 1)
+    assert {(*gemm.shape, gemm.form) for gemm in found} >= {(16, 20, 12, "nn"), (16, 6, 20, "nn"), (16, 20, 6, "nt")}
+    config.write_text(config.read_text().replace("1x1x1", "auto"))
+    with pytest.raises(Pmm3dError, match="depends on what the BLAS reaches: name a grid"):
+        of_training(config, 2)
+
+
+def test_kernels_are_those_that_the_cpu_can_run():
+    wide = frozenset({"avx2", "fma", "avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"})
+    assert kernels(Cpu("AuthenticAMD", "", wide)) == ["Haswell", "SkylakeX"]
+    assert kernels(Cpu("ARM", "", frozenset())) == []
+    found = candidates(["mkl", "scipy"], Cpu("AuthenticAMD", "", wide))
+    assert found == [Candidate("mkl"), *(Candidate("scipy", kernel) for kernel in ("", "Haswell", "SkylakeX"))]
+    everything = candidates([], Cpu("ARM", "", frozenset()))
+    assert everything[0] == Candidate("scipy") and Candidate(str(NUMPYS)) in everything
+
+
+def loaded(blas, kernel=""):
+    return Loaded(Candidate(blas, kernel), f"/lib/{blas}.so", blas, "1.0", kernel, 2)
+
+
+def findings(**seconds):
+    found = [loaded(name) for name in seconds]
+    times = {each.candidate: {GEMM: Times(dict.fromkeys(ORDERS, second) | {"ttn": second / 2}, (0.05, 0.2))}
+             for each, second in zip(found, seconds.values())}
+    return Findings(found, {}, times, 4)
+
+
+def test_the_fastest_is_chosen_and_of_equals_the_first():
+    assert findings(scipy=1.0, mkl=0.9, blis=0.8).choice.name == "blis"
+    assert findings(scipy=1.0, mkl=0.995, blis=0.993).choice.name == "scipy"
+    assert findings(scipy=1.0, mkl=0.985, blis=0.98).choice.name == "mkl"
+
+
+def test_a_copy_first_is_what_it_takes_with_the_gemm():
+    [times] = findings(scipy=1.0).times[Candidate("scipy")].values()
+    assert times.as_given(GEMM) == 1.0 and times.transposed_first(GEMM) == 0.5 + 0.05
+    other = Times(times.orders, (0.7, 0.2))
+    assert other.transposed_first(GEMM) == 1.0 + 0.2
+
+
+def test_lines_for_a_batch_script():
+    assert script_lines(loaded("/opt/my blas.so", "SkylakeX")) == [
+        "export PMM3D_BLAS='/opt/my blas.so'", "export OPENBLAS_CORETYPE=SkylakeX", "export OMP_NUM_THREADS=2"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    return tmp_path / "cache/pmm3d/blas"
+
+
+def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatch):
+    out = tmp_path / "all.json"
+    done = CliRunner().invoke(app, ["tune", "blas", "--m", "96", "--n", "64", "--k", "32", "--ranks", "2", "--dtype",
+                                    "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--json", str(out),
+                                    "--ranks-per-node", "2"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert f"export PMM3D_BLAS={NUMPYS}" in done.output and "export OMP_NUM_THREADS=1" in done.output
+    rows = json.loads(out.read_text())
+    assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
+    [gemm] = rows[0]["gemms"]
+    assert set(gemm["seconds"]) == set(ORDERS) and all(0 < seconds for seconds in gemm["seconds"].values())
+    assert rows[0]["ranks"] == 2 and len(list(cache.iterdir())) == 1
+    monkeypatch.setenv("PMM3D_BLAS", "auto")
+    done = job(2, GRID)
+    assert done.returncode == 0 and done.stdout == 4 * f"{NUMPYS.resolve()}\n", done.stdout + done.stderr
+
+
+def test_nothing_that_is_asked_for_is_here(cache):
+    done = CliRunner().invoke(app, ["tune", "blas", "--blas", "/no/such.so", "--m", "8", "--n", "8", "--k", "8"])
+    assert done.exit_code == 2 and not cache.exists()
+
+
+def kept(cache, **changes):
+    path = blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": str(NUMPYS)}, "openblas"), 1)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
+def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
+    kept(cache)
+    assert blas_choice.recalled(1).variables == {"PMM3D_BLAS": str(NUMPYS)}
+    with pytest.raises(Pmm3dError, match="nothing was chosen for .* with 2 thread.s. a rank: run pmm3d tune blas"):
+        blas_choice.recalled(2)
+
+
+@pytest.mark.parametrize("changes", [{"key": {"cpu": "another"}}, {"variables": {}}, {"variables": 3}])
+def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
+    kept(cache, **changes)
+    with pytest.raises(Pmm3dError, match="what was chosen cannot be used: .*Run pmm3d tune blas again"):
+        blas_choice.recalled(1)
+
+
+def test_a_truncated_choice_is_not_used(cache):
+    path = kept(cache)
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(Pmm3dError, match="what was chosen cannot be used"):
+        blas_choice.recalled(1)
+
+
+def test_auto_without_a_choice_is_refused_by_all_and_said_once(cache, job, monkeypatch):
+    monkeypatch.setenv("PMM3D_BLAS", "auto")
+    done = job(2, GRID)
+    assert done.returncode != 0 and done.stderr.count("PMM3D_BLAS=auto: nothing was chosen") == 1, done.stderr
