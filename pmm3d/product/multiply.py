@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ..arrays import Slab
 from ..comm.guard import one_thread
@@ -65,28 +65,46 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace, tf32
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed):
-            check_operands(a, b, out, beta)
-            check_options(panels, max_workspace)
-            check_tf32(tf32, a)
-            alpha, beta = scalar("alpha", alpha, a.dtype), scalar("beta", beta, a.dtype)
-            turned = out is not None and out.order == "F"
-            first, second = (b.T, a.T) if turned else (a, b)
-            plan, mine = _planned(first, second, out.T if out is not None and turned else out, panels, max_workspace)
-            work = borrowed.enter_context(grid.workspace.slab(0 if mine is None else mine.workspace, a.library))
-            if out is None:
-                out = _new_result(a, plan)
-            c = out.T if turned else out
-        native_a, native_b = _in_layout(first, plan.a_layout, work), _in_layout(second, plan.b_layout, work)
-        native_c, rest = _in_layout(c, plan.c_layout, work), work.rest()
-        for matrix, native, read in ((first, native_a, True), (second, native_b, True), (c, native_c, beta != 0)):
+            product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, borrowed)
+        product.multiply()
+    return product.out
+
+
+class Prepared(Generic[Matrix]):
+    """A product whose arguments were checked, with its plan and work memory, which `borrowed` gives back: all that may
+    fail on one rank alone is done."""
+
+    def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, alpha: complex, beta: complex, panels: int | None,
+                 max_workspace: int | None, tf32: bool, borrowed: ExitStack):
+        check_operands(a, b, out, beta)
+        check_options(panels, max_workspace)
+        check_tf32(tf32, a)
+        self.alpha, self.beta = scalar("alpha", alpha, a.dtype), scalar("beta", beta, a.dtype)
+        self.tf32 = tf32
+        turned = out is not None and out.order == "F"
+        self.first, self.second = (b.T, a.T) if turned else (a, b)
+        self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, panels,
+                                        max_workspace)
+        nbytes = 0 if self.mine is None else self.mine.workspace
+        work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
+        self.out = _new_result(a, self.plan) if out is None else out
+        self.c: StoredMatrix = self.out.T if turned else self.out
+        self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
+            (self.first, self.plan.a_layout), (self.second, self.plan.b_layout), (self.c, self.plan.c_layout)))
+        self.work = work.rest()
+
+    def multiply(self) -> None:
+        """Collective."""
+        matrices, rest = (self.first, self.second, self.c), self.work.again()
+        for matrix, native, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
             if native is not matrix and read:
-                move_into(matrix, native, rest, plan.rounds)
-        if mine is not None:
-            _multiply(mine, native_a, native_b, native_c, alpha, beta, tf32, rest.again())
-        if native_c is not c:
-            move_into(native_c, c, rest, plan.rounds)
-    out.fills += 1
-    return out
+                move_into(matrix, native, rest, self.plan.rounds)
+        if self.mine is not None:
+            a, b, c = self.natives
+            _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again())
+        if self.natives[2] is not self.c:
+            move_into(self.natives[2], self.c, rest, self.plan.rounds)
+        self.out.fills += 1
 
 
 def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,

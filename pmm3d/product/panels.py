@@ -20,17 +20,17 @@ class OperandPanels:
     along      0 or 1: the dim of the turned shard that is contracted
     cuts       for each panel: the extents of dim 0 that each rank along the axis brings, and the slices of the
                contracted dim of the shard that belong to the panel
-    axis       along which they are gathered; None: the shard is the block
+    axis       along which they are gathered, in that phase; None: the shard is the block
     conjugated whether conjugation is left to the BLAS, which can where panels lie by columns
     """
 
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
                  axis: str, contracted: int, turned: bool, phase: str, work: Slab):
-        self._grid, self._phase = matrix.grid, phase
+        self._grid, self.phase = matrix.grid, phase
         self._shard, self._library = matrix.memory.T if turned else matrix.memory, matrix.library
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
-        self._turned, self._along, self._cuts = turned, contracted ^ turned, cuts
-        self._axis: Axis | None = matrix.grid.axis(axis) if part.gathered else None
+        self.turned, self._along, self._cuts = turned, contracted ^ turned, cuts
+        self.axis: Axis | None = matrix.grid.axis(axis) if part.gathered else None
         self._buffers = []
         self._packs = matrix.conjugated and plan.buffered(part)
         self.conjugated = matrix.conjugated and (turned or not self._packs)
@@ -48,20 +48,35 @@ class OperandPanels:
 
     def start(self, panel: int) -> ComingPanel:
         """Begin to bring the panel together."""
-        counts, slices = self._cuts[panel]
-        pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
-        depth = sum(high - low for low, high in slices)
-        if self._axis is None:
-            return ComingPanel(self._turned, panel=self._joined(pieces, depth, panel))
+        if self.axis is None:
+            return ComingPanel(self.turned, panel=self.here(panel))
+        part, whole, counts = self.to_gather(panel)
+        with self._grid.ledger.phase(self.phase):
+            pending = self.axis.gather_into(part, whole, counts)
+        return ComingPanel(self.turned, pending=pending)
+
+    def here(self, panel: int) -> Array:
+        """A panel that needs no message."""
+        pieces, depth, _ = self._pieces(panel)
+        return self._joined(pieces, depth, panel)
+
+    def to_gather(self, panel: int) -> tuple[Array, Array, list[int]]:
+        """This rank's part of a panel, where it lies apart packed into its place in the whole; the whole; everyone's
+        counts."""
+        assert self.axis is not None
+        pieces, depth, counts = self._pieces(panel)
         width = depth if self._along == 1 else self._shard.shape[1]
         whole = self._buffer(panel, (sum(counts), width))
         part = pieces[0] if len(pieces) == 1 else None
         if part is None or not self._in_rows or width < self._shard.shape[1]:
-            start, stop = offsets(counts)[self._axis.index :][:2]
+            start, stop = offsets(counts)[self.axis.index :][:2]
             part = self._packed(pieces, whole[start:stop])
-        with self._grid.ledger.phase(self._phase):
-            pending = self._axis.gather_into(part, whole, counts)
-        return ComingPanel(self._turned, pending=pending)
+        return part, whole, counts
+
+    def _pieces(self, panel: int) -> tuple[list[Array], int, list[int]]:
+        counts, slices = self._cuts[panel]
+        pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
+        return pieces, sum(high - low for low, high in slices), counts
 
     def conjugate(self, panel: Array) -> None:
         """Conjugate it where it lies, in work memory, if that is not left to the BLAS."""
