@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -59,9 +59,15 @@ class Job:
         variables = {name: str(self._folder(kind)) for name, kind in own_files.items() if name not in environ}
         self._asks_ranks = bool(own_files)
         self._attached = sys.stdin is not None and os.isatty(0)
-        self.process = subprocess.Popen(
-            arguments, env=dict(environ) | variables | {JOB_FOLDER: str(self._folders["tmp"])},
-            start_new_session=not self._attached, preexec_fn=partial(_before_mpiexec, self._asks_ranks))
+        self._early: list[signal.Signals] = []
+        self._before = self._take_signals(lambda number, frame: self._early.append(signal.Signals(number)))
+        try:
+            self.process = subprocess.Popen(
+                arguments, env=dict(environ) | variables | {JOB_FOLDER: str(self._folders["tmp"])},
+                start_new_session=not self._attached, preexec_fn=partial(_before_mpiexec, self._asks_ranks))
+        except BaseException:
+            self._leave_signals()
+            raise
         self._ranks = LocalRanks(self.process.pid)
 
     def _folder(self, kind: str) -> Path:
@@ -73,7 +79,9 @@ class Job:
 
     def run(self, timeout: float | None) -> int:
         """Wait for its end, for at most so many seconds; its exit code, 124 if they were not enough."""
-        before = self._take_signals()
+        self._take_signals(self._pass_on)
+        for number in self._early:
+            self._pass_on(number, None)
         try:
             code = self._wait(time.monotonic() + timeout if timeout is not None else float("inf"))
             self._wait_for_ranks()
@@ -85,15 +93,18 @@ class Job:
             return TIMED_OUT
         finally:
             end_job(self.process)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._leave_signals()
             self._clean_up()
 
-    def _take_signals(self) -> dict[signal.Signals, Any]:
+    def _take_signals(self, handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
         """Signals to this process are mpiexec's, but for those that are ignored here. Returns their handlers before."""
         numbers = (*PASSED_ON, signal.SIGINT) if self._attached else PASSED_ON + OF_THE_TERMINAL
         taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        return {number: signal.signal(number, self._pass_on) for number in taken}
+        return {number: signal.signal(number, handler) for number in taken}
+
+    def _leave_signals(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked += number in ENDING

@@ -344,7 +344,7 @@ time.sleep(100)
 
 def test_an_mpiexec_that_stays_after_all_ranks_is_ended_with_success(tmp_path, monkeypatch, capfd):
     mpiexec = fake_mpiexec(tmp_path, """
-ranks = [subprocess.Popen(["sleep", "1"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(3)]
+ranks = [subprocess.Popen(["sleep", "2"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(3)]
 time.sleep(100)
 """)
     monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
@@ -353,15 +353,35 @@ time.sleep(100)
     environ = os.environ | launcher.OPEN_MPI_ON_ONE_NODE
     assert launcher.run([str(mpiexec)], environ, 60, ranks=3) == 0
     assert "mpiexec has not ended within 0.5 s of that" in capfd.readouterr().err
-    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # one may still come
+    assert launcher.run([str(mpiexec)], environ, 12, ranks=4) == launcher.TIMED_OUT  # one may still come
     assert "none of its ranks is left on this machine" in capfd.readouterr().err
 
 
-def test_what_ranks_do_that_do_not_end_is_told():
-    result = run_launcher("-n", 3, "--timeout", 2, "sleep", "100")
-    assert result.returncode == launcher.TIMED_OUT
-    said = re.findall(r"^  rank (\d) \(pid \d+\): state S(?: in \w+)?, \d\.\d s of CPU$", result.stderr, re.M)
-    assert said == ["0", "1", "2"], result.stderr
+def test_what_ranks_do_that_do_not_end_is_told(tmp_path, monkeypatch, capfd):
+    mpiexec = fake_mpiexec(tmp_path, """
+ranks = [subprocess.Popen(["sleep", "100"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(10)]
+time.sleep(100)
+""")
+    for name in processes.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert launcher.run([str(mpiexec)], os.environ, 8) == launcher.TIMED_OUT
+    said = capfd.readouterr().err
+    told = re.findall(r"^  rank (\d) \(pid \d+\): state S(?: in \w+)?, \d\.\d s of CPU$", said, re.M)
+    assert told == [str(rank) for rank in range(8)] and said.endswith("\n  and 2 others\n"), said
+
+
+def test_a_signal_that_comes_before_mpiexec_is_there_is_passed_on_too(tmp_path, monkeypatch):
+    mpiexec, popen = fake_mpiexec(tmp_path, "time.sleep(100)\n"), subprocess.Popen
+
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return popen(*arguments, **options)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module.subprocess, "Popen", interrupted)
+        assert launcher.run([str(mpiexec)], os.environ, 60) == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
