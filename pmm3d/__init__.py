@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
         Pmm3dError,
     )
     from .layout import Box, GridShape, Layout
-    from .product import DistMatrix, matmul
+    from .product import DistMatrix, MatmulPlan, matmul
 
 __version__ = "0.1.0"
 
@@ -32,11 +32,11 @@ _ROOMS = {
     "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
                "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
     "layout": ("Box", "GridShape", "Layout"),
-    "product": ("DistMatrix", "matmul"),
+    "product": ("DistMatrix", "MatmulPlan", "matmul"),
 }  # fmt: skip
 __all__ = [
     "Axis", "Box", "CheckpointError", "DTypeError", "DataError", "DisagreementError", "DistMatrix", "Grid", "GridError",
-    "GridShape", "LauncherError", "Layout", "LayoutError", "MemoryLimitError", "MissingPackageError",
+    "GridShape", "LauncherError", "Layout", "LayoutError", "MatmulPlan", "MemoryLimitError", "MissingPackageError",
     "OutOfMemoryError", "Pending", "Pmm3dError", "__version__", "matmul",
 ]  # fmt: skip
 

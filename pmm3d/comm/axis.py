@@ -18,6 +18,7 @@ from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
 from .ledger import Record
+from .requests import Exchange, Message
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -130,6 +131,12 @@ class Axis:
         library = library_of(landing[0])
         return self._begin_after(after, "all_to_all", library, (*pieces, *landing),
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
+
+    def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
+                 receives: Sequence[Message]) -> Exchange:
+        """Messages that are exchanged with members of the axis again and again, of arrays on the host. Like
+        `gather_into` for callers that know what they do; the bytes are counted as those of that operation."""
+        return Exchange(self, self._engine, self._comm, (operation, phase), library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -129,29 +129,52 @@ class Engine:
                     self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
+        def done() -> bool:
+            with self._lock:
+                self._progress()
+            return pending.done
+
+        self._wait(done, pending.record)
+
+    def post(self, requests: list[MPI.Prequest], record: Record) -> None:
+        """Start persistent requests, of which `wait_posted` waits for the end."""
+        self._watch.begun[record.key.axis] = record
+        with self._lock:
+            MPI.Prequest.Startall(requests)
+
+    def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
+        """Make progress on everything until these requests are complete."""
+        def done() -> bool:
+            with self._lock:
+                if MPI.Request.Testall(requests):
+                    return True
+                if self._active:
+                    self._progress()
+            return False
+
+        self._wait(done, record)
+        self.ledger.end(record)
+
+    def _wait(self, done: Callable[[], bool], record: Record) -> None:
         begun = since = time.perf_counter()
         moved = self.transport.moved
         with self.guard:
             try:
-                while True:
-                    with self._lock:
-                        self._progress()
-                    if pending.done:
-                        break
+                while not done():
                     if self.transport.moved != moved:  # pieces of staged messages follow each other at once
                         moved, since = self.transport.moved, time.perf_counter()
-                    self._pause(pending, begun, since)
+                    self._pause(record, begun, since)
             finally:
                 self._watch.done()
-                self.ledger.waited(pending.record, begun)
+                self.ledger.waited(record, begun)
 
-    def _pause(self, pending: Pending, begun: float, since: float) -> None:
+    def _pause(self, record: Record, begun: float, since: float) -> None:
         """Let others run: first by yielding the core, then by sleeping, known to the watchdog.
 
         begun   when the wait began;   since: when something came last, or else the same"""
         now = time.perf_counter()
         if now - begun >= self._yields:
-            self._watch.waits(pending.record, begun)
+            self._watch.waits(record, begun)
         if now - since < self._yields:
             os.sched_yield()
         else:

@@ -2,5 +2,6 @@
 
 from .matrix import DistMatrix
 from .multiply import matmul
+from .repeated import MatmulPlan
 
-__all__ = ["DistMatrix", "matmul"]
+__all__ = ["DistMatrix", "MatmulPlan", "matmul"]

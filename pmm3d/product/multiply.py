@@ -95,7 +95,8 @@ class Prepared(Generic[Matrix]):
 
     def multiply(self) -> None:
         """Collective."""
-        matrices, rest = (self.first, self.second, self.c), self.work.again()
+        matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
+        rest = self.work.again()
         for matrix, native, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
             if native is not matrix and read:
                 move_into(matrix, native, rest, self.plan.rounds)

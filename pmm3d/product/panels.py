@@ -27,7 +27,7 @@ class OperandPanels:
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
                  axis: str, contracted: int, turned: bool, phase: str, work: Slab):
         self._grid, self.phase = matrix.grid, phase
-        self._shard, self._library = matrix.memory.T if turned else matrix.memory, matrix.library
+        self._shard, self.library = matrix.memory.T if turned else matrix.memory, matrix.library
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
         self.turned, self._along, self._cuts = turned, contracted ^ turned, cuts
         self.axis: Axis | None = matrix.grid.axis(axis) if part.gathered else None
@@ -82,7 +82,7 @@ class OperandPanels:
         """Conjugate it where it lies, in work memory, if that is not left to the BLAS."""
         if self._packs and not self.conjugated and 0 not in panel.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
-                self._library.conjugate_in_place(panel)
+                self.library.conjugate_in_place(panel)
 
     def _buffer(self, panel: int, shape: tuple[int, int]) -> Array:
         return self._buffers[panel % 2][: shape[0] * shape[1]].reshape(*shape)
@@ -138,6 +138,10 @@ class ResultStrips:
         self._landing = [work.slab(plan.reduction_work) for _ in plan.strips[:2] if plan.reduces]
         self._work = work
         self._reductions: list[Pending] = []
+
+    def posted(self) -> tuple[Array, Array, Slab]:
+        """Of the one strip that is reduced by the caller: what is summed, where the sum belongs, work memory for it."""
+        return self._partial[0], self._out[0], self._landing[0].again()
 
     def add(self, strip: int, a: Array, b: Array, first: bool) -> None:
         """Strip += alpha a b; the first time, strip = alpha a b (+ beta C where that is not left to the reduction)."""

@@ -1,0 +1,122 @@
+"""MatmulPlan: the product of matmul to the last bit, its bytes, what ends it, what it refuses."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
+
+pytestmark = pytest.mark.parallel([1, 2, 4, 8])
+SHAPES = {1: ["1x1x1"], 2: ["2x1x1", "1x2x1", "1x1x2"], 4: ["2x1x2", "1x4x1", "2x2x1"], 8: ["2x2x2", "1x4x2", "8x1x1"]}
+
+
+def operands(grid, shape=(23, 17, 19), dtype="float64", layouts=(Layout.A, Layout.B), library="numpy"):
+    m, n, k = shape
+    return (DistMatrix.random(grid, (m, k), seed=1, dtype=dtype, layout=layouts[0], library=library),
+            DistMatrix.random(grid, (k, n), seed=2, dtype=dtype, layout=layouts[1], library=library))
+
+
+def grids(comm):
+    for shape in SHAPES[comm.size]:
+        with Grid(comm, tuple(map(int, shape.split("x")))) as grid:
+            yield grid
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_bits_and_bytes_are_those_of_matmul(comm, dtype):
+    for grid in grids(comm):
+        a, b = operands(grid, dtype=dtype)
+        wanted = [matmul(a, b), matmul(a, b, alpha=2)]
+        c = [DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C) for _ in range(2)]
+        matmul(a, b, out=c[0], beta=-1)
+        grid.ledger.reset()
+        matmul(a, b)
+        moved = {key: (entry.calls, entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
+                 if key.axis in "xyz"}
+        with MatmulPlan(a, b) as once, MatmulPlan(a, b, alpha=2) as twice, MatmulPlan(a, b, out=c[1], beta=-1) as added:
+            grid.ledger.reset()
+            assert np.array_equal(once().gather(), wanted[0].gather())
+            assert moved == {key: (entry.calls, entry.sent, entry.received)
+                             for key, entry in grid.ledger.entries.items() if key.axis in "xyz" and key.phase}
+            assert once() is once.out and twice() is not once.out
+            assert np.array_equal(twice().gather(), wanted[1].gather())
+            assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
+
+
+@pytest.mark.parametrize("case", ["column-major", "transposed", "redistributed", "panels", "torch", "bfloat16"])
+def test_whatever_matmul_takes(comm, case):
+    library = "torch" if case in ("torch", "bfloat16") else "numpy"
+    for grid in grids(comm):
+        layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
+        a, b = operands(grid, layouts=layouts, library=library, dtype="bfloat16" if case == "bfloat16" else "float64")
+        out, options = None, {"panels": 3} if case == "panels" else {}
+        if case == "transposed":
+            a, b = b.T, a.T
+        if case == "column-major":
+            out = DistMatrix.random(grid, (17, 23), seed=4, layout=Layout(rows=("x", "y"), cols=("z",))).T
+        wanted = matmul(a, b, out=None if out is None else out, **options).gather()
+        with MatmulPlan(a, b, out=out, **options) as product:
+            for _ in range(2):
+                found = product().gather()
+        assert (np.asarray(found) == np.asarray(wanted)).all() if case != "bfloat16" else bool((found == wanted).all())
+
+
+def test_a_call_reads_what_the_matrices_hold_then(comm):
+    for grid in grids(comm):
+        a, b = operands(grid)
+        with MatmulPlan(a, b) as product:
+            first = product().gather()
+            a.local[...] *= 2
+            assert np.array_equal(product().gather(), 2 * first)
+
+
+def test_a_closed_plan_and_a_closed_grid_are_refused(comm):
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        a, b = operands(grid)
+        product, other = MatmulPlan(a, b), MatmulPlan(a, b)
+        product.close()
+        product.close()
+        with pytest.raises(GridError, match="this plan is closed"):
+            product()
+        other()
+    with pytest.raises(GridError, match="this grid is closed"):
+        other()
+
+
+def test_two_threads_are_refused(comm):
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        product = MatmulPlan(*operands(grid))
+        said = []
+
+        def elsewhere():
+            with pytest.raises(GridError, match="uses this grid while thread MainThread does"):
+                product()
+            said.append(True)
+
+        with grid.engine.guard:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert said and product() is product.out
+
+
+def test_what_matmul_refuses_is_refused_when_it_is_made(comm):
+    with Grid(comm, (1, comm.size, 1)) as grid:
+        a, b = operands(grid)
+        with pytest.raises(LayoutError):
+            MatmulPlan(a, a)
+        if comm.size > 1:
+            with pytest.raises(DisagreementError, match="MatmulPlan: the ranks passed different arguments"):
+                MatmulPlan(a, b, alpha=grid.rank)
+        assert MatmulPlan(a, b)() is not None
+
+
+def test_steady_calls_allocate_nothing(comm):
+    for grid in grids(comm):
+        with MatmulPlan(*operands(grid, (230, 170, 190))) as product:
+            product()
+            before = grid.workspace.allocated
+            for _ in range(3):
+                product()
+            assert grid.workspace.allocated == before
