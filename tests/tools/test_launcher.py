@@ -324,7 +324,7 @@ sys.exit(17)
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
                                env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               text=True)
+                               text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # under nohup
     assert process.stdout.readline() == "ready\n"
     names = ("SIGUSR1", "SIGUSR2", "SIGCONT", "SIGHUP", "SIGINT", "SIGTERM")
     for name in names:
