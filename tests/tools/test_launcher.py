@@ -310,6 +310,11 @@ def fake_mpiexec(tmp_path, text):
     return make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os, signal, subprocess, sys, time\n{text}")
 
 
+def not_under_nohup():
+    """It ignores SIGHUP, and with it all below."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(tmp_path):
     mpiexec = fake_mpiexec(tmp_path, """
 got = []
@@ -324,7 +329,7 @@ sys.exit(17)
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
                                env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # under nohup
+                               text=True, preexec_fn=not_under_nohup)
     assert process.stdout.readline() == "ready\n"
     names = ("SIGUSR1", "SIGUSR2", "SIGCONT", "SIGHUP", "SIGINT", "SIGTERM")
     for name in names:
