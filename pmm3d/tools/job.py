@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -67,6 +68,7 @@ class Job:
                 start_new_session=not self._attached, preexec_fn=partial(_before_mpiexec, self._asks_ranks))
         except BaseException:
             self._leave_signals()
+            self._remove_folders()
             raise
         self._ranks = LocalRanks(self.process.pid)
 
@@ -130,10 +132,9 @@ class Job:
                 raise subprocess.TimeoutExpired(self._arguments, deadline)
             self._ranks.look()
             self._note_segments(now)
-            if self._is_over():
-                self._over_since = self._over_since or now
-                if now - self._over_since > GRACE_SECONDS:
-                    return self._end_mpiexec()
+            self._over_since = (self._over_since or now) if self._is_over() and _output_is_taken() else 0.0
+            if self._over_since and now - self._over_since > GRACE_SECONDS:
+                return self._end_mpiexec()
             self._ranks.wait(POLL_SECONDS)
         return code if code >= 0 else 128 - code
 
@@ -211,8 +212,18 @@ class Job:
         for path in self._segments:
             with suppress(OSError):
                 os.unlink(path)
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
         for folder in self._folders.values():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _output_is_taken() -> bool:
+    """Whether a write to stdout and to stderr would not wait: else mpiexec may still have what the ranks have said."""
+    with suppress(OSError, ValueError):
+        return len(select.select([], [1, 2], [], 0)[1]) == 2
+    return True
 
 
 def _name_of(number: int) -> str:

@@ -15,7 +15,8 @@ Fixtures of a parallel test:
 
 Fixture of a test of failures, in one process:
 
-    job(ranks, script, *args, timeout=120, env={})   runs a script's text under mpiexec
+    job(ranks, script, *args, timeout=120, env={})   runs a script's text under mpiexec; the limit, of
+                                                     three times that, is for jobs that hang
 
 The outer pytest never starts MPI. It launches one mpiexec per rank count (world.py), in which
 each rank runs pytest on the same tests in the same order (inside.py) and appends what it did to
@@ -24,7 +25,7 @@ into one per test (merge.py) and hands it to pytest, so -v, -x, -k, --durations 
 always. The tests of one rank count share an mpiexec until one crashes it or misses its deadline;
 then every rank's stack goes into the report and the rest runs in a new mpiexec.
 
-A parallel test must end on all ranks within --mpi-deadline seconds (180), or those of its own mark,
+A parallel test must end on all ranks within --mpi-deadline seconds (90), or those of its own mark,
 @pytest.mark.deadline(120). Once a rank has failed, the others get 5 s. --ranks 2,4 runs the
 parallel tests on so many ranks only.
 """

@@ -14,7 +14,7 @@ NO_RANKS = "the fixture {!r} needs @pytest.mark.parallel([1, 2, ...]) on the tes
 def pytest_addoption(parser):
     group = parser.getgroup("mpi", "tests on several MPI ranks")
     group.addoption(
-        "--mpi-deadline", type=float, default=180.0, metavar="S", help="seconds a parallel test may take (180)"
+        "--mpi-deadline", type=float, default=90.0, metavar="S", help="seconds a parallel test may take (default 90)"
     )
     group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
 

