@@ -136,7 +136,12 @@ class Axis:
                  receives: Sequence[Message]) -> Exchange:
         """Messages that are exchanged with members of the axis again and again, of arrays on the host. Like
         `gather_into` for callers that know what they do; the bytes are counted as those of that operation."""
-        return Exchange(self, self._engine, self._comm, (operation, phase), library, sends, receives)
+
+        def begin() -> Record:
+            with self._engine.ledger.phase(phase):
+                return self.next_record(operation)
+
+        return Exchange(begin, self._engine, self._comm, library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:

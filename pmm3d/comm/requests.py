@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
 from ..layout import itemsize
 from .engine import Engine
+from .ledger import Record
 from .transport import chunks
-
-if TYPE_CHECKING:
-    from .axis import Axis
 
 TAG = 0
 """Collectives have numbers from 1 on."""
@@ -25,12 +22,12 @@ Message = tuple[int, Array]
 class Exchange:
     """Messages from and to members of an axis, in host memory that stays where it is.
 
-    All members make it, and start and wait for it in the same order; bytes are counted as those of `operation`.
+    All members make it, and start and wait for it in the same order. `begin` gives the record of each time.
     """
 
-    def __init__(self, axis: Axis, engine: Engine, comm: MPI.Intracomm, name: tuple[str, str], library: NumpyLibrary,
+    def __init__(self, begin: Callable[[], Record], engine: Engine, comm: MPI.Intracomm, library: NumpyLibrary,
                  sends: Sequence[Message], receives: Sequence[Message]):
-        self._axis, self._engine, self._name = axis, engine, name
+        self._begin, self._engine = begin, engine
         self._arrays = sends, receives
         self._requests: list[MPI.Prequest] = []
         self._received = self._made(comm.Recv_init, library, receives)
@@ -48,9 +45,7 @@ class Exchange:
         return whole
 
     def start(self) -> None:
-        operation, phase = self._name
-        with self._engine.ledger.phase(phase):
-            self._record = self._axis.next_record(operation)
+        self._record = self._begin()
         self._record.received, self._record.sent = self._received, self._sent
         self._engine.post(self._requests, self._record)
 
