@@ -14,9 +14,11 @@ from ..arrays.dry_run import DryRun
 from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError
 from ..layout import GridShape, parse_shape, whole_number
+from ..model.environment import Settings
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
 from .shapes import checked_axes, chosen_shape
+from .spreading import spread_axes
 
 
 class DryGrid(Grid):
@@ -44,6 +46,8 @@ class DryGrid(Grid):
             members = self._members(name)
             self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
             setattr(self, name, self._axes[name])
+        beside = -(-self.size // self.hosts)
+        spread_axes(self._axes.values(), lambda member: member // beside, Settings().sums)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""

@@ -112,7 +112,7 @@ class Grid:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
             compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
-                        *in_order)
+                        settings.sums, *in_order)
             with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
@@ -124,6 +124,7 @@ class Grid:
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", blas, always=True):
                 self._make_axes(made)
+            self._spread(settings.sums)
             made.callback(ending.stopped, self.engine)
             self._made = made.pop_all()
 
@@ -162,6 +163,15 @@ class Grid:
             machine = machine_here(self._comm, self._processes.per_node(), self.hosts)
         with self.together("Grid", always=True):
             return asked.chosen(machine, self._processes, self.rank == 0)
+
+    def _spread(self, sums: str) -> None:
+        """Say to the axes how they lie on nodes."""
+        if self.hosts > 1:
+            from .spreading import measured_here, spread_axes
+
+            machine = measured_here(self._comm, self._processes, self._waiting)
+            spread_axes(self._axes.values(), self._processes.node_of, sums, machine, self._processes.per_node(),
+                        self.rank == 0)
 
     def _make_axes(self, made: ExitStack) -> None:
         try:
