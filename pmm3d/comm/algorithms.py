@@ -6,9 +6,9 @@ array library adds: every type works, low precision is added up in float32, and 
 
 The order of a sum depends on the number of ranks alone, and, where it goes by nodes, on how many of them each node
 has. Up to 16 ranks it is that of the ranks; in larger groups ranks are added up stage by stage, in rank order within
-each. By nodes, that is the order of the ranks of each node, and then that of the nodes' sums. It does not depend on the size of the message, on where the
-array is cut into parts, or on who keeps them: so sums by panels, in buckets, small or large, overlapped or not, are
-bitwise the same.
+each. By nodes, that is the order of the ranks of each node, and then that of the nodes' sums. It does not depend on the
+size of the message, on where the array is cut into parts, or on who keeps them: so sums by panels, in buckets, small or
+large, overlapped or not, are bitwise the same.
 """
 
 from __future__ import annotations
@@ -172,7 +172,10 @@ def _gathered_by_nodes(link: Link, library: NumpyLibrary, part: Array, out: Arra
                        ) -> Collective[Array]:
     """Each rank's part goes to one rank of every other node, and from there to the others of that node."""
     (inside, across), starts, each = _levels(link), offsets(counts), link.spread.inside
-    mine = lambda node: out[starts[node * each + inside.rank] : starts[node * each + inside.rank + 1]]
+
+    def mine(node: int) -> Array:
+        first = node * each + inside.rank
+        return out[starts[first] : starts[first + 1]]
 
     def in_node(node: int, brought: Array) -> Collective[Array]:
         first, last = node * each, (node + 1) * each
@@ -181,10 +184,9 @@ def _gathered_by_nodes(link: Link, library: NumpyLibrary, part: Array, out: Arra
     yield from side_by_side([across.exchange_in_windows(library, [(node, part) for node in across.peers()],
                                                         [(node, mine(node)) for node in across.peers()]),
                              in_node(across.rank, part)])
-    others, step = across.peers(), link.spread.blocks_at_once()
-    order = sorted(others)
-    for first in range(0, len(order), step):
-        yield from side_by_side([in_node(node, mine(node)) for node in order[first : first + step]])
+    others, step = sorted(across.peers()), link.spread.blocks_at_once()
+    for first in range(0, len(others), step):
+        yield from side_by_side([in_node(node, mine(node)) for node in others[first : first + step]])
     return out
 
 

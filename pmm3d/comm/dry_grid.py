@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ..arrays import NumpyLibrary, library_kind, library_named
 from ..arrays.dry import DryLibrary
 from ..arrays.dry_run import DryRun
@@ -18,7 +20,7 @@ from ..model.environment import Settings
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
 from .shapes import checked_axes, chosen_shape
-from .spreading import spread_axes
+from .spreading import spreads_in_order, tell_axes
 
 
 class DryGrid(Grid):
@@ -47,7 +49,9 @@ class DryGrid(Grid):
             self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
             setattr(self, name, self._axes[name])
         beside = -(-self.size // self.hosts)
-        spread_axes(self._axes.values(), lambda member: member // beside, Settings().sums)
+        self.spreads = dict(spreads_in_order(self.shape, self.shape.names, beside, Settings.chosen()[0].sums))
+        if self.hosts > 1:
+            tell_axes(self._axes.values(), self.spreads, np.arange(self.size) // beside)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""

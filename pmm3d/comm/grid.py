@@ -21,6 +21,7 @@ from ..layout import AXES, GridShape
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
+from ..model.spread import FLAT, Spread
 from . import ending
 from .agreement import Terms, agree
 from .axis import Axis
@@ -165,13 +166,16 @@ class Grid:
             return asked.chosen(machine, self._processes, self.rank == 0)
 
     def _spread(self, sums: str) -> None:
-        """Say to the axes how they lie on nodes."""
+        """Tell the axes how they lie on nodes. Collective."""
+        self.spreads: dict[str, Spread] = {}
         if self.hosts > 1:
-            from .spreading import measured_here, spread_axes
+            from .spreading import measured_here, note_uneven, spreads_of, tell_axes
 
-            machine = measured_here(self._comm, self._processes, self._waiting)
-            spread_axes(self._axes.values(), self._processes.node_of, sums, machine, self._processes.per_node(),
-                        self.rank == 0)
+            nodes, machine = self._processes.nodes(), measured_here(self._comm, self._processes, self._waiting)
+            self.spreads = spreads_of(self.shape, nodes, sums, machine)
+            tell_axes(self._axes.values(), self.spreads, nodes)
+            if self.rank == 0:
+                note_uneven(self.shape, nodes, self.spreads)
 
     def _make_axes(self, made: ExitStack) -> None:
         try:
@@ -245,6 +249,10 @@ class Grid:
     def host_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""
         return self._processes[rank].host
+
+    def spread_of(self, name: str) -> Spread:
+        """How an axis lies on nodes: on every rank, idle ones too, the same."""
+        return self.spreads.get(name, FLAT)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name, or "everyone". Raises GridError if there is none."""

@@ -8,19 +8,21 @@ from ..errors import LayoutError, MemoryLimitError
 from ..layout import FIRST, GridShape, Layout, Placement
 from .move import ROUND_BYTES, Move
 from .plan import ROLES, Operand, ProductPlan, Roles, native
+from .spread import FLAT, Spread
 
 PANELS_ACROSS_HOSTS = 4
 """On two nodes with 4 Gbit/s links four panels hid 69 to 75% of the waiting; on one node there is little to hide."""
 
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
-                 max_workspace: int | None = None, gemm_copies: bool = True) -> ProductPlan:
+                 max_workspace: int | None = None, gemm_copies: bool = True,
+                 spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
 
     c               None if the product may choose the layout of C
     panels          along k if something is gathered, and strips of the columns of C if it is reduced
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
-    gemm_copies     see ProductPlan
+    gemm_copies, spreads   see ProductPlan
 
     Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
 
@@ -36,7 +38,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     if not isinstance(panels, int) or panels < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
-    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy))
+    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), spreads=spreads)
     first = plan.on_rank(FIRST)
     gathers = first.a.gathered or first.b.gathered
     plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,

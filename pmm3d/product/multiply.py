@@ -123,7 +123,8 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     def make() -> tuple[ProductPlan, RankPlan | None]:
         wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
-                            max_workspace=max_workspace, gemm_copies=a.library.gemm_copies)
+                            max_workspace=max_workspace, gemm_copies=a.library.gemm_copies,
+                            spreads=tuple(map(grid.spread_of, "xyz")))
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 

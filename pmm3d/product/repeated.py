@@ -90,7 +90,8 @@ class MatmulPlan(Generic[Matrix]):
 
 
 def _posts(product: Prepared[Matrix]) -> bool:
-    """Whether the product is one panel of host memory that lies right, along axes on which all send to all."""
+    """Whether the product is one panel of host memory that lies right, along axes on which all send to all, and not
+    by nodes."""
     grid, plan = product.first.grid, product.plan
     sizes = [getattr(grid.shape, axis) for axis in plan.roles]
     in_place = all(native is matrix for native, matrix in
@@ -98,7 +99,7 @@ def _posts(product: Prepared[Matrix]) -> bool:
     reduces = sizes[1] > 1
     return (in_place and grid.dry_run is None and not grid.engine.debug and product.first.library.on_host
             and plan.dtype not in LOW_PRECISION and plan.panels == 1 and max(sizes) <= DIRECT
-            and (plan.c == 0 or not reduces))
+            and (plan.c == 0 or not reduces) and not any(spread.inside > 1 for spread in plan.spreads))
 
 
 class Posted:
