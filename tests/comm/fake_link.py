@@ -3,6 +3,7 @@
 import numpy as np
 
 from pmm3d.arrays import NumpyLibrary, Workspace
+from pmm3d.comm.transport import Link
 from pmm3d.model.spread import FLAT
 
 
@@ -22,6 +23,12 @@ class FakeLink:
         self._each = each or size
         self.record, self.workspace = FakeRecord(), Workspace()
         self.steps = self.messages = 0
+
+    def peers(self):
+        return Link.peers(self)
+
+    def exchange_in_windows(self, library, sends, receives):
+        return Link.exchange_in_windows(self, library, sends, receives)
 
     def exchange(self, library, sends, receives):
         for peer, array in sends:
