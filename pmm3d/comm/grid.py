@@ -73,7 +73,8 @@ class Grid:
     attached        what higher layers keep with the grid
     dry_run         None, but of `Grid.dry`: what was done and held
 
-    "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
+    "auto" may leave ranks idle where that is faster (7 or 13 ranks; a product so small that more ranks would only wait
+    for each other); they take part in every call and hold nothing.
     It takes only such ranks for neighbours as share a node wherever they are on an axis: between nodes of 7, 8 and 8
     ranks there are none, so that all axes are priced as across nodes. Name the node with fewer ranks last: 8, 8, 7.
     Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
@@ -156,12 +157,14 @@ class Grid:
         """The grid of least time by the machine that was measured here, or else the nominal one."""
         if asked.no_choice:
             return asked.alone()
+        from ..model.machine import usable_cores
         from .machine_cache import machine_here  # reads files, which other grids need not
 
         with self._waiting("the choice of a grid"):
             machine = machine_here(self._comm, self._processes.per_node(), self.hosts)
+            cores = self._comm.bcast(usable_cores())
         with self.together("Grid", always=True):
-            return asked.chosen(machine, self._processes, self.rank == 0)
+            return asked.chosen(machine, cores, self._processes, self.rank == 0)
 
     def _make_axes(self, made: ExitStack) -> None:
         try:
