@@ -1,6 +1,6 @@
 """Small products beside ScaLAPACK's p?gemm, in turns on this machine.
 
-    python apps/small_products.py                       (as root: apt-get install libscalapack-openmpi-dev libopenblas-dev)
+    python apps/small_products.py         (as root: apt-get install libscalapack-openmpi-dev libopenblas-dev)
     python apps/small_products.py --sizes 64,256 --ranks 2,8 --passes 5
 
 Both multiply with Debian's OpenBLAS, one thread a rank, under an Open MPI each: ScaLAPACK under Debian's, pmm3d under
@@ -51,7 +51,7 @@ def compiled(folder: str) -> str:
 
 def of_scalapack(program: str, size: int, ranks: int, dtype: str, grid: tuple[int, int], block: int) -> float:
     """Seconds of a call on that process grid, with blocks of so many rows and columns."""
-    words = [size, size, size, dtype == "float32" and "s" or "d", *grid, block, calls(size), ROUNDS]
+    words = [size, size, size, "s" if dtype == "float32" else "d", *grid, block, calls(size), ROUNDS]
     printed = output_of(["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n",
                          str(ranks), program, *map(str, words)],
                         {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}, timeout=300).split()

@@ -94,7 +94,8 @@ def auto(ranks, size=None, memory=None, data=1, **axes):
 def test_the_same_ranks_in_another_order_are_given_another_grid():
     """In order along nodes of 4 an axis of 4 stays inside; dealt out in turn none does."""
     asked = auto(16, (16384, 16384, 16384))
-    in_order, in_turn = (asked.chosen(NOMINAL, 16, on_hosts(hosts), False) for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
+    in_order, in_turn = (asked.chosen(NOMINAL, 16, on_hosts(hosts), False)
+                         for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
     assert groups_of(in_order, 4)["x"].nodes == 1 and in_order.size == in_turn.size == 16
 
 
