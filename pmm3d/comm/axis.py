@@ -19,7 +19,7 @@ from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
 from .ledger import Record
-from .requests import Exchange, Message
+from .requests import MOST_AHEAD, Exchange, Members, Message
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -30,6 +30,8 @@ LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
 COUNT_TAG = 0
 """No call's."""
+CALL_TAGS = LARGEST_TAG - MOST_AHEAD
+"""Those of collectives are up to this; the others are those of messages that go ahead of an agreement."""
 
 
 class Axis:
@@ -137,15 +139,19 @@ class Axis:
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
 
     def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
-                 receives: Sequence[Message]) -> Exchange:
+                 receives: Sequence[Message], number: int = 0) -> Exchange:
         """Messages that are exchanged with members of the axis again and again, of arrays on the host. Like
-        `gather_into` for callers that know what they do; the bytes are counted as those of that operation."""
+        `gather_into` for callers that know what they do; the bytes are counted as those of that operation.
+
+        number   1 to MOST_AHEAD, another one for each that may be posted before the ranks agree (`Ahead`)
+        """
 
         def begin() -> Record:
             with self._engine.ledger.phase(phase):
                 return self.next_record(operation)
 
-        return Exchange(begin, self._engine, self._comm, library, sends, receives)
+        comm, tag = Members(self._comm, self.ranks, self.afar), CALL_TAGS + number if number else 0
+        return Exchange(begin, self._engine, comm, tag, library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
@@ -203,7 +209,7 @@ class Axis:
                 transport.check_place(library)
                 stream = transport.communication_stream(library)
             record = self.next_record(name)
-            tag = 1 + record.number % LARGEST_TAG
+            tag = 1 + record.number % CALL_TAGS
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
             link.spread, link.afar = self.spread, self.afar
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)

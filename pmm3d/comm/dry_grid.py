@@ -17,6 +17,7 @@ from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError
 from ..layout import GridShape, parse_shape, whole_number
 from ..model.environment import Settings
+from .agreement import Vote
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
 from .shapes import checked_axes, chosen_shape
@@ -72,12 +73,15 @@ class DryGrid(Grid):
         return DryLibrary(self.dry_run, kind)
 
     @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[Vote]:
         """The body runs; there is nobody to compare with."""
         with self.engine.guard:
-            yield
+            yield Vote()
 
-    def compared(self, what: str, *arguments: Any) -> Callable[[], None]:
+    def at_close(self, give_back: Callable[[], None]) -> None:
+        """Nothing is held."""
+
+    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         return lambda: None
 
     def same_processes(self, other: Grid) -> bool:

@@ -136,11 +136,14 @@ class Engine:
 
         self._wait(done, pending.record)
 
-    def post(self, requests: list[MPI.Prequest], record: Record) -> None:
+    def post(self, requests: list[MPI.Prequest]) -> None:
         """Start persistent requests, of which `wait_posted` waits for the end."""
-        self._watch.begun[record.key.axis] = record
         with self._lock:
             MPI.Prequest.Startall(requests)
+
+    def begun(self, record: Record) -> None:
+        """Tell the watchdog of a call whose messages are posted."""
+        self._watch.begun[record.key.axis] = record
 
     def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
         """Make progress on everything until these requests are complete."""

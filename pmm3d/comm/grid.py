@@ -23,7 +23,8 @@ from ..model.notes import show_notes
 from ..model.ranking import Product
 from ..model.spread import FLAT, Spread
 from . import ending
-from .agreement import Terms, agree
+from .agreement import Terms, Vote, agree
+from .ahead import Ahead
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
@@ -74,7 +75,8 @@ class Grid:
     attached        what higher layers keep with the grid
     dry_run         None, but of `Grid.dry`: what was done and held
 
-    "auto" may leave ranks idle where that is faster (7 or 13 ranks); they take part in every call and hold nothing.
+    "auto" may leave ranks idle where that is faster (7 or 13 ranks; a product so small that more ranks would only wait
+    for each other); they take part in every call and hold nothing.
     It takes only such ranks for neighbours as share a node wherever they are on an axis: between nodes of 7, 8 and 8
     ranks there are none, so that all axes are priced as across nodes. Name the node with fewer ranks last: 8, 8, 7.
     Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
@@ -142,6 +144,7 @@ class Grid:
         self.workspace = Workspace()
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
+        self.ahead = Ahead()
         self._check = settings.check
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
@@ -158,12 +161,14 @@ class Grid:
         """The grid of least time by the machine that was measured here, or else the nominal one."""
         if asked.no_choice:
             return asked.alone()
+        from ..model.machine import usable_cores
         from .machine_cache import machine_here  # reads files, which other grids need not
 
         with self._waiting("the choice of a grid"):
             machine = machine_here(self._comm, self._processes.per_node(), self.hosts)
+            cores = self._comm.bcast(usable_cores())
         with self.together("Grid", always=True):
-            return asked.chosen(machine, self._processes, self.rank == 0)
+            return asked.chosen(machine, cores, self._processes, self.rank == 0)
 
     def _spread(self, sums: str) -> None:
         """Tell the axes how they lie on nodes. Collective."""
@@ -262,41 +267,46 @@ class Grid:
             raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
 
     @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[Vote]:
         """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
         arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
         always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
 
-        All ranks must enter. Costs one all-reduce of 24 bytes.
+        All ranks must enter. Costs one all-reduce of 40 bytes. A Vote is given to the body, which may say something in
+        it; after it the vote has what all said.
         """
+        vote = Vote()
         with self.engine.guard:
             if not (self._check or always):
-                yield
+                yield vote
                 return
             error = None
             try:
-                yield
+                yield vote
             except Exception as raised:
                 error = self._explained(raised)
-            self._concluded(self._agreement(what, arguments, error), error)
+            vote.common = self._concluded(self._agreement(what, arguments, error, vote.mine), error)
 
-    def compared(self, what: str, *arguments: Any) -> Callable[[], None]:
+    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
         and raises as `together` does, which does the same at once; all ranks must call it."""
         with self.engine.guard:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
-    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
+    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None, said: int = 0) -> Pending:
+        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what, said)
         headline = f"{what}: the ranks passed different arguments."
-        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
+        return self.everyone.begin(f"agreement on {what}",
+                                   lambda link: agree(link, what, headline, terms, ahead=self.ahead))
 
-    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
+    def _concluded(self, agreement: Pending, error: Exception | None) -> int | None:
+        """What all ranks said."""
         try:
-            agreement.wait()
+            said: int | None = agreement.wait()
+            return said
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
                 told_once(agreed, self._parent, error is not None)
@@ -367,6 +377,10 @@ class Grid:
             pass
         self._complete()
         self._made.close()
+
+    def at_close(self, give_back: Callable[[], None]) -> None:
+        """Have that called when the grid is closed, before what the grid itself made is given back."""
+        self._made.callback(give_back)
 
     def _complete(self) -> None:
         """Wait for what is under way. Collective."""

@@ -14,6 +14,7 @@ from ..arrays import dtype_named
 from ..errors import DTypeError, GridError
 from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
 from ..model.candidates import PRESETS, Candidate
+from ..model.few_ranks import best_of_few
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
 from ..model.planning import PANELS_ACROSS_HOSTS
@@ -65,11 +66,13 @@ class Auto:
         """That grid."""
         return GridShape(1, 1, 1, self.data, **self.axes)
 
-    def chosen(self, machine: Machine | None, processes: Processes, note: bool) -> GridShape:
+    def chosen(self, machine: Machine | None, cores: int, processes: Processes, note: bool) -> GridShape:
         """The fastest grid; of those within 3% of it, which no model tells apart, one whose axes fill nodes, and of
-        these the one that leaves the fewest ranks idle. Raises GridError if none keeps the memory.
+        these the one that leaves the fewest ranks idle. One of at most half of the ranks must be 10% faster still, as
+        those of small products are. Raises GridError if none keeps the memory.
 
         machine   that was measured here; the nominal one if there is none
+        cores     that the ranks of a node have between them
         note      whether to tell of the choice, and of the runner-up
         """
         per_node, run = processes.per_node(), processes.run()
@@ -81,6 +84,9 @@ class Auto:
         least = ranking.candidates[0].seconds
         as_good = [candidate for candidate in ranking.candidates if candidate.seconds <= AS_GOOD * least]
         best = min(as_good, key=lambda one: (not fills_nodes(self._whole(one), run), -one.grid.size))
+        if self.left == self.ranks:
+            best = best_of_few(self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, panels=panels,
+                               run=run)
         others = [candidate for candidate in ranking.candidates if candidate is not best]
         if note and others:
             logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,

@@ -1,8 +1,8 @@
 """What the ways of a collective cost by alpha, beta and gamma: steps, bytes received, bytes added.
 
 Costs are those of the rank that has most, for n bytes in all that divide by the ranks p: n is the gathered whole, what
-is reduced, or what a rank sends and keeps in an all-to-all (Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput.
-Appl. 19(1), 2005).
+is reduced, or what a rank sends and keeps in an all-to-all (Thakur, Rabenseifner and Gropp, Int. J. High Perform.
+Comput. Appl. 19(1), 2005).
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def radices(ranks: int) -> tuple[int, ...]:
 def cost(operation: str, way: str, ranks: int, nbytes: float, inside: int = 1) -> Cost:
     """Of a collective of one of the `ways`.
 
-        >>> cost("all_reduce", "ring", 4, 100), cost("all_reduce", "by nodes", 8, 800, inside=4)
-        (Cost(steps=6, received=150.0, added=75.0, across=0.0), Cost(steps=4, received=1400.0, added=700.0, across=200.0))
+        >>> cost("all_reduce", "ring", 4, 100)
+        Cost(steps=6, received=150.0, added=75.0, across=0.0)
+        >>> cost("all_reduce", "by nodes", 8, 800, inside=4)
+        Cost(steps=4, received=1400.0, added=700.0, across=200.0)
     """
     part = nbytes / ranks
     share = part * (ranks - 1)

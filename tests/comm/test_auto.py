@@ -16,6 +16,7 @@ from pmm3d.layout import GridShape
 from pmm3d.model import product_costs
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
+from pmm3d.model.ranking import memory
 from pmm3d.model.simulation import simulate
 
 NOMINAL = load("nominal")
@@ -93,7 +94,8 @@ def auto(ranks, size=None, memory=None, data=1, **axes):
 def test_the_same_ranks_in_another_order_are_given_another_grid():
     """In order along nodes of 4 an axis of 4 stays inside; dealt out in turn none does."""
     asked = auto(16, (16384, 16384, 16384))
-    in_order, in_turn = (asked.chosen(NOMINAL, on_hosts(hosts), False) for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
+    in_order, in_turn = (asked.chosen(NOMINAL, 16, on_hosts(hosts), False)
+                         for hosts in ("aaaabbbbccccdddd", "abcd" * 4))
     assert groups_of(in_order, 4)["x"].nodes == 1 and in_order.size == in_turn.size == 16
 
 
@@ -101,28 +103,28 @@ def test_a_measured_machine_decides():
     """One whose network is slow puts as few bytes as can be on it."""
     asked, hosts = auto(16, (4096, 4096, 4096)), on_hosts("aaaabbbbccccdddd")
     law = NOMINAL.laws["default"]
-    slow = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=1e3 * law.byte_across)})
+    slow = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=20 * law.byte_across)})
     fast = replace(NOMINAL, ranks_per_node=4, laws={"default": law._replace(byte_across=0.0, message_across=0.0)})
-    assert groups_of(asked.chosen(slow, hosts, False), 4)["x"].inside == 4
-    assert asked.chosen(slow, hosts, False) != asked.chosen(fast, hosts, False)
+    assert groups_of(asked.chosen(slow, 16, hosts, False), 4)["x"].inside == 4
+    assert asked.chosen(slow, 16, hosts, False) != asked.chosen(fast, 16, hosts, False)
 
 
 def test_axes_and_data_take_their_ranks_first():
-    chosen = auto(16, data=2, seq=2).chosen(None, on_hosts("a" * 16), False)
+    chosen = auto(16, data=2, seq=2).chosen(None, 16, on_hosts("a" * 16), False)
     assert (chosen.data, chosen.seq) == (2, 2) and chosen.size <= 16 and chosen[0] * chosen[1] * chosen[2] > 2
 
 
 def test_the_ranks_beside_a_grid_are_on_the_machine_too():
     """Of 12 ranks on nodes of 4, data 4 leaves 3 in a row to the product: the second three lie on two nodes."""
     slow = replace(NOMINAL, laws={"default": NOMINAL.laws["default"]._replace(byte_across=1e-7)})
-    chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, on_hosts("aaaabbbbcccc"), False)
+    chosen = auto(12, (4096, 4096, 4096), data=4).chosen(slow, 16, on_hosts("aaaabbbbcccc"), False)
     groups = groups_of(chosen, 4)
     assert chosen.data == 4 and all(groups[axis].nodes == 1 for axis in "xyz")
 
 
 def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
     """4096 cubed on 1,024 nodes of 8, where 25x18x18 is 1% faster."""
-    chosen = auto(8192, (4096, 4096, 4096)).chosen(None, on_hosts([f"{rank // 8}" for rank in range(8192)]), False)
+    chosen = auto(8192, (4096, 4096, 4096)).chosen(None, 16, on_hosts([f"{rank // 8}" for rank in range(8192)]), False)
     assert fills_nodes(chosen, 8) and not fills_nodes(GridShape(25, 18, 18), 8)
 
 
@@ -130,7 +132,7 @@ def test_one_rank_has_no_choice():
     assert auto(1).no_choice and auto(4, data=4).no_choice and not auto(2).no_choice
     assert auto(4, data=4).alone() == GridShape(1, 1, 1, 4)
     with pytest.raises(GridError, match="no grid of 1 ranks keeps"):
-        auto(1, memory=1000).chosen(None, on_hosts("a"), False)
+        auto(1, memory=1000).chosen(None, 16, on_hosts("a"), False)
 
 
 @pytest.mark.parallel([2, 4])
@@ -152,7 +154,7 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
     dear = law._replace(byte_inside=1e4 * law.byte_inside)
     known, other = (replace(NOMINAL, key=key, ranks_per_node=3, laws={"default": law, operation: dear})
                     for operation in ("all_gather", "reduce_scatter"))
-    wanted, *others = (auto(3, size).chosen(machine, on_hosts("aaa"), False) for machine in (known, other, None))
+    wanted, *others = (auto(3, size).chosen(machine, 16, on_hosts("aaa"), False) for machine in (known, other, None))
     assert wanted not in others
     machine_cache.remember(key, as_toml(other if comm.rank else known))
     with Grid(comm, product=size) as grid:
@@ -163,3 +165,29 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
 def test_nothing_fits_on_any_rank(comm):
     with pytest.raises(GridError, match=r"within 1,000 bytes a rank; the least is .*[Uu]se more ranks"):
         Grid(comm, product=(4096, 4096, 4096), memory=1000)
+
+
+def test_a_small_product_has_few_ranks():
+    """64 cubed takes microseconds, and to reach another rank longer; 2048 cubed is worth all ranks."""
+    hosts = on_hosts("a" * 8)
+    assert auto(8, (64, 64, 64)).chosen(None, 8, hosts, False) == GridShape(1, 1, 1)
+    assert auto(8, (2048, 2048, 2048)).chosen(None, 8, hosts, False).size == 8
+
+
+def test_ranks_that_take_turns_on_a_core_are_left_idle_by_a_product_of_milliseconds():
+    hosts = on_hosts("a" * 8)
+    assert auto(8, (512, 512, 512)).chosen(None, 8, hosts, False).size == 8
+    assert auto(8, (512, 512, 512)).chosen(None, 2, hosts, False).size == 2
+    assert auto(8, (4096, 4096, 4096)).chosen(None, 2, hosts, False).size == 8
+
+
+def test_few_ranks_keep_the_memory():
+    """Alone a rank would hold more than is allowed."""
+    hosts, limit = on_hosts("a" * 8), 64 * 64 * 8 * 2
+    chosen = auto(8, (64, 64, 64), memory=limit).chosen(None, 8, hosts, False)
+    assert chosen.size > 1 and memory((64, 64, 64), chosen, "float64") <= limit
+
+
+def test_copies_of_a_grid_leave_no_rank_idle():
+    """With a data axis the ranks are there for several products."""
+    assert auto(8, (64, 64, 64), data=2).chosen(None, 8, on_hosts("a" * 8), False).size > 4

@@ -1,6 +1,5 @@
 """`pmm3d bench collectives`: the ways beside the textbook, what is measured and shown, the command."""
 
-import json
 import sys
 from pathlib import Path
 

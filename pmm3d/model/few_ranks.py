@@ -1,0 +1,63 @@
+"""Small products on few ranks: what other ranks would add is less than what it takes to reach them."""
+
+from __future__ import annotations
+
+from ..errors import GridError
+from .bounds import Product
+from .candidates import Candidate
+from .machines import Machine
+from .ranking import rank_products
+
+WORTH = 1.1
+"""Times as fast that a grid of at most half of the ranks must be, by the model, to be taken."""
+TURN = 1e-3
+"""Seconds that a collective takes longer where ranks take turns on the cores: an agreement of 8 ranks on 2 cores takes
+0.7 to 1.2 ms, of 2 ranks 0.02. What was measured so holds it already."""
+
+
+def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machine: Machine, cores: int, *,
+                limit: int, panels: int | None = None, run: int | None = None) -> Candidate:
+    """The fastest grid of at most half of the ranks, if it is WORTH leaving the others idle; else `best`.
+
+    product   m, n, k
+    best      of more than half of the ranks
+    cores     that the ranks of a node have between them
+    limit, panels, run   as of `rank_products`
+
+        >>> from .ranking import nominal
+        >>> machine = nominal(8)
+        >>> def few(size, cores):
+        ...     best = rank_products((size, size, size), 8, "float64", machine).candidates[0]
+        ...     return str(best_of_few((size, size, size), best, 8, "float64", machine, cores, limit=2**63).grid)
+        >>> few(64, 8), few(512, 8), few(512, 2), few(4096, 2)
+        ('1x1x1', '2x2x2', '1x1x2', '2x2x2')
+    """
+    seconds = _seconds(best, ranks, machine, cores)
+    candidates = {}
+    for number in _numbers(ranks, machine.ranks_per_node, cores):
+        on_one_node = number <= machine.ranks_per_node
+        try:
+            ranking = rank_products(product, number, dtype, machine, limit=limit, top=1, run=run,
+                                    panels=1 if on_one_node else panels)
+        except GridError:
+            continue
+        candidates[number] = ranking.candidates[0]
+    taken = {number: _seconds(candidate, number, machine, cores) for number, candidate in candidates.items()}
+    fastest = min(taken, key=lambda number: (taken[number], -number), default=0)
+    return candidates[fastest] if fastest and WORTH * taken[fastest] < seconds else best
+
+
+def _numbers(ranks: int, per_node: int, cores: int) -> list[int]:
+    """Powers of two, and as many as have a core each on a node, or fill a node."""
+    powers = {2**power for power in range(ranks.bit_length())}
+    return sorted(number for number in powers | {cores, per_node} if 0 < number <= ranks // 2)
+
+
+def _seconds(candidate: Candidate, ranks: int, machine: Machine, cores: int) -> float:
+    """With so many ranks at work, besides the agreement, which all ranks make."""
+    busy, terms = min(ranks, machine.ranks_per_node), candidate.terms
+    measured = max(1.0, machine.ranks_per_node / cores) if machine.key else 1.0
+    slower = max(1.0, busy / cores) / measured
+    turns = sum(size > 1 for size in candidate.grid[:3]) if busy > cores and not machine.key else 0
+    computed = sum(terms.get(name, 0.0) for name in ("gemm", "passes", "overhead"))
+    return candidate.seconds - terms.get("all", 0.0) + (slower - 1) * computed + turns * TURN
