@@ -18,7 +18,7 @@ from ....comm.transport import Collective, Link
 from ....model.machine import cpu
 from ....model.machines import Group
 from ....model.stages import DIRECT as ALL_AT_ONCE
-from ....model.textbook import BY_NODES, DIRECT, OPERATIONS, STAGES, TOGETHER, ways
+from ....model.textbook import BY_NODES, DIRECT, OPERATIONS, SERVER, STAGES, TOGETHER, ways
 from ....model.volumes import sums_whole
 from ...tune.collectives import groups, shapes
 from .ways import Buffers, way_of
@@ -29,6 +29,8 @@ ELEMENT = 4
 SAMPLE_SECONDS = 4e-3
 """That a timing lasts, about: small messages are sent many times in it."""
 MOST_CALLS = 1000
+MOST_LANDING = 2**28
+"""Bytes of all ranks' arrays at one: of more, the ways that bring them there are left out."""
 GAMMA_BYTES = 2**22
 """Of the sum that gamma is measured by."""
 Tell = Callable[[str, int], None]
@@ -96,13 +98,17 @@ class Found:
         """(ranks, on each node, nodes), the largest first."""
         return list(dict.fromkeys(row.group for row in self.rows))
 
-    def of(self, operation: str, group: tuple[int, int, int]) -> dict[str, list[Row]]:
-        """way -> its rows, by size."""
-        found: dict[str, list[Row]] = {}
+    def of(self, operation: str, group: tuple[int, int, int]) -> dict[str, dict[int, Row]]:
+        """way -> bytes -> its row; those that would take too much memory are missing."""
+        found: dict[str, dict[int, Row]] = {}
         for row in self.rows:
             if (row.operation, row.group) == (operation, group):
-                found.setdefault(row.way, []).append(row)
+                found.setdefault(row.way, {})[row.nbytes] = row
         return found
+
+    @property
+    def operations(self) -> list[str]:
+        return list(dict.fromkeys(row.operation for row in self.rows))
 
 
 def count(asked: Asked, ranks: int) -> int:
@@ -118,7 +124,7 @@ def measured(comm: MPI.Intracomm, asked: Asked, tell: Tell) -> Found:
         hosts = grid.hosts
         if asked.ranks and axis.size not in asked.ranks:
             continue
-        rows += _of_group(grid, axis, _as_if(group, axis, asked.nodes), asked, tell)
+        rows += _of_group(grid, axis, group, asked, tell)
     alpha, beta = _fitted(rows)
     return Found(rows, cpu().name, mpi_name(), comm.size, hosts, asked.nodes, alpha, beta, _seconds_of_adding())
 
@@ -134,7 +140,7 @@ def _of_group(grid: Grid, axis: Axis, group: Group, asked: Asked, tell: Tell) ->
     for operation in asked.operations:
         tell(f"{operation} in groups of {axis.size}", 0)
         for nbytes in asked.sizes:
-            point = Point(grid, axis, group, operation, nbytes)
+            point = Point(grid, axis, group, asked.nodes, operation, nbytes)
             yield from point.rows(asked.repeat)
             tell(f"{operation}, {axis.size} ranks, {nbytes:,} bytes", 1)
 
@@ -142,11 +148,13 @@ def _of_group(grid: Grid, axis: Axis, group: Group, asked: Asked, tell: Tell) ->
 class Point:
     """A collective in a group at one size: all ways of it, on the same memory."""
 
-    def __init__(self, grid: Grid, axis: Axis, group: Group, operation: str, nbytes: int):
-        self._grid, self._axis, self._group, self.operation = grid, axis, group, operation
+    def __init__(self, grid: Grid, axis: Axis, group: Group, nodes: int, operation: str, nbytes: int):
+        self._grid, self._axis, self.operation = grid, axis, operation
+        self._as_it_is, self._group = group, _as_if(group, axis, nodes)
         elements = max(1, nbytes // ELEMENT // axis.size) * axis.size
         self.nbytes = elements * ELEMENT
-        landing = axis.size if operation == "all_reduce" else 1
+        self._too_much = self.nbytes * axis.size > MOST_LANDING
+        landing = axis.size if operation == "all_reduce" and not self._too_much else 1
         self._buffers = Buffers(np.ones(elements, np.float32), np.zeros(elements, np.float32),
                                 np.zeros((landing, elements), np.float32))
 
@@ -168,9 +176,10 @@ class Point:
 
     def _calls(self) -> dict[str, Callable[[], int | None]]:
         group, made = self._group, dict[str, Callable[[], int | None]]()
-        each = group.inside if group.size == group.inside * group.nodes and group.nodes > 1 else 1
+        each = group.inside if group != self._as_it_is else self._axis.spread.inside
         for way in ways(self.operation, each):
-            made[way] = partial(self._run, way_of(self.operation, way, each))
+            if not (self._too_much and way in (TOGETHER, SERVER)):
+                made[way] = partial(self._run, way_of(self.operation, way, each))
         blocking, nonblocking = mpi_calls(self.operation, self._axis, self._buffers)
         made[MPI_BLOCKING], made[MPI_NONBLOCKING] = blocking, nonblocking
         return made
