@@ -53,7 +53,8 @@ class Row:
 
     nbytes    of the whole: what is gathered, reduced, or sent by a rank in an all-to-all
     seconds   of each timing, the slowest rank's
-    across    bytes that this rank's node received from others, by the ledger; 0 for MPI's own, which it does not see
+    across    bytes that rank 0's node receives from others, for all groups of the axis together, by the ledger; 0 for
+              MPI's own, which it does not see
     chosen    whether it is what the library does
     """
 
@@ -163,7 +164,7 @@ class Point:
         calls = self._calls()
         times, across = {}, {}
         for way, call in calls.items():
-            across[way] = call() or 0
+            across[way] = self._into_node(call() or 0)
             times[way] = self._times(call)
         seconds: dict[str, list[float]] = {way: [] for way in calls}
         names = list(calls)
@@ -173,6 +174,12 @@ class Point:
         group, chosen = self._group, self._chosen()
         return [Row(self.operation, way, group.size, group.inside, group.nodes, self.nbytes, tuple(found), across[way],
                     way == chosen) for way, found in seconds.items()]
+
+    def _into_node(self, nbytes: int) -> int:
+        """Of the node of rank 0, whose ranks receive so many each. Collective."""
+        grid = self._grid
+        received = grid.comm.allgather(nbytes)
+        return sum(each for rank, each in enumerate(received) if grid.host_of(rank) == grid.host_of(0))
 
     def _calls(self) -> dict[str, Callable[[], int | None]]:
         group, made = self._group, dict[str, Callable[[], int | None]]()

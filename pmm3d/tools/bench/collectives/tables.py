@@ -29,7 +29,8 @@ def print_found(found: Found, console: Console) -> None:
     console.print(crossings(found))
     group, nbytes = found.groups()[0], max(row.nbytes for row in found.rows)
     console.print(f"\n[bold]By alpha, beta and gamma[/]: {1e6 * found.alpha:.1f} us a step, {_rate(found.beta)} "
-                  f"received, {_rate(found.gamma)} added\n{in_words(group)}, {in_bytes(nbytes)}; bytes of the rank with most")
+                  f"received, {_rate(found.gamma)} added\n{in_words(group)}, {in_bytes(nbytes)}; bytes of the rank "
+                  "with most")
     console.print(textbook(found, group, nbytes))
 
 
@@ -37,38 +38,42 @@ def times(found: Found, operation: str, group: KIND) -> Table:
     """Of one collective in one group: a row a way, a column a size."""
     rows = found.of(operation, group)
     sizes = list(rows[MPI_BLOCKING])
-    table = _table("way", *map(in_bytes, sizes))
+    across = any(row.across for points in rows.values() for row in points.values())
+    table = _table("way", *map(in_bytes, sizes), *(["last: into a node"] if across else []))
     medians = _medians(rows, sizes)
     fastest = [min(medians, key=lambda way: medians[way][index]) for index in range(len(sizes))]
     for way, points in rows.items():
-        table.add_row(way, *(_cell(points.get(size), way == best) for size, best in zip(sizes, fastest)))
+        table.add_row(way, *(_cell(points.get(size), way == best) for size, best in zip(sizes, fastest)),
+                      *([_crossed(points.get(sizes[-1]))] if across else []))
     return table
 
 
 def crossings(found: Found) -> Table:
     """Which way is the fastest from which size on, and which is the library's there."""
-    table = _table("collective", "group", "way", "from", "the library's way")
+    table = _table("collective", "way", "from", "the library's way")
     for group in found.groups():
+        table.add_row("", f"[bold]{in_words(group)}[/]")
         for operation in found.operations:
             rows = found.of(operation, group)
             sizes = list(rows[MPI_BLOCKING])
             for size, way in crossovers(sizes, _medians(rows, sizes)):
                 chosen = [name for name, points in rows.items() if size in points and points[size].chosen]
-                table.add_row(operation, in_words(group), way, in_bytes(size), *chosen)
+                table.add_row(operation, way, in_bytes(size), *chosen)
     return table
 
 
 def textbook(found: Found, group: KIND, nbytes: int) -> Table:
     """What alpha, beta and gamma say of a group and a size."""
-    table = _table("collective", "way", "steps", "received", "across", "added", "modelled us", "measured us")
+    table = _table("way", "steps", "received", "across", "added", "model us", "us")
     inside = group[1] if group[2] > 1 and group[0] == group[1] * group[2] else 1
     for operation in found.operations:
         rows = found.of(operation, group)
+        table.add_row(f"[bold]{operation}[/]")
         for way in ways(operation, inside):
             known, row = cost(operation, way, group[0], nbytes, inside), rows.get(way, {}).get(nbytes)
             seconds = known.seconds(found.alpha, found.beta, found.gamma)
             across = in_bytes(known.across) if known.across else ""
-            table.add_row(operation, way, str(known.steps), in_bytes(known.received), across,
+            table.add_row(way, str(known.steps), in_bytes(known.received), across,
                           in_bytes(known.added) if known.added else "", f"{1e6 * seconds:.0f}",
                           f"{1e6 * row.median:.0f}" if row else "-")
     return table
@@ -95,8 +100,12 @@ def _cell(row: Row | None, best: bool) -> str:
     return f"[bold]{text}[/]" if best else text
 
 
+def _crossed(row: Row | None) -> str:
+    return "-" if row is None or row.way.startswith(MPI_BLOCKING) else in_bytes(row.across)
+
+
 def _table(*names: str) -> Table:
-    left = {"way", "collective", "group", "the library's way"}
+    left = {"way", "collective", "the library's way"}
     columns = [Column(name, justify="left" if name in left else "right", overflow="fold") for name in names]
     return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
