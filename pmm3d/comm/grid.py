@@ -237,6 +237,14 @@ class Grid:
         """This process's number among those of its host."""
         return self._processes.local_rank(self.rank)
 
+    def places(self) -> np.ndarray:
+        """Of each rank, a number that those have in common which see each other's processes."""
+        return self._processes.places()
+
+    def pid_of(self, rank: int) -> int:
+        """The process id of a rank, as the ranks with the same place see it."""
+        return int(self._processes[rank].pid)
+
     def host_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""
         return self._processes[rank].host
