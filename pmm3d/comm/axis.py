@@ -138,6 +138,15 @@ class Axis:
         return self._begin_after(after, "all_to_all", library, (*pieces, *landing),
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
 
+    def meet(self, name: str) -> Pending:
+        """Begin to wait until all members have come so far."""
+
+        def steps(link: Link) -> Collective[None]:
+            if self.size > 1 and not link.dry:
+                yield [link.comm.Ibarrier()]
+
+        return self.begin(name, steps)
+
     def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
                  receives: Sequence[Message], number: int = 0) -> Exchange:
         """Messages that are exchanged with members of the axis again and again, of arrays on the host. Like

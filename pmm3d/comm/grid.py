@@ -171,16 +171,12 @@ class Grid:
             return asked.chosen(machine, cores, self._processes, self.rank == 0)
 
     def _spread(self, sums: str) -> None:
-        """Tell the axes how they lie on nodes. Collective."""
         self.spreads: dict[str, Spread] = {}
         if self.hosts > 1:
-            from .spreading import measured_here, note_uneven, spreads_of, tell_axes
+            from .spreading import spread_axes
 
-            nodes, machine = self._processes.nodes(), measured_here(self._comm, self._processes, self._waiting)
-            self.spreads = spreads_of(self.shape, nodes, sums, machine)
-            tell_axes(self._axes.values(), self.spreads, nodes)
-            if self.rank == 0:
-                note_uneven(self.shape, nodes, self.spreads)
+            with self._waiting("the choice of collectives"):
+                self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, sums)
 
     def _make_axes(self, made: ExitStack) -> None:
         try:
@@ -250,6 +246,14 @@ class Grid:
     def local_rank(self) -> int:
         """This process's number among those of its host."""
         return self._processes.local_rank(self.rank)
+
+    def places(self) -> np.ndarray:
+        """Of each rank, a number that those have in common which see each other's processes."""
+        return self._processes.places()
+
+    def pid_of(self, rank: int) -> int:
+        """The process id of a rank, as the ranks with the same place see it."""
+        return int(self._processes[rank].pid)
 
     def host_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""

@@ -101,6 +101,13 @@ class Processes(Sequence[Process]):
         changes = np.flatnonzero(np.diff(self._host)) + 1
         return int(np.gcd.reduce(changes)) if len(changes) else len(self)
 
+    def places(self) -> np.ndarray:
+        """Of each rank, a number that those have in common which see each other's processes: of one host and namespace.
+        Negative for a rank that has not told."""
+        pairs = np.stack([self._host, self._namespaces.astype(np.int64)], axis=1)
+        _, found = np.unique(pairs, axis=0, return_inverse=True)
+        return np.where(self._pids != 0, found.reshape(-1), -1 - np.arange(len(self)))
+
     def first_near(self, rank: int, ranks: Sequence[int]) -> int:
         """The first of these ranks on the same host as `rank`, which is one of them."""
         return ranks[int(np.argmax(self._host[np.asarray(ranks)] == self._host[rank]))]

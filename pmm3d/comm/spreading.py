@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 
@@ -21,6 +20,22 @@ from .processes import Processes
 
 ALL = "all"
 logger = logging.getLogger("pmm3d.comm")
+
+
+def spread_axes(axes: Iterable[Axis], shape: GridShape, comm: WatchedComm, processes: Processes, sums: str
+                ) -> dict[str, Spread]:
+    """Tell the axes of a grid how they lie on nodes; `spreads_of` them. Gathers go by the machine that the job goes by,
+    if nodes have several ranks, so that there is something to choose. Collective; rank 0 notes what lies unevenly."""
+    nodes, machine = processes.nodes(), None
+    if processes.per_node() > 1:
+        from .machine_cache import machine_here  # reads files, which other grids need not
+
+        machine = machine_here(comm, processes.per_node(), processes.hosts)
+    found = spreads_of(shape, nodes, sums, machine)
+    tell_axes(axes, found, nodes)
+    if comm.rank == 0:
+        _note_uneven(shape, nodes, found)
+    return found
 
 
 def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> dict[str, Spread]:
@@ -59,7 +74,7 @@ def tell_axes(axes: Iterable[Axis], spreads: Mapping[str, Spread], nodes: np.nda
                 axis.afar = frozenset(np.flatnonzero(far).tolist())
 
 
-def note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Spread]) -> None:
+def _note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Spread]) -> None:
     """Note axes whose collectives are flat although nodes have several of their ranks."""
     for name, groups in _groups(shape, nodes):
         parted = [group for group in groups if 1 < len(np.unique(group)) < len(group)]
@@ -70,18 +85,6 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Sprea
             logger.info("axis %s does not lie evenly on its nodes (%s ranks, one node after the other): its "
                         "collectives are flat, and the links between nodes carry more bytes than they would have to",
                         name, shown)
-
-
-def measured_here(comm: WatchedComm, processes: Processes, waiting: Callable[[str], AbstractContextManager[None]]
-                  ) -> Machine | None:
-    """The machine that the job goes by, if nodes have several ranks, so that there is something to choose. Collective.
-    """
-    if processes.per_node() == 1:
-        return None
-    from .machine_cache import machine_here
-
-    with waiting("the choice of collectives"):
-        return machine_here(comm, processes.per_node(), processes.hosts)
 
 
 def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:

@@ -16,7 +16,7 @@ run under the GEMM of the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
 from math import prod
@@ -48,20 +48,21 @@ ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y"
 @dataclass(frozen=True)
 class Operand:
     """What a plan knows of a matrix. order: "C", or "F" for a transposed view. conjugated: whether it is a view that
-    stands for the conjugates of what lies in memory.
+    stands for the conjugates of what lies in memory. shared: the axis whose ranks see each other's shards.
 
         >>> Operand((4, 3), Layout.A).T
-        Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F', conjugated=False)
+        Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F', conjugated=False, shared='')
     """
 
     shape: tuple[int, int]
     layout: Layout
     order: str = "C"
     conjugated: bool = False
+    shared: str = ""
 
     @property
     def T(self) -> Operand:
-        return Operand(self.shape[::-1], self.layout.T, "F" if self.order == "C" else "C", self.conjugated)
+        return replace(self, shape=self.shape[::-1], layout=self.layout.T, order="F" if self.order == "C" else "C")
 
     @property
     def needs_copy(self) -> bool:
@@ -84,6 +85,7 @@ class ProductPlan:
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
     spreads        how the axes x, y and z lie on nodes
+    shared         whether the shards of A, and of B, are seen by all ranks that would gather them
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -106,6 +108,7 @@ class ProductPlan:
     gemm_copies: bool = True
     copied: tuple[bool, bool] = (False, False)
     spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)
+    shared: tuple[bool, bool] = (False, False)
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -160,8 +163,10 @@ class OperandPart:
     depth, other   contracted extent of the block, and the other one
     along_k        whether the contracted dim is sharded, or the other one
     size, index    of the axis over which it is sharded
-    gathered       whether the block is brought together along that axis; else the shard is the block
+    gathered       whether the block is brought together along that axis; else the shard is the block, or the block is
+                   read in place
     copied         whether its panels are copied if they are not gathered
+    in_place       whether the block is read where the owners have it
     """
 
     depth: int
@@ -171,6 +176,12 @@ class OperandPart:
     index: int
     gathered: bool
     copied: bool
+    in_place: bool
+
+    @property
+    def apart(self) -> bool:
+        """Whether several ranks have it."""
+        return self.gathered or self.in_place
 
     @cached_property
     def owners(self) -> list[int]:
@@ -180,7 +191,7 @@ class OperandPart:
     @property
     def shard(self) -> int:
         """Elements that the rank stores."""
-        if not self.gathered:
+        if not self.apart:
             return self.depth * self.other
         if self.along_k:
             return _extent(self.depth, self.size, self.index) * self.other
@@ -206,11 +217,17 @@ class RankPlan:
         self.rows = _extent(plan.m, m_size, m_index)
         self.depth = _extent(plan.k, self.k_size, self.k_index)
         self.cols = _extent(plan.n, n_size, n_index)
-        gathered, copied = (plan.a != -1 and n_size > 1, plan.b != -1 and m_size > 1), plan.copied
-        self.a = OperandPart(self.depth, self.rows, plan.a == 1, n_size, n_index, gathered[0], copied[0])
-        self.b = OperandPart(self.depth, self.cols, plan.b == 0, m_size, m_index, gathered[1], copied[1])
+        self.a = self._part(0, plan.a, plan.a == 1, self.rows, n_size, n_index)
+        self.b = self._part(1, plan.b, plan.b == 0, self.cols, m_size, m_index)
         self.reduces = self.k_size > 1
         self._spreads = [plan.spreads["xyz".index(axis)] for axis in plan.roles]
+
+    def _part(self, which: int, sharded: int, along_k: bool, other: int, size: int, index: int) -> OperandPart:
+        """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
+        plan, apart = self.plan, sharded != -1 and size > 1
+        in_place = apart and plan.shared[which] and not plan.copied[which] and not (along_k and plan.panels > 1)
+        return OperandPart(self.depth, other, along_k, size, index, apart and not in_place, plan.copied[which],
+                           in_place)
 
     @cached_property
     def intervals(self) -> Slices:
@@ -248,6 +265,8 @@ class RankPlan:
         edges = offsets(part.owners)
         by_owner = [self.slices(panel, low, high) for low, high in pairwise(edges)]
         counts = [_total(slices) for slices in by_owner] if part.along_k else part_sizes(part.other, part.size)
+        if part.in_place and part.along_k:
+            return counts, [(0, self.depth)] if self.depth else []
         mine = part.index if part.along_k else 0
         return counts, [(start - edges[mine], stop - edges[mine]) for start, stop in by_owner[mine]]
 

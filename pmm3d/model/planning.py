@@ -38,15 +38,24 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     if not isinstance(panels, int) or panels < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
-    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), spreads=spreads)
+    shared = (_reads_in_place(a, plan.a, plan.roles[2], plan.a_layout.on(grid), grid),
+              _reads_in_place(b, plan.b, plan.roles[0], plan.b_layout.on(grid), grid))
+    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
+                   spreads=spreads)
     first = plan.on_rank(FIRST)
-    gathers = first.a.gathered or first.b.gathered
+    gathers = first.a.apart or first.b.apart
     plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,
                    strips=max(1, min(panels, first.cols)) if first.reduces else 1,
                    moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
     return plan if max_workspace is None else _within(plan, max_workspace)
+
+
+def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
+    """Whether the shards that the ranks of the axis share, one after the other, are the block, as the BLAS reads it."""
+    return (operand.shared == axis and operand.layout.on(grid) == layout
+            and (dim, operand.order) in ((0, "C"), (1, "F")))
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:

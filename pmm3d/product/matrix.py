@@ -35,6 +35,7 @@ from .checks import (
 from .multiply import matmul
 from .redistribute import memory_to_move, move
 from .relayout import redistribution, summed
+from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, shards
 
 Library = str | NumpyLibrary
@@ -70,14 +71,31 @@ class DistMatrix(StoredMatrix):
 
     @classmethod
     def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-              library: Library = "numpy") -> DistMatrix:
-        """Arbitrary contents."""
-        with together(grid, "DistMatrix.empty", shape, compared_dtype(dtype), layout, library_kind(library)):
+              library: Library = "numpy", shared: bool = False) -> DistMatrix:
+        """Arbitrary contents.
+
+        shared   the shards lie in memory that the ranks along the axis over which a product gathers them share: those
+                 of a node. Products read them in place: nothing is gathered, and no rank holds a copy. For operands in
+                 layouts as Layout.A and Layout.B, on the host. A rank may write to its shard between products.
+
+        Raises with shared, besides: GridError if ranks of that axis are on several nodes, LayoutError for a layout that
+        shards no rows, OutOfMemoryError where a node has no such memory.
+        """
+        passed = shape, compared_dtype(dtype), layout, library_kind(library), shared
+        with together(grid, "DistMatrix.empty", *passed):
             library = grid.library(library)
             grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
-            local = library.empty(box.shape, check_matrix_dtype(dtype_named(dtype), library))
-        return cls(grid, local, shape, layout)
+            kind = check_matrix_dtype(dtype_named(dtype), library)
+            axis = sharing_axis(grid, layout, library) if shared else ""
+            local = None if axis else library.empty(box.shape, kind)
+        if not axis:
+            return cls(grid, local, shape, layout)
+        with grid.together("DistMatrix.empty", always=True):
+            window, local = window_of(grid, axis, shards(shape, layout, grid), kind)
+        matrix = cls(grid, local, shape, layout)
+        matrix.window = window
+        return matrix
 
     @classmethod
     def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None) -> DistMatrix:

@@ -12,7 +12,7 @@ from ..model.plan import Operand, ProductPlan, RankPlan
 from ..model.planning import PANELS_ACROSS_HOSTS, plan_product
 from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .kept import KeptProducts
-from .panels import OperandPanels, ResultStrips
+from .panels import OperandPanels, ResultStrips, met
 from .plans import RecentPlans
 from .posted import Factors, Posted, can_post
 from .redistribute import move_into
@@ -155,7 +155,7 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
-    return Operand(matrix.shape, matrix.layout.summed, matrix.order, matrix.conjugated)
+    return Operand(matrix.shape, matrix.layout.summed, matrix.order, matrix.conjugated, matrix.shared)
 
 
 def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:
@@ -176,6 +176,7 @@ def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix,
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
     strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work)
+    met(panels_a, panels_b)
     coming = panels_a.start(0), panels_b.start(0)
     for index in range(plan.plan.panels):
         panel_a, panel_b = coming[0].wait(), coming[1].wait()
@@ -189,3 +190,4 @@ def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix,
             if last:
                 strips.finish(strip)
     strips.wait()
+    met(panels_a, panels_b)

@@ -12,6 +12,9 @@ from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
 from .stored import StoredMatrix
 
+READ_IN_PLACE = "read in place"
+"""What the ledger calls the meetings of ranks that see each other's shards, in place of a gather."""
+
 
 class OperandPanels:
     """The panels of A or B, one after the other. Those of a conjugated matrix are of what lies in memory.
@@ -20,17 +23,20 @@ class OperandPanels:
     along      0 or 1: the dim of the turned shard that is contracted
     cuts       for each panel: the extents of dim 0 that each rank along the axis brings, and the slices of the
                contracted dim of the shard that belong to the panel
-    axis       along which they are gathered, in that phase; None: the shard is the block
+    axis       along which they are gathered, in that phase; None: the shard is the block, or the block is read
+    in_place   whether it is read where its owners have it
     conjugated whether conjugation is left to the BLAS, which can where panels lie by columns
     """
 
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
                  axis: str, contracted: int, turned: bool, phase: str, work: Slab):
         self._grid, self.phase = matrix.grid, phase
-        self._shard, self.library = matrix.memory.T if turned else matrix.memory, matrix.library
+        self.in_place = part.in_place
+        self._shard, self.library = _lying(matrix, turned, part.in_place), matrix.library
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
         self.turned, self._along, self._cuts = turned, contracted ^ turned, cuts
-        self.axis: Axis | None = matrix.grid.axis(axis) if part.gathered else None
+        self._along_axis = matrix.grid.axis(axis)
+        self.axis: Axis | None = self._along_axis if part.gathered else None
         self._buffers = []
         self._packs = matrix.conjugated and plan.buffered(part)
         self.conjugated = matrix.conjugated and (turned or not self._packs)
@@ -45,6 +51,11 @@ class OperandPanels:
     @classmethod
     def of_b(cls, plan: RankPlan, b: StoredMatrix, work: Slab) -> OperandPanels:
         return cls(plan, b, plan.b, plan.b_cuts, plan.plan.roles[0], 0, plan.plan.b == 1, "gather B", work)
+
+    def meet(self) -> Pending:
+        """Begin to wait for the ranks that see each other's shards."""
+        with self._grid.ledger.phase(self.phase):
+            return self._along_axis.meet(READ_IN_PLACE)
 
     def start(self, panel: int) -> ComingPanel:
         """Begin to bring the panel together."""
@@ -107,6 +118,21 @@ class OperandPanels:
                 out[:, start:stop] = piece
             start = stop
         return out
+
+
+def met(*operands: OperandPanels) -> None:
+    """Wait until ranks that read each other's shards in place have come here: all have written them, or read them."""
+    meetings = [panels.meet() for panels in operands if panels.in_place]
+    for meeting in meetings:
+        meeting.wait()
+
+
+def _lying(matrix: StoredMatrix, turned: bool, in_place: bool) -> Array:
+    """The shard, or the block where it is read in place, turned so that its sharded dim comes first if it is to be."""
+    if in_place:
+        assert matrix.window is not None
+        return matrix.window.block
+    return matrix.memory.T if turned else matrix.memory
 
 
 class ComingPanel:

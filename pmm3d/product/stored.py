@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..arrays import Array, library_of
 from ..comm import Grid
@@ -15,16 +15,25 @@ Stored = TypeVar("Stored", bound="StoredMatrix")
 EVERYTHING = slice(None), slice(None)
 
 
+class Window(NamedTuple):
+    """Memory that the ranks of an axis share: their shards one after the other, C-contiguous: the block."""
+
+    axis: str
+    block: Array
+
+
 class StoredMatrix:
     """A matrix of which each rank of a grid stores a shard.
 
     grid, layout, shape (rows, columns), dtype (a name such as "float32")
     memory    this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
               `order` is "F" (after .T). Where the matrix is `conjugated` (after .H), the conjugates of its elements
+    window    the memory in which the ranks of an axis see each other's shards, if `memory` lies in one
     fills     how often it was the `out` of a product or of `redistribute`, whose messages no array library counts
     """
 
     fills = 0
+    window: Window | None = None
 
     def __init__(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout, order: str = "C",
                  conjugated: bool = False):
@@ -44,6 +53,9 @@ class StoredMatrix:
         if self.conjugated:
             raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
                               "a view of, or to redistribute(layout), which is a copy")
+        if self.window is not None:
+            raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
+                              "matrix.local[...] = array")
         self.memory = array
 
     def part(self, within: tuple[slice, slice]) -> Array:
@@ -76,7 +88,9 @@ class StoredMatrix:
 
     def _turned(self: Stored, conjugated: bool) -> Stored:
         order = "F" if self.order == "C" else "C"
-        return type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
+        turned = type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
+        turned.window = self.window
+        return turned
 
     @property
     def resolved(self: Stored) -> Stored:
@@ -115,6 +129,11 @@ class StoredMatrix:
         """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
         return Compared((self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.conjugated,
                          self.library.kind))
+
+    @property
+    def shared(self) -> str:
+        """The axis whose ranks see each other's shards; empty if they do not."""
+        return "" if self.window is None else self.window.axis
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise GridError("a distributed matrix lives on the ranks of its Grid: it can be neither copied nor pickled. "

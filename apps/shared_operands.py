@@ -1,0 +1,73 @@
+"""A product with operands in memory that the ranks of a node share, beside the same with messages, in turns.
+
+    python -m pmm3d.launcher -n 8 apps/shared_operands.py                       12288 cubed in float32: 6 GB
+    python -m pmm3d.launcher -n 2 apps/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
+
+Prints, for each: the median of the products' times, what a rank received for operands, and what all ranks of the first
+node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from statistics import median
+
+from measuring import slowest
+from mpi4py import MPI
+
+from pmm3d import DistMatrix, Grid, Layout, matmul
+
+GIB = 2**30
+
+
+def held() -> int:
+    """Bytes that this process holds, of shared pages its part."""
+    return 1024 * int(re.search(r"^Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)[1])
+
+
+def operands(grid: Grid, size: list[int], dtype: str, shared: bool) -> list[DistMatrix]:
+    m, n, k = size
+    made = [DistMatrix.empty(grid, shape, dtype=dtype, layout=layout, shared=shared)
+            for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B))]
+    for matrix in made:
+        matrix.local[...] = 1
+    return made
+
+
+def measured(grid: Grid, options: argparse.Namespace, shared: bool) -> dict:
+    """Of one product after another that warms up; all that it held is given back."""
+    grid.workspace.clear()
+    before = sum(grid.comm.allgather(held()))
+    a, b = operands(grid, options.size, options.dtype, shared)
+    c = matmul(a, b)
+    grid.ledger.reset()
+    seconds = slowest(grid.comm, lambda: matmul(a, b, out=c))
+    assert (c.local == options.size[2]).all(), "the product is wrong"
+    received = grid.ledger.total(phase="gather A").received + grid.ledger.total(phase="gather B").received
+    return {"seconds": seconds, "received": max(grid.comm.allgather(received)),
+            "held": sum(grid.comm.allgather(held())) - before}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs=3, default=[12288] * 3, metavar=("M", "N", "K"))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with Grid(MPI.COMM_WORLD, "auto", product=tuple(options.size), dtype=options.dtype) as grid:
+        turns = [{shared: measured(grid, options, shared) for shared in (False, True)} for _ in range(options.rounds)]
+        if grid.rank:
+            return
+        print(f"{'x'.join(map(str, options.size))} {options.dtype} on {grid.shape}, {options.rounds} rounds\n")
+        print("| operands | ms | received a rank (MB) | held by the node (GiB) |\n|---|---|---|---|")
+        for shared, name in ((False, "messages"), (True, "shared")):
+            ms, received, nbytes = (median(turn[shared][figure] for turn in turns)
+                                    for figure in ("seconds", "received", "held"))
+            print(f"| {name} | {1e3 * ms:.1f} | {received / 1e6:.1f} | {nbytes / GIB:.2f} |")
+        ratios = [[turn[True][figure] / turn[False][figure] for turn in turns] for figure in ("seconds", "held")]
+        time, memory = map(median, ratios)
+        print(f"\nshared / messages, medians of the rounds: time {time:.3f}, memory {memory:.3f}")
+
+
+if __name__ == "__main__":
+    main()

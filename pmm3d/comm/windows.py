@@ -1,0 +1,93 @@
+"""Host memory that the ranks of an axis share, where they are on one node: no copies, no messages.
+
+A segment without a name (memfd), which the first rank of the axis has and the others map: it is gone with the last
+process that has it, however that ends, and what the node cannot give is refused before anyone writes to it. MPI's own
+shared-memory windows promise neither: their segment is a file in /dev/shm, which a full file system makes known by a
+SIGBUS, and they are given back by a collective call alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import GridError, OutOfMemoryError, Pmm3dError
+from .agreement import Terms, agree
+from .axis import Axis
+from .grid import Grid
+from .transport import Collective, Link
+from .words import in_bytes
+
+
+def can_share(grid: Grid, name: str) -> bool:
+    """Whether all ranks along that axis are on one node, wherever on the others; the same on all ranks."""
+    size, stride = getattr(grid.shape, name), grid.shape.strides[grid.shape.names.index(name)]
+    ranks = np.arange(grid.shape.size)
+    first = ranks - ranks // stride % size * stride
+    places = grid.places()
+    return bool(np.all(places[ranks] == places[first]))
+
+
+def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
+    """Bytes that all ranks of the axis see: as many as the parts of all together, in their order. Zeros.
+
+    Collective along the axis. Raises, on every rank of it, OutOfMemoryError where the node has not so much, GridError
+    where processes cannot map each other's memory.
+    """
+    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, max(1, sum(parts)))).wait()
+    return found
+
+
+def _shared(grid: Grid, link: Link, nbytes: int) -> Collective[np.ndarray]:
+    descriptor = -1
+    error: Pmm3dError | None = None
+    if link.rank == 0:
+        try:
+            descriptor = os.memfd_create("pmm3d")
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as refused:
+            error = OutOfMemoryError(f"shared operands: the node gives no {in_bytes(nbytes)} of shared memory: "
+                                     f"{refused}. Leave shared=True out, or use more nodes")
+    try:
+        rows = yield from agree(link, "shared operands", "", Terms("", error=error), _place(descriptor))
+        memory, error = None, None
+        try:
+            memory = _mapped(descriptor, nbytes) if link.rank == 0 else _seen(grid, link, rows[0].tolist(), nbytes)
+        except (OSError, ValueError) as refused:
+            error = GridError("shared operands: processes of this node cannot map each other's memory "
+                              f"(/proc/PID/fd): {refused}. Leave shared=True out")
+        yield from agree(link, "shared operands", "", Terms("", error=error))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    assert memory is not None
+    return memory
+
+
+def _place(descriptor: int) -> list[int]:
+    """Where others find it: descriptor, device and inode."""
+    if descriptor < 0:
+        return [-1] * 3
+    status = os.fstat(descriptor)
+    return [descriptor, status.st_dev, status.st_ino]
+
+
+def _seen(grid: Grid, link: Link, place: list[int], nbytes: int) -> np.ndarray:
+    """The memory of the first rank of the axis."""
+    first = link.record.members[0]
+    descriptor, *file = place
+    opened = os.open(f"/proc/{grid.pid_of(first)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        status = os.fstat(opened)
+        if [status.st_dev, status.st_ino] != file:
+            raise OSError(f"rank {first} has another file there")
+        return _mapped(opened, nbytes)
+    finally:
+        os.close(opened)
+
+
+def _mapped(descriptor: int, nbytes: int) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
