@@ -33,6 +33,7 @@ from ..layout import (
     part_sizes,
 )
 from .move import Move
+from .spread import FLAT, Spread
 from .volumes import Volume, all_reduce_volume, gather_volume, reduce_volume
 
 TILE = 64
@@ -83,6 +84,7 @@ class ProductPlan:
     rounds         of each of these moves
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
+    spreads        how the axes x, y and z lie on nodes
     shared         whether the shards of A, and of B, are seen by all ranks that would gather them
     sums_in_place  whether partial sums of C lie where all ranks see them that add them up
 
@@ -106,6 +108,7 @@ class ProductPlan:
     rounds: int = 1
     gemm_copies: bool = True
     copied: tuple[bool, bool] = (False, False)
+    spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)
     shared: tuple[bool, bool] = (False, False)
     sums_in_place: bool = False
 
@@ -224,6 +227,7 @@ class RankPlan:
         self.a = self._part(0, plan.a, plan.a == 1, self.rows, n_size, n_index)
         self.b = self._part(1, plan.b, plan.b == 0, self.cols, m_size, m_index)
         self.reduces = self.k_size > 1
+        self._spreads = [plan.spreads["xyz".index(axis)] for axis in plan.roles]
 
     def _part(self, which: int, sharded: int, along_k: bool, other: int, size: int, index: int) -> OperandPart:
         """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
@@ -346,8 +350,8 @@ class RankPlan:
     def reduction(self, width: int) -> Volume:
         """Of the sum over the k axis of so many columns of C."""
         if self.plan.c == 0:
-            return reduce_volume(self.c_counts, self.k_index, width, self.plan.dtype)
-        return all_reduce_volume(self.rows * width, self.plan.dtype, self.k_size, self.k_index)
+            return reduce_volume(self.c_counts, self.k_index, width, self.plan.dtype, self._spreads[1])
+        return all_reduce_volume(self.rows * width, self.plan.dtype, self.k_size, self.k_index, self._spreads[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:
@@ -370,9 +374,10 @@ class RankPlan:
         """Of the gathers of all panels of A or B."""
         if not part.gathered:
             return Volume(0, 0)
-        size = itemsize(self.plan.dtype)
+        size, spread = itemsize(self.plan.dtype), self._spreads[2 if part is self.a else 0]
         rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(len(cuts))]
-        return _sum_of([gather_volume(counts, part.index, size * row) for (counts, _), row in zip(cuts, rows)])
+        return _sum_of([gather_volume(counts, part.index, size * row, spread)
+                        for (counts, _), row in zip(cuts, rows)])
 
 
 def native(rows: str, cols: str, extra: str, dim: int) -> Layout:

@@ -157,7 +157,8 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
         wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
                             max_workspace=max_workspace, gemm_copies=a.library.gemm_copies,
-                            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset())
+                            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
+                            spreads=tuple(map(grid.spread_of, "xyz")))
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
