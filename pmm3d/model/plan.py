@@ -86,6 +86,7 @@ class ProductPlan:
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
     spreads        how the axes x, y and z lie on nodes
     shared         whether the shards of A, and of B, are seen by all ranks that would gather them
+    sums_in_place  whether partial sums of C lie where all ranks see them that add them up
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -109,6 +110,7 @@ class ProductPlan:
     copied: tuple[bool, bool] = (False, False)
     spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)
     shared: tuple[bool, bool] = (False, False)
+    sums_in_place: bool = False
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -139,6 +141,11 @@ class ProductPlan:
     def workspace(self) -> int:
         """Bytes of work arrays on the fullest rank: what `max_workspace` limits."""
         return max(rank.workspace for rank in self.fullest)
+
+    @cached_property
+    def shared_work(self) -> int:
+        """Bytes of them in memory that ranks share, on the fullest rank."""
+        return max(rank.shared_work for rank in self.fullest)
 
     @cached_property
     def copies(self) -> int:
@@ -303,17 +310,30 @@ class RankPlan:
     @property
     def workspace(self) -> int:
         """Bytes of work memory: copies of redistributed operands, and what the moves or the product itself take."""
+        return self.own_work + self.shared_work
+
+    @property
+    def own_work(self) -> int:
+        """Bytes of it that no other rank sees."""
         return self.plan.copies + max(self.plan.moving, self.product_work)
 
     @cached_property
+    def shared_work(self) -> int:
+        """Bytes of partial sums of C that other ranks see."""
+        if not self.reduces or not self.plan.sums_in_place:
+            return 0
+        size = itemsize(self.plan.dtype)
+        return sum(aligned(self.rows * (high - low) * size) for low, high in self.strips)
+
+    @cached_property
     def product_work(self) -> int:
-        """Bytes of panels of A and B (two where there are several), partial sums of C, what arrives while two strips
-        are summed, float32 copies for low precision."""
+        """Bytes of panels of A and B (two where there are several), partial sums of C and what arrives while two strips
+        are summed unless they are read in place, float32 copies for low precision."""
         plan, size, depth = self.plan, itemsize(self.plan.dtype), self.panel_depth(0)
         copied = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in copied)
         widths = [high - low for low, high in self.strips]
-        if self.reduces:
+        if self.reduces and not plan.sums_in_place:
             work += sum(aligned(self.rows * width * size) for width in widths)
             work += min(2, len(widths)) * aligned(self.reduction_work)
         if plan.dtype in LOW_PRECISION:
@@ -345,7 +365,8 @@ class RankPlan:
 
     def _volumes(self) -> dict[str, Volume]:
         m_axis, k_axis, n_axis = self.plan.roles
-        reductions = [self.reduction(high - low) for low, high in self.strips if self.reduces]
+        summed = self.reduces and not self.plan.sums_in_place
+        reductions = [self.reduction(high - low) for low, high in self.strips if summed]
         return {n_axis: self._gathers(self.a, self.a_cuts), m_axis: self._gathers(self.b, self.b_cuts),
                 k_axis: _sum_of(reductions)}
 

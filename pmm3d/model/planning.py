@@ -9,6 +9,7 @@ from ..layout import FIRST, GridShape, Layout, Placement
 from .move import ROUND_BYTES, Move
 from .plan import ROLES, Operand, ProductPlan, Roles, native
 from .spread import FLAT, Spread
+from .stages import DIRECT
 
 PANELS_ACROSS_HOSTS = 4
 """On two nodes with 4 Gbit/s links four panels hid 69 to 75% of the waiting; on one node there is little to hide."""
@@ -16,6 +17,7 @@ PANELS_ACROSS_HOSTS = 4
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
                  max_workspace: int | None = None, gemm_copies: bool = True,
+                 in_node: frozenset[str] = frozenset(),
                  spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
 
@@ -23,6 +25,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     panels          along k if something is gathered, and strips of the columns of C if it is reduced
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
     gemm_copies, spreads   see ProductPlan
+    in_node         axes whose ranks may share memory for partial sums
 
     Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
 
@@ -41,7 +44,8 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     shared = (_reads_in_place(a, plan.a, plan.roles[2], plan.a_layout.on(grid), grid),
               _reads_in_place(b, plan.b, plan.roles[0], plan.b_layout.on(grid), grid))
     plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
-                   spreads=spreads)
+                   spreads=spreads, sums_in_place=(plan.c == 0 and plan.roles[1] in in_node
+                                                   and getattr(grid, plan.roles[1]) <= DIRECT))
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
     plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,

@@ -7,15 +7,56 @@ from math import prod
 from ..arrays import Array, NumpyLibrary
 from ..comm import Grid
 from ..errors import GridError, LayoutError
-from ..layout import Layout, Placement, itemsize
+from ..layout import AXES, Layout, Placement, itemsize
 from .stored import Window
 
 HOW = "leave shared=True out, or"
 
 
+def axes_in_node(grid: Grid) -> frozenset[str]:
+    """The axes of several ranks that all stay in a node; the same on all ranks."""
+    from ..comm.windows import can_share
+
+    if grid.dry_run is not None:
+        return frozenset()
+    return frozenset(name for name in AXES if getattr(grid.shape, name) > 1 and can_share(grid, name))
+
+
+class SharedSums:
+    """Memory for partial sums of C, along each axis that a product summed over so: that of all its ranks, which all of
+    them see. It grows, and goes with the grid."""
+
+    def __init__(self, grid: Grid):
+        self._grid, self._slots, self._nbytes = grid, dict[str, list[Array]](), dict[str, int]()
+
+    @classmethod
+    def of(cls, grid: Grid) -> SharedSums:
+        if cls not in grid.attached:
+            grid.attached[cls] = cls(grid)
+        sums: SharedSums = grid.attached[cls]
+        return sums
+
+    def reserve(self, axis: str, nbytes: int) -> None:
+        """At least so many bytes for each rank. Collective over the grid, with the same on all ranks. Raises, on every
+        rank, OutOfMemoryError, GridError."""
+        if self._nbytes.get(axis, 0) >= nbytes:
+            return
+        from ..comm.windows import shared_array
+
+        with self._grid.together("matmul", always=True):
+            along = self._grid.axis(axis)
+            whole = shared_array(self._grid, along, [nbytes] * along.size)
+            self._slots[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
+            self._nbytes[axis] = nbytes
+
+    def slots(self, axis: str) -> list[Array]:
+        """The memory of each rank, in their order."""
+        return self._slots[axis]
+
+
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
-    """The axis over which a product gathers a matrix in that layout, whose ranks are to share it; empty if it has one
-    rank. Raises LayoutError, GridError, on every rank."""
+    """The axis over which a product gathers a matrix in that layout, whose ranks are to share it. Raises LayoutError,
+    GridError, on every rank."""
     from ..comm.windows import can_share  # by who shares only
 
     if library.name != "numpy" or grid.dry_run is not None:
@@ -25,20 +66,21 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
         raise LayoutError(f"shared: rows are split by one axis and shared by the ranks of a second, as in Layout.A and "
                           f"Layout.B; this is {layout}. {HOW} take such a layout, or the transpose of one that has it")
     axis = layout.rows[1]
-    if getattr(grid.shape, axis) == 1:
-        return ""
     if not can_share(grid, axis):
         raise GridError(f"shared: ranks along {axis} are on several nodes of grid {grid.shape}, or in containers of "
                         f"their own. {HOW} make the grid so that {axis} stays in a node: ranks run fastest along x")
     return axis
 
 
-def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[Window | None, Array]:
+def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[Window, Array]:
     """The window of a matrix, and this rank's shard in it. Collective along the axis."""
     from ..comm.windows import shared_array
 
     members, size = grid.axis(axis).ranks, itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
+    if len(shapes) == 1:
+        local = grid.library("numpy").empty(shapes[0], dtype)
+        return Window(axis, local), local
     whole = shared_array(grid, grid.axis(axis), [size * prod(shape) for shape in shapes])
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
     block = whole[: size * sum(rows) * columns].view(dtype).reshape(sum(rows), columns)

@@ -45,7 +45,7 @@ def grids(comm):
         grid.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
 @pytest.mark.parametrize("size", [(23, 17, 19), (3, 2, 1), (64, 96, 32)])
 def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, dtype, size):
     for grid in grids:
@@ -54,7 +54,8 @@ def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids
         grid.ledger.reset()
         found = matmul(*in_memory, alpha=3)
         assert found.local.tobytes() == wanted.local.tobytes()
-        assert grid.ledger.total(phase="gather A").received == grid.ledger.total(phase="gather B").received == 0
+        for phase in ("gather A", "gather B", "reduce C"):
+            assert grid.ledger.total(phase=phase).received == 0, phase
         assert matmul(in_memory[0], b, alpha=3).local.tobytes() == wanted.local.tobytes()
         assert matmul(a, in_memory[1], alpha=3).local.tobytes() == wanted.local.tobytes()
 
@@ -184,3 +185,24 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
         assert not [name for name in set(os.listdir("/dev/shm")) - set(files) if "pmm3d" in name]
         del made
         assert descriptors() == before
+
+
+def test_partial_sums_that_grow_and_of_strips_are_right(comm, grids):
+    for grid in grids:
+        for size in ((20, 30, 10), (90, 70, 40), (20, 30, 10)):
+            a, b = operands(grid, size)
+            wanted = matmul(a, b, panels=2)
+            one, other = shared(a), shared(b)
+            assert matmul(one, other, panels=2).local.tobytes() == wanted.local.tobytes()
+            with MatmulPlan(one, other) as plan:
+                for _ in range(2):
+                    assert plan().local.tobytes() == matmul(a, b).local.tobytes()
+
+
+def test_other_products_leave_shared_sums_to_those_that_asked(comm, grids):
+    for grid in grids:
+        a, b = operands(grid)
+        grid.ledger.reset()
+        matmul(a, b)
+        moved = grid.ledger.total(phase="reduce C").received
+        assert (moved > 0) == (grid.shape.y > 1)
