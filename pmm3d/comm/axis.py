@@ -131,6 +131,18 @@ class Axis:
         return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
                                  lambda link: forms.coalesced(link, library, arrays, counts, sent))
 
+    def exchange_at(self, distance: int, piece: Array, landing: Array, operation: str) -> Pending:
+        """Begin to send a piece to the member so much further round the ring; in `landing` lands what the one as much
+        before sends. A part of that operation, as which its bytes are counted. The rest as in `gather_into`."""
+        library, target = library_of(landing), (self.index + distance) % self.size
+        source = (self.index - distance) % self.size
+
+        def steps(link: Link) -> Collective[Array]:
+            yield from link.exchange(library, [(target, piece)], [(source, landing)])
+            return landing
+
+        return self._begin_after((), operation, library, (piece, landing), steps)
+
     def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
                       work: Slab | None = None) -> Pending:
         """Begin to send pieces[r] to rank r; in landing[r] lands what rank r sends. The rest as in `gather_into`."""

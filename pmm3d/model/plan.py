@@ -86,6 +86,7 @@ class ProductPlan:
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
     spreads        how the axes x, y and z lie on nodes
     shared         whether the shards of A, and of B, are seen by all ranks that would gather them
+    decomposed     whether rows of A are multiplied as they come, and sums of C sent as they are done
     sums_in_place  whether partial sums of C lie where all ranks see them that add them up
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
@@ -111,6 +112,7 @@ class ProductPlan:
     spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)
     shared: tuple[bool, bool] = (False, False)
     sums_in_place: bool = False
+    decomposed: bool = False
 
     @cached_property
     def a_layout(self) -> Layout:

@@ -11,14 +11,16 @@ from .plan import ROLES, Operand, ProductPlan, Roles, native
 from .spread import FLAT, Spread
 from .stages import DIRECT
 
+OVERLAPS = "none", "panels", "decomposed"
+"""Ways in which communication runs under the GEMM."""
 PANELS_ACROSS_HOSTS = 4
 """On two nodes with 4 Gbit/s links four panels hid 69 to 75% of the waiting; on one node there is little to hide."""
 
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
                  max_workspace: int | None = None, gemm_copies: bool = True,
-                 in_node: frozenset[str] = frozenset(),
-                 spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)) -> ProductPlan:
+                 in_node: frozenset[str] = frozenset(), spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT),
+                 decomposed: bool = False) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
 
     c               None if the product may choose the layout of C
@@ -26,8 +28,10 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
     gemm_copies, spreads   see ProductPlan
     in_node         axes whose ranks may share memory for partial sums
+    decomposed      rows of A are multiplied as they come, and sums of C sent as they are done
 
-    Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
+    Raises LayoutError if the shapes do not match or it cannot be decomposed, MemoryLimitError if no number of
+    panels keeps max_workspace.
 
         >>> a, b = Operand((64, 64), Layout.A), Operand((64, 64), Layout.B)
         >>> plan_product(a, b, None, "float64", GridShape(2, 2, 2), max_workspace=20000).panels
@@ -44,7 +48,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     shared = (_reads_in_place(a, plan.a, plan.roles[2], plan.a_layout.on(grid), grid),
               _reads_in_place(b, plan.b, plan.roles[0], plan.b_layout.on(grid), grid))
     plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
-                   spreads=spreads, sums_in_place=(plan.c == 0 and plan.roles[1] in in_node
+                   spreads=spreads, sums_in_place=(plan.c == 0 and not decomposed and plan.roles[1] in in_node
                                                    and getattr(grid, plan.roles[1]) <= DIRECT))
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
@@ -53,6 +57,9 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
                    moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
+    if decomposed:
+        _check_decomposes(plan, max_workspace)
+        return replace(plan, decomposed=True)
     return plan if max_workspace is None else _within(plan, max_workspace)
 
 
@@ -60,6 +67,26 @@ def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid:
     """Whether the shards that the ranks of the axis share, one after the other, are the block, as the BLAS reads it."""
     return (operand.shared == axis and operand.layout.on(grid) == layout
             and (dim, operand.order) in ((0, "C"), (1, "F")))
+
+
+def _check_decomposes(plan: ProductPlan, limit: int | None) -> None:
+    """Raises LayoutError, MemoryLimitError."""
+    how = 'leave overlap out, or take "panels"'
+    if plan.panels > 1 or plan.strips > 1:
+        raise LayoutError(f'overlap="decomposed" and panels={max(plan.panels, plan.strips)} are two ways: leave one '
+                          "out")
+    if max(getattr(plan.grid, axis) for axis in plan.roles) > DIRECT:
+        raise LayoutError(f'overlap="decomposed": ranks send to each other directly along an axis, up to {DIRECT} '
+                          f"of them; the grid is {plan.grid}: {how}")
+    if any(spread.inside > 1 for spread in plan.spreads):
+        raise LayoutError(f'overlap="decomposed": axes of grid {plan.grid} have several ranks on each of several '
+                          f"nodes, and go by nodes, so that links carry fewer bytes: {how}")
+    if plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1:
+        raise LayoutError('overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
+                          f"an out in Layout.C, or {how}")
+    if limit is not None and plan.workspace > limit:
+        raise MemoryLimitError(f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
+                               f"bytes of work arrays a rank: {how}, of which there may be more")
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:

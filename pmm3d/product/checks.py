@@ -14,6 +14,7 @@ from ..comm import Grid
 from ..comm.agreement import Vote
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
+from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
 
 DIGESTED_BYTES = 2**20
@@ -166,8 +167,12 @@ def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
                          f"{a.library.kind}. Leave it out, or use library=\"cupy\" or \"torch:cuda\"")
 
 
-def check_options(panels: Any, max_workspace: Any) -> None:
+def check_options(panels: Any, max_workspace: Any, overlap: Any) -> None:
     """Raises LayoutError for options of `matmul` that are none."""
+    if overlap not in (None, *OVERLAPS):
+        raise LayoutError(f"overlap is one of {', '.join(OVERLAPS)}; got {overlap!r}")
+    if overlap == "none" and panels not in (None, 1):
+        raise LayoutError(f'overlap="none" and panels={panels!r} do not go together: leave one out')
     try:
         known = panels is None or whole_number(panels) >= 1
     except TypeError:

@@ -21,7 +21,7 @@ KEEP = 1
 """What a rank says in the agreement on a product that came before and may be kept."""
 RECENT = 64
 """Products whose second time is noticed."""
-OPTIONS = int, float, complex, bool, type(None)
+OPTIONS = int, float, complex, bool, str, type(None)
 
 
 class Product(Protocol):

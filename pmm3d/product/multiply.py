@@ -12,6 +12,7 @@ from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
 from ..model.planning import PANELS_ACROSS_HOSTS, plan_product
 from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
+from .decomposed import multiply_decomposed
 from .kept import KeptProducts
 from .panels import OperandPanels, ResultStrips, met
 from .plans import RecentPlans
@@ -26,7 +27,8 @@ Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 @one_thread
 def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
-           panels: int | None = None, max_workspace: int | None = None, tf32: bool = False) -> Matrix:
+           panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
+           overlap: str | None = None) -> Matrix:
     """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).
 
     a    (m, k)  rows over z, cols over y, sharded over x
@@ -38,6 +40,10 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                     run in another order.
     max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
                     along k, and by moving in rounds
+    overlap         how communication runs under the GEMM: "none", in "panels" (4 if their number is left out), or
+                    "decomposed": the rows of A are multiplied as they come, one rank's after the other, and the rows
+                    of C that others keep are sent to them as they are done; bytes, and the order of sums, are those
+                    of one panel. If left out, as `panels` says
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
@@ -66,7 +72,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [14.,  2.]])
     """
     grid, a, b = grid_of(a, b), summed(a), summed(b)
-    passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace, tf32
+    passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace, tf32, overlap
     kept = KeptProducts.of(grid)
     key = kept.key((a, b, out), passed[3:])
     if key is not None and kept.find(key):
@@ -74,7 +80,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
         return known
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed) as vote:
-            product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, borrowed)
+            product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, overlap, borrowed)
             vote.mine = kept.wish(key, product)
         kept.heard(vote, key, product, borrowed)
         product.share()
@@ -87,16 +93,16 @@ class Prepared(Generic[Matrix]):
     fail on one rank alone is done."""
 
     def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, alpha: complex, beta: complex, panels: int | None,
-                 max_workspace: int | None, tf32: bool, borrowed: ExitStack):
+                 max_workspace: int | None, tf32: bool, overlap: str | None, borrowed: ExitStack):
         check_operands(a, b, out, beta)
-        check_options(panels, max_workspace)
+        check_options(panels, max_workspace, overlap)
         check_tf32(tf32, a)
         self.alpha, self.beta = scalar("alpha", alpha, a.dtype), scalar("beta", beta, a.dtype)
         self.tf32 = tf32
         turned = out is not None and out.order == "F"
         self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, panels,
-                                        max_workspace)
+                                        max_workspace, overlap)
         nbytes = 0 if self.mine is None else self.mine.own_work
         work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
         self.out = _new_result(a, self.plan) if out is None else out
@@ -144,25 +150,33 @@ class Prepared(Generic[Matrix]):
 def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
              max_workspace: int | None) -> ProductPlan:
     """The plan of `matmul` for these arguments."""
-    return _planned(a, b, out, panels, max_workspace)[0]
+    return _planned(a, b, out, panels, max_workspace, None)[0]
 
 
 def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
-             max_workspace: int | None) -> tuple[ProductPlan, RankPlan | None]:
+             max_workspace: int | None, overlap: str | None) -> tuple[ProductPlan, RankPlan | None]:
     """The plan, and this rank's part of it if it has one; the recent ones are kept with the grid."""
     grid, c = a.grid, None if out is None else _operand(out)
     plans = grid.attached.setdefault(ProductPlan, RecentPlans())
 
     def make() -> tuple[ProductPlan, RankPlan | None]:
-        wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
+        wanted = _panels(overlap, grid.hosts) if panels is None else int(panels)
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
                             max_workspace=max_workspace, gemm_copies=a.library.gemm_copies,
                             in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
-                            spreads=tuple(map(grid.spread_of, "xyz")))
+                            spreads=tuple(map(grid.spread_of, "xyz")), decomposed=overlap == "decomposed")
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
-    return plans.get((_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, panels, max_workspace), make)
+    asked = panels, max_workspace, overlap
+    return plans.get((_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *asked), make)
+
+
+def _panels(overlap: str | None, hosts: int) -> int:
+    """Where their number is left out."""
+    if overlap is None:
+        return 1 if hosts == 1 else PANELS_ACROSS_HOSTS
+    return PANELS_ACROSS_HOSTS if overlap == "panels" else 1
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
@@ -188,6 +202,10 @@ def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix,
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
     strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work, slots)
     met(panels_a, panels_b)
+    if plan.plan.decomposed:
+        multiply_decomposed(plan, panels_a, panels_b, strips)
+        met(panels_a, panels_b)
+        return
     coming = panels_a.start(0), panels_b.start(0)
     for index in range(plan.plan.panels):
         panel_a, panel_b = coming[0].wait(), coming[1].wait()

@@ -8,10 +8,12 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
+from ..comm.ledger import Ledger
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
 from .stored import StoredMatrix
 
+EVERY = slice(None)
 READ_IN_PLACE = "read in place"
 """What the ledger calls the meetings of ranks that see each other's shards, in place of a gather."""
 
@@ -51,6 +53,10 @@ class OperandPanels:
     @classmethod
     def of_b(cls, plan: RankPlan, b: StoredMatrix, work: Slab) -> OperandPanels:
         return cls(plan, b, plan.b, plan.b_cuts, plan.plan.roles[0], 0, plan.plan.b == 1, "gather B", work)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._grid.ledger
 
     def meet(self) -> Pending:
         """Begin to wait for the ranks that see each other's shards."""
@@ -151,14 +157,14 @@ class ResultStrips:
 
     def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, tf32: bool,
                  conjugated: tuple[bool, bool], work: Slab, slots: Sequence[Array] = ()):
-        self._plan, self._grid, self._library = plan, c.grid, c.library
-        self._axis = c.grid.axis(plan.plan.roles[1])
-        self._alpha, self._beta, self._tf32, self._conjugated = alpha, beta, tf32, conjugated
+        self._plan, self._grid, self.library = plan, c.grid, c.library
+        self.axis = c.grid.axis(plan.plan.roles[1])
+        self._alpha, self.beta, self._tf32, self._conjugated = alpha, beta, tf32, conjugated
         self._out = [c.memory[:, low:high] for low, high in plan.strips]
         self._partial: Sequence[Array] = self._out
-        self._everyones = [_strips_in(slot, plan, self._library, c.dtype) for slot in slots]
+        self._everyones = [_strips_in(slot, plan, self.library, c.dtype) for slot in slots]
         if self._everyones:
-            self._partial = self._everyones[self._axis.index]
+            self._partial = self._everyones[self.axis.index]
         elif plan.reduces:
             self._partial = [work.array((plan.rows, high - low), c.dtype) for low, high in plan.strips]
         self._widened = plan.plan.dtype in LOW_PRECISION and plan.plan.panels > 1
@@ -174,12 +180,17 @@ class ResultStrips:
         """Of the one strip that is reduced by the caller: what is summed, where the sum belongs, work memory for it."""
         return self._partial[0], self._out[0], self._landing[0].again()
 
-    def add(self, strip: int, a: Array, b: Array, first: bool) -> None:
-        """Strip += alpha a b; the first time, strip = alpha a b (+ beta C where that is not left to the reduction)."""
+    @property
+    def ledger(self) -> Ledger:
+        return self._grid.ledger
+
+    def add(self, strip: int, a: Array, b: Array, first: bool, rows: slice = EVERY) -> None:
+        """Strip += alpha a b; the first time, strip = alpha a b (+ beta C where that is not left to the reduction).
+        rows: those of the strip that a has."""
         beta: complex = 1
         if first:
-            beta = 0 if self._plan.reduces or self._widened else self._beta
-        grid, library, c = self._grid, self._library, self._sums[strip]
+            beta = 0 if self._plan.reduces or self._widened else self.beta
+        grid, library, c = self._grid, self.library, self._sums[strip][rows]
         with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
             if a.shape[1]:
                 library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32, conjugated=self._conjugated)
@@ -191,8 +202,8 @@ class ResultStrips:
     def finish(self, strip: int) -> None:
         """All products of the strip are in it: round it, begin its reduction; at most two reductions are under way."""
         if self._widened:
-            beta = 0 if self._plan.reduces else self._beta
-            add_up(self._library, [self._sums[strip]], self._partial[strip], beta)
+            beta = 0 if self._plan.reduces else self.beta
+            add_up(self.library, [self._sums[strip]], self._partial[strip], beta)
         if self._plan.reduces:
             self._reductions.append(self._reduce(strip, self._partial[strip], self._out[strip]))
             if strip:
@@ -205,28 +216,28 @@ class ResultStrips:
             self._ended(len(self._reductions) - 1)
         if self._everyones:
             with self._grid.ledger.phase("reduce C"):
-                self._axis.meet(READ_IN_PLACE).wait()
+                self.axis.meet(READ_IN_PLACE).wait()
 
     def _ended(self, strip: int) -> None:
         """Wait for a reduction; where the others' partial sums are seen, for those, and add them up in rank order."""
         self._reductions[strip].wait()
         if not self._everyones:
             return
-        low, high = offsets(self._plan.c_counts)[self._axis.index :][:2]
+        low, high = offsets(self._plan.c_counts)[self.axis.index :][:2]
         parts = [strips[strip][low:high] for strips in self._everyones]
         with self._grid.ledger.phase("reduce C"), self._grid.ledger.computing("sum"), self._grid.engine.background():
-            sum_in_order(self._library, parts, self._out[strip], self._beta)
+            sum_in_order(self.library, parts, self._out[strip], self.beta)
 
     def _reduce(self, strip: int, partial: Array, out: Array) -> Pending:
-        axis = self._axis
+        axis = self.axis
         if self._everyones:
             with self._grid.ledger.phase("reduce C"):
                 return axis.meet(READ_IN_PLACE)
         work = self._landing[strip % 2].again()
         with self._grid.ledger.phase("reduce C"):
             if self._plan.plan.c == 0:
-                return axis.reduce_into(partial, out, self._plan.c_counts, self._beta, work=work)
-            return axis.sum_into(partial, out, self._beta, work=work)
+                return axis.reduce_into(partial, out, self._plan.c_counts, self.beta, work=work)
+            return axis.sum_into(partial, out, self.beta, work=work)
 
 
 def _strips_in(slot: Array, plan: RankPlan, library: NumpyLibrary, dtype: str) -> list[Array]:

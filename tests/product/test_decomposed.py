@@ -1,0 +1,142 @@
+"""overlap="decomposed": the bits and bytes of the plain product, whatever it is of; what it refuses."""
+
+import numpy as np
+import pytest
+
+from pmm3d import (
+    DisagreementError,
+    DistMatrix,
+    DTypeError,
+    Grid,
+    Layout,
+    LayoutError,
+    MatmulPlan,
+    MemoryLimitError,
+    matmul,
+)
+from pmm3d.model import planning
+
+pytestmark = pytest.mark.parallel([1, 2, 4, 8])
+SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)],
+          8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (4, 2, 1)]}
+SIZES = [(37, 29, 41), (3, 2, 5), (1, 1, 1), (160, 96, 128), (9, 300, 200)]
+
+
+@pytest.fixture
+def grids(comm):
+    made = [Grid(comm, shape) for shape in SHAPES[comm.size]]
+    yield made
+    for grid in made:
+        grid.close()
+
+
+def operands(grid, size, dtype="float64", library="numpy", distribution="uniform"):
+    m, n, k = size
+    return (DistMatrix.random(grid, (m, k), seed=1, dtype=dtype, library=library, distribution=distribution),
+            DistMatrix.random(grid, (k, n), seed=2, dtype=dtype, library=library, distribution=distribution,
+                              layout=Layout.B))
+
+
+def moved(grid):
+    phases = "gather A", "gather B", "reduce C"
+    return [(grid.ledger.total(phase=phase).sent, grid.ledger.total(phase=phase).received) for phase in phases]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128", "float16"])
+def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, dtype, size):
+    for grid in grids:
+        a, b = operands(grid, size, dtype, distribution="integers")
+        grid.ledger.reset()
+        wanted = matmul(a, b, alpha=2, panels=1)
+        plain = moved(grid)
+        grid.ledger.reset()
+        found = matmul(a, b, alpha=2, overlap="decomposed")
+        assert moved(grid) == plain
+        assert found.local.tobytes() == wanted.local.tobytes()
+
+
+def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(grids):
+    """Each element of C is the same sum over k, rank by rank; OpenBLAS takes other kernels for very few rows."""
+    for grid in grids:
+        a, b = operands(grid, (512, 96, 128))
+        wanted = matmul(a, b, panels=1)
+        assert matmul(a, b, overlap="decomposed").local.tobytes() == wanted.local.tobytes()
+
+
+@pytest.mark.parametrize("case", ["transposed", "conjugated", "out transposed", "beta", "redistributed", "torch",
+                                  "plan"])
+def test_whatever_matmul_takes(grids, case):
+    for grid in grids:
+        library = "torch" if case == "torch" else "numpy"
+        a, b = operands(grid, (23, 17, 19), "complex128", library, distribution="integers")
+        if case == "transposed":
+            a, b = b.T, a.T
+        if case == "conjugated":
+            a, b = b.H, a.H
+        if case == "redistributed":
+            a, b = a.redistribute(Layout.B), b.redistribute(Layout.C)
+        rows, columns = a.shape[0], b.shape[1]
+        shape = (columns, rows) if case == "out transposed" else (rows, columns)
+        outs = [DistMatrix.random(grid, shape, seed=5, dtype="complex128", layout=Layout.C, library=library,
+                                  distribution="integers") for _ in range(2)]
+        if case == "out transposed":
+            outs = [out.T for out in outs]
+        beta = 3 if case == "beta" else 0
+        matmul(a, b, out=outs[0], beta=beta, panels=1)
+        if case == "plan":
+            with MatmulPlan(a, b, out=outs[1], overlap="decomposed") as plan:
+                plan()
+                plan()
+        else:
+            matmul(a, b, out=outs[1], beta=beta, overlap="decomposed")
+        assert np.array_equal(outs[1].gather(), outs[0].gather())
+
+
+def test_work_memory_is_that_of_the_plan_and_max_workspace_is_kept(comm, grids, fails):
+    for grid in grids:
+        a, b = operands(grid, (300, 200, 250))
+        c = matmul(a, b, overlap="decomposed")
+        held = grid.workspace.allocated
+        matmul(a, b, out=c, overlap="decomposed")
+        assert grid.workspace.allocated == held
+        if comm.size > 1:
+            fails(MemoryLimitError, "decomposed", lambda: matmul(a, b, overlap="decomposed", max_workspace=1000))
+
+
+def test_other_ways(comm, grids):
+    for grid in grids:
+        a, b = operands(grid, (100, 150, 130))
+        assert matmul(a, b, overlap="none").local.tobytes() == matmul(a, b, panels=1).local.tobytes()
+        four = matmul(a, b, panels=planning.PANELS_ACROSS_HOSTS)
+        assert matmul(a, b, overlap="panels").local.tobytes() == four.local.tobytes()
+
+
+def test_what_cannot_be_is_refused_on_every_rank(comm, fails, monkeypatch):
+    with Grid(comm) as grid:
+        a, b = operands(grid, (40, 40, 40))
+        fails(LayoutError, "overlap is one of none, panels, decomposed", lambda: matmul(a, b, overlap="ring"))
+        fails(LayoutError, "do not go together", lambda: matmul(a, b, overlap="none", panels=2))
+        if comm.size > 1:
+            fails(LayoutError, "two ways", lambda: matmul(a, b, overlap="decomposed", panels=2))
+            fails(DisagreementError, "different",
+                  lambda: matmul(a, b, overlap="decomposed" if comm.rank else None))
+            monkeypatch.setattr(planning, "DIRECT", 1)
+            fails(LayoutError, "directly", lambda: matmul(a, b, overlap="decomposed"))
+            monkeypatch.undo()
+        fails(DTypeError, "tf32", lambda: matmul(a, b, overlap="decomposed", tf32=True))
+    with Grid(comm, (1, comm.size, 1)) as grid:
+        a, b = operands(grid, (40, 40, 40))
+        whole = DistMatrix.empty(grid, (40, 40), layout=Layout(rows=("z",), cols=("x",)))
+        if comm.size > 1:
+            fails(LayoutError, "all-reduce", lambda: matmul(a, b, out=whole, overlap="decomposed"))
+
+
+def test_a_dry_run_counts_the_same(comm):
+    for shape in SHAPES[comm.size]:
+        with Grid(comm, shape) as grid, Grid.dry(shape, rank=comm.rank) as dry:
+            for each in (grid, dry):
+                a, b = operands(each, (60, 50, 70))
+                each.ledger.reset()
+                matmul(a, b, overlap="decomposed")
+            assert moved(grid) == moved(dry)
