@@ -84,6 +84,7 @@ class ProductPlan:
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
     shared         whether the shards of A, and of B, are seen by all ranks that would gather them
+    sums_shared    whether the partial sums of C are seen by all ranks that would exchange them
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -106,6 +107,7 @@ class ProductPlan:
     gemm_copies: bool = True
     copied: tuple[bool, bool] = (False, False)
     shared: tuple[bool, bool] = (False, False)
+    sums_shared: bool = False
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -136,6 +138,16 @@ class ProductPlan:
     def workspace(self) -> int:
         """Bytes of work arrays on the fullest rank: what `max_workspace` limits."""
         return max(rank.workspace for rank in self.fullest)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether ranks read anything where others have it."""
+        return any(self.shared) or self.sums_shared
+
+    @cached_property
+    def sums_held(self) -> int:
+        """Bytes of the partial sums of C that a rank has where others read them: as many on each."""
+        return max(rank.shared_work for rank in self.fullest)
 
     @cached_property
     def copies(self) -> int:
@@ -299,7 +311,22 @@ class RankPlan:
     @property
     def workspace(self) -> int:
         """Bytes of work memory: copies of redistributed operands, and what the moves or the product itself take."""
+        return self.private_work + self.shared_work
+
+    @property
+    def private_work(self) -> int:
+        """Bytes of it that no other rank sees."""
         return self.plan.copies + max(self.plan.moving, self.product_work)
+
+    @property
+    def shared_work(self) -> int:
+        """Bytes of partial sums of C that the other ranks along k read."""
+        return self._partial_sums if self.plan.sums_shared else 0
+
+    @property
+    def _partial_sums(self) -> int:
+        size = itemsize(self.plan.dtype)
+        return sum(aligned(self.rows * (high - low) * size) for low, high in self.strips) if self.reduces else 0
 
     @cached_property
     def product_work(self) -> int:
@@ -309,8 +336,8 @@ class RankPlan:
         copied = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in copied)
         widths = [high - low for low, high in self.strips]
-        if self.reduces:
-            work += sum(aligned(self.rows * width * size) for width in widths)
+        if self.reduces and not plan.sums_shared:
+            work += self._partial_sums
             work += min(2, len(widths)) * aligned(self.reduction_work)
         if plan.dtype in LOW_PRECISION:
             widened = [self.rows * width for width in widths]
@@ -331,7 +358,7 @@ class RankPlan:
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """By axis: the others' parts of A and B, and the others' sums of the own part of C."""
+        """By axis, in messages: the others' parts of A and B, and the others' sums of the own part of C."""
         return {axis: volume.received for axis, volume in self._volumes().items()}
 
     @property
@@ -341,7 +368,8 @@ class RankPlan:
 
     def _volumes(self) -> dict[str, Volume]:
         m_axis, k_axis, n_axis = self.plan.roles
-        reductions = [self.reduction(high - low) for low, high in self.strips if self.reduces]
+        reductions = [self.reduction(high - low) for low, high in self.strips
+                      if self.reduces and not self.plan.sums_shared]
         return {n_axis: self._gathers(self.a, self.a_cuts), m_axis: self._gathers(self.b, self.b_cuts),
                 k_axis: _sum_of(reductions)}
 

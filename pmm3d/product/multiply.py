@@ -17,6 +17,7 @@ from .plans import RecentPlans
 from .posted import Factors, Posted, can_post
 from .redistribute import move_into
 from .relayout import summed
+from .shared import SharedWork, near_axes, shared_sums
 from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
@@ -94,7 +95,7 @@ class Prepared(Generic[Matrix]):
         self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, panels,
                                         max_workspace)
-        nbytes = 0 if self.mine is None else self.mine.workspace
+        nbytes = 0 if self.mine is None else self.mine.private_work
         work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
         self.out = _new_result(a, self.plan) if out is None else out
         self.c: StoredMatrix = self.out.T if turned else self.out
@@ -119,13 +120,13 @@ class Prepared(Generic[Matrix]):
     def multiply(self) -> None:
         """Collective."""
         matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
-        rest = self.work.again()
+        rest, sums = self.work.again(), shared_sums(self.first.grid, self.plan)
         for matrix, native, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
             if native is not matrix and read:
                 move_into(matrix, native, rest, self.plan.rounds)
         if self.mine is not None:
             a, b, c = self.natives
-            _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again())
+            _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again(), sums)
         if self.natives[2] is not self.c:
             move_into(self.natives[2], self.c, rest, self.plan.rounds)
         self.out.fills += 1
@@ -146,7 +147,8 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     def make() -> tuple[ProductPlan, RankPlan | None]:
         wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
-                            max_workspace=max_workspace, gemm_copies=a.library.gemm_copies)
+                            max_workspace=max_workspace, gemm_copies=a.library.gemm_copies,
+                            near=near_axes(grid) if a.shared or b.shared or (out and out.shared) else frozenset())
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
@@ -171,10 +173,10 @@ def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix
 
 
 def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix, alpha: complex, beta: complex,
-              tf32: bool, work: Slab) -> None:
+              tf32: bool, work: Slab, sums: SharedWork | None) -> None:
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
-    strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work)
+    strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work, sums)
     met(panels_a, panels_b)
     coming = panels_a.start(0), panels_b.start(0)
     for index in range(plan.plan.panels):

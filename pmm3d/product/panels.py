@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, Slab, add_up
+from ..arrays import Array, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
+from .shared import READ_IN_PLACE, SharedWork
 from .stored import StoredMatrix
-
-READ_IN_PLACE = "read in place"
-"""What the ledger calls the meetings of ranks that see each other's shards, in place of a gather."""
 
 
 class OperandPanels:
@@ -150,20 +148,31 @@ class ResultStrips:
     """The strips of C: where the GEMM adds, and what becomes of the sums."""
 
     def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, tf32: bool,
-                 conjugated: tuple[bool, bool], work: Slab):
+                 conjugated: tuple[bool, bool], work: Slab, sums: SharedWork | None = None):
         self._plan, self._grid, self._library = plan, c.grid, c.library
         self._alpha, self._beta, self._tf32, self._conjugated = alpha, beta, tf32, conjugated
         self._out = [c.memory[:, low:high] for low, high in plan.strips]
         self._partial: Sequence[Array] = self._out
-        if plan.reduces:
-            self._partial = [work.array((plan.rows, high - low), c.dtype) for low, high in plan.strips]
+        self._shared, self._seen = sums, list[list[Array]]()
+        if plan.plan.sums_shared:
+            assert sums is not None
+            sums.take()
+            self._seen = [self._cut(slab) for slab in sums.slabs]
+            self._partial = self._seen[plan.k_index]
+        elif plan.reduces:
+            self._partial = self._cut(work)
         self._widened = plan.plan.dtype in LOW_PRECISION and plan.plan.panels > 1
         self._sums = self._partial
         if self._widened:
             self._sums = [work.array(tuple(array.shape), "float32") for array in self._partial]
-        self._landing = [work.slab(plan.reduction_work) for _ in plan.strips[:2] if plan.reduces]
+        lands = plan.reduces and not plan.plan.sums_shared
+        self._landing = [work.slab(plan.reduction_work) for _ in plan.strips[:2] if lands]
         self._work = work
         self._reductions: list[Pending] = []
+
+    def _cut(self, work: Slab) -> list[Array]:
+        """Partial sums of the strips."""
+        return [work.array((self._plan.rows, high - low), self._plan.plan.dtype) for low, high in self._plan.strips]
 
     def posted(self) -> tuple[Array, Array, Slab]:
         """Of the one strip that is reduced by the caller: what is summed, where the sum belongs, work memory for it."""
@@ -198,9 +207,22 @@ class ResultStrips:
         stream."""
         for reduction in self._reductions:
             reduction.wait()
+        if self._seen and self._shared is not None:
+            with self._grid.ledger.phase("reduce C"):
+                self._shared.give_back(self._axis)
+
+    @property
+    def _axis(self) -> Axis:
+        return self._grid.axis(self._plan.plan.roles[1])
 
     def _reduce(self, strip: int, partial: Array, out: Array) -> Pending:
-        axis, work = self._grid.axis(self._plan.plan.roles[1]), self._landing[strip % 2].again()
+        axis = self._axis
+        if self._seen:
+            low, high = offsets(self._plan.c_counts)[axis.index :][:2]
+            parts = [strips[strip][low:high] for strips in self._seen]
+            with self._grid.ledger.phase("reduce C"):
+                return axis.meet(READ_IN_PLACE, lambda: sum_in_order(self._library, parts, out, self._beta))
+        work = self._landing[strip % 2].again()
         with self._grid.ledger.phase("reduce C"):
             if self._plan.plan.c == 0:
                 return axis.reduce_into(partial, out, self._plan.c_counts, self._beta, work=work)

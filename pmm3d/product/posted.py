@@ -33,8 +33,8 @@ def can_post(plan: ProductPlan, in_place: bool, a: StoredMatrix) -> bool:
     """
     sizes = [getattr(a.grid.shape, axis) for axis in plan.roles]
     return (in_place and a.grid.dry_run is None and not a.grid.engine.debug and a.library.on_host
-            and plan.dtype not in LOW_PRECISION and plan.panels == 1 and not any(plan.shared) and max(sizes) <= DIRECT
-            and (plan.c == 0 or sizes[1] == 1))
+            and plan.dtype not in LOW_PRECISION and plan.panels == 1 and not plan.reads_in_place
+            and max(sizes) <= DIRECT and (plan.c == 0 or sizes[1] == 1))
 
 
 class Posted:
