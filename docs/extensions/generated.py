@@ -72,6 +72,8 @@ def _commands(group, before=""):
     """(name, command), those of a group under its name: "tune machine"."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
+            if command.invoke_without_command:
+                yield before + name, command
             yield from _commands(command, f"{before}{name} ")
         else:
             yield before + name, command

@@ -1,24 +1,35 @@
-"""How parts are gathered and sums formed: in the stages of the group (`pmm3d.model.stages`), or round the ring.
+"""How parts are gathered and sums formed: in the stages of the group (`pmm3d.model.stages`), round the ring, or, where
+the group lies evenly on several nodes, by nodes (`pmm3d.model.spread`): on two levels, each in its stages.
 
 Generators, of arrays whose shapes the caller knows to fit: nothing is looked at or compared. MPI moves bytes and the
 array library adds: every type works, low precision is added up in float32, and rounded once.
 
-The order of a sum depends on the number of ranks alone. Up to 16 ranks it is that of the ranks; in larger groups ranks
-are added up stage by stage, in rank order within each. It does not depend on the size of the message, on where the
-array is cut into parts, or on who keeps them: so sums by panels, in buckets, small or large, overlapped or not, are
-bitwise the same.
+The order of a sum depends on the number of ranks alone, and, where it goes by nodes, on how many of them each node
+has. Up to 16 ranks it is that of the ranks; in larger groups ranks are added up stage by stage, in rank order within
+each. By nodes, that is the order of the ranks of each node, and then that of the nodes' sums. It does not depend on the
+size of the message, on where the array is cut into parts, or on who keeps them: so sums by panels, in buckets, small or
+large, overlapped or not, are bitwise the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
 from ..layout import itemsize, offsets, part_sizes
 from ..model.stages import Stage, stages, stages_of
-from ..model.volumes import accumulator, all_reduce_volume, goes_round, reduce_volume, sums_whole
-from .transport import Collective, Link
+from ..model.volumes import (
+    accumulator,
+    all_reduce_volume,
+    gathers_by_nodes,
+    goes_round,
+    reduce_volume,
+    sums_whole,
+    sums_whole_by_nodes,
+)
+from .transport import Collective, Level, Link
 
 Counts = Sequence[int]
 """Rows of each rank's part."""
@@ -27,6 +38,9 @@ Counts = Sequence[int]
 def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Collective[Array]:
     """Every rank's part, one after the other, in `out` on every rank. `part` may be where it belongs in `out`; else it
     is copied there while the others travel. Returns `out`."""
+    row_bytes = prod(out.shape[1:]) * itemsize(library.dtype(out))
+    if gathers_by_nodes(counts, row_bytes, link.spread):
+        return (yield from _gathered_by_nodes(link, library, part, out, counts))
     starts, rank, group = offsets(counts), link.rank, stages(link.size)
 
     def rows(first: int) -> Array:
@@ -37,7 +51,7 @@ def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, cou
             rows(rank)[...] = part
 
     partner = group.partner(rank)
-    if group.pairs and goes_round(counts, prod(out.shape[1:]) * itemsize(library.dtype(out))):
+    if group.pairs and goes_round(counts, row_bytes):
         copy_own()
         for distance in range(link.size - 1):
             yield from link.exchange(library, [((rank + 1) % link.size, rows((rank - distance) % link.size))],
@@ -69,9 +83,11 @@ def reduce_parts(link: Link, library: NumpyLibrary, whole: Array, out: Array, co
     work   memory of `reduce_volume`; taken from the workspace if left out
     """
     if work is None:
-        nbytes = reduce_volume(counts, link.rank, whole.shape[1], library.dtype(whole)).work
+        nbytes = reduce_volume(counts, link.rank, whole.shape[1], library.dtype(whole), link.spread).work
         with link.workspace.slab(nbytes, library) as work:
             return (yield from reduce_parts(link, library, whole, out, counts, beta, work))
+    if link.spread.sums:
+        return (yield from _reduced_by_nodes(link, library, whole, out, counts, beta, work))
     group, rank, total = stages(link.size), link.rank, accumulator(library.dtype(whole))
     partner, cols = group.partner(rank), whole.shape[1]
     if not group.acts(rank):
@@ -107,11 +123,12 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
     work   memory of `all_reduce_volume`; taken from the workspace if left out
     """
     size, dtype = prod(array.shape), library.dtype(array)
-    form = _sum_whole if sums_whole(size, dtype, link.size) else _sum_by_parts
+    form = _sum_by_nodes if link.spread.sums else \
+        _sum_whole if sums_whole(size, dtype, link.size) else _sum_by_parts
     if work is not None:
         yield from form(link, library, array, out, work)
         return out
-    with link.workspace.slab(all_reduce_volume(size, dtype, link.size, link.rank).work, library) as work:
+    with link.workspace.slab(all_reduce_volume(size, dtype, link.size, link.rank, link.spread).work, library) as work:
         yield from form(link, library, array, out, work)
     return out
 
@@ -144,6 +161,79 @@ def _sum_whole(link: Link, library: NumpyLibrary, array: Array, out: Array, work
         yield from link.exchange(library, [(partner, out)], [])
 
 
+def _levels(link: Link) -> tuple[Level, Level]:
+    """Of the ranks of this one's node, and of those that have the same number in theirs."""
+    inside = link.spread.inside
+    node, own = divmod(link.rank, inside)
+    return (Level(link, range(node * inside, (node + 1) * inside)), Level(link, range(own, link.size, inside)))
+
+
+def _gathered_by_nodes(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts
+                       ) -> Collective[Array]:
+    """Each rank's part goes to one rank of every other node, and from there to the others of that node."""
+    (inside, across), starts, each = _levels(link), offsets(counts), link.spread.inside
+
+    def mine(node: int) -> Array:
+        first = node * each + inside.rank
+        return out[starts[first] : starts[first + 1]]
+
+    def in_node(node: int, brought: Array) -> Collective[Array]:
+        first, last = node * each, (node + 1) * each
+        return gather_parts(inside, library, brought, out[starts[first] : starts[last]], counts[first:last])
+
+    yield from side_by_side([across.exchange_in_windows(library, [(node, part) for node in across.peers()],
+                                                        [(node, mine(node)) for node in across.peers()]),
+                             in_node(across.rank, part)])
+    others, step = sorted(across.peers()), link.spread.blocks_at_once()
+    for first in range(0, len(others), step):
+        yield from side_by_side([in_node(node, mine(node)) for node in others[first : first + step]])
+    return out
+
+
+def _reduced_by_nodes(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex,
+                      work: Slab) -> Collective[Array]:
+    """The sums over the ranks of a node of what one rank of each node keeps, at one of them; then across."""
+    (inside, across), starts, each = _levels(link), offsets(counts), link.spread.inside
+    cols, dtype, column = whole.shape[1], library.dtype(whole), counts[inside.rank :: each]
+    sums, edges, rest = work.array((sum(column), cols), accumulator(dtype)), offsets(column), work.rest()
+
+    def in_node(node: int, memory: Slab) -> Collective[Array]:
+        sizes = counts[node * each : (node + 1) * each]
+        landing = memory.slab(reduce_volume(sizes, inside.rank, cols, dtype).work)
+        return reduce_parts(inside, library, whole[starts[node * each] : starts[(node + 1) * each]],
+                            sums[edges[node] : edges[node + 1]], sizes, 0, landing)
+
+    step = link.spread.blocks_at_once()
+    for first in range(0, across.size, step):
+        memory = rest.again()
+        yield from side_by_side([in_node(node, memory) for node in range(first, min(first + step, across.size))])
+    return (yield from reduce_parts(across, library, sums, out, column, beta, rest.again()))
+
+
+def _sum_by_nodes(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab) -> Collective[None]:
+    """Inside a node each rank sums a part, which is summed across and gathered again; or small arrays whole."""
+    (inside, across), dtype, size = _levels(link), library.dtype(array), prod(array.shape)
+    total = accumulator(dtype)
+    if sums_whole_by_nodes(size, dtype, link.size, inside.size):
+        row, final = array.reshape(1, -1), out.reshape(1, -1)
+        wide = row if total == dtype else _added(library, [row], row, work)
+        sums, rest = work.array((1, size), total), work.rest()
+        yield from _sum_whole(inside, library, wide, sums, rest)
+        yield from _sum_whole(across, library, sums, final if total == dtype else wide, rest.again())
+        if total != dtype:
+            sum_in_order(library, [wide], final)
+        return
+    counts, flat = part_sizes(size, inside.size), out.reshape(-1)
+    parts, start = part_sizes(counts[inside.rank], across.size), offsets(counts)[inside.rank]
+    sums, rest = work.array((counts[inside.rank], 1), total), work.rest()
+    yield from reduce_parts(inside, library, array.reshape(-1, 1), sums, counts, 0, rest)
+    again = rest.again()
+    own, column = again.array((parts[across.rank],), dtype), flat[start : start + counts[inside.rank]]
+    yield from reduce_parts(across, library, sums, own[:, None], parts, 0, again.rest())
+    yield from gather_parts(across, library, own, column, parts)
+    yield from gather_parts(inside, library, column, flat, counts)
+
+
 def _with_partner(link: Link, library: NumpyLibrary, array: Array, work: Slab) -> Collective[Array]:
     """Generator: an actor's array, with that of the other rank of its pair added; in a group with pairs all actors'
     are in float32 from then on if they are of low precision."""
@@ -173,6 +263,22 @@ def _added(library: NumpyLibrary, parts: list[Array], into: Array, work: Slab, c
         into = work.array(tuple(into.shape), accumulator(dtype))
     sum_in_order(library, parts, into)
     return into
+
+
+def side_by_side(collectives: Sequence[Collective[Any]]) -> Collective[None]:
+    """All of them, step by step: their next messages are posted, in their order, once the last of all have come."""
+    running = list(collectives)
+    while running:
+        posted, going = list[Any](), list[Collective[Any]]()
+        for collective in running:
+            try:
+                posted += next(collective)
+            except StopIteration:
+                continue
+            going.append(collective)
+        running = going
+        if going:
+            yield posted
 
 
 def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:

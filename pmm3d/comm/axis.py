@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
+from ..model.spread import FLAT
 from . import collectives, forms
 from .algorithms import Counts
 from .communicator import OwnedComm
@@ -40,6 +41,8 @@ class Axis:
     size    number of ranks along it
     index   of this rank along it
     ranks   the members' ranks in the grid's communicator, a range
+    spread  how they lie on nodes, as the collectives go by it (`pmm3d.model.spread`)
+    afar    the members on other nodes than this one, by their numbers along the axis
 
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending;
     `.wait()` gives the array, of the library that came in. Arrays that are not C-contiguous are copied first.
@@ -57,6 +60,7 @@ class Axis:
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
+        self.spread, self.afar = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -134,9 +138,9 @@ class Axis:
         return self._begin_after(after, "all_to_all", library, (*pieces, *landing),
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
 
-    def meet(self, name: str, then: Callable[[], None] | None = None) -> Pending:
+    def meet(self, name: str) -> Pending:
         """Begin to wait until all members have come so far; what they wrote before is seen then by all. Empty messages,
-        each round twice as far along the ring. then: what is done next, as a part of the collective."""
+        each round twice as far along the ring."""
 
         def steps(link: Link) -> Collective[None]:
             distance, nothing = 1, np.empty(0, np.uint8)
@@ -144,8 +148,6 @@ class Axis:
                 yield [link.comm.Irecv(nothing, (link.rank - distance) % link.size, link.tag),
                        link.comm.Isend(nothing, (link.rank + distance) % link.size, link.tag)]
                 distance *= 2
-            if then is not None:
-                then()
 
         return self.begin(name, steps)
 
@@ -161,7 +163,7 @@ class Axis:
             with self._engine.ledger.phase(phase):
                 return self.next_record(operation)
 
-        comm, tag = Members(self._comm, self.ranks), CALL_TAGS + number if number else 0
+        comm, tag = Members(self._comm, self.ranks, self.afar), CALL_TAGS + number if number else 0
         return Exchange(begin, self._engine, comm, tag, library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
@@ -222,6 +224,7 @@ class Axis:
             record = self.next_record(name)
             tag = 1 + record.number % CALL_TAGS
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
+            link.spread, link.afar = self.spread, self.afar
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))

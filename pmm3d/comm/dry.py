@@ -98,6 +98,8 @@ class DryLink(Link):
         sent, received = sum([array.nbytes for _, array in sends]), sum([array.nbytes for _, array in receives])
         self.record.sent += sent
         self.record.received += received
+        if self.afar:
+            self.record.across += sum([array.nbytes for peer, array in receives if peer in self.afar])
         yield [Messages()] if sent or received else []
 
 
@@ -187,6 +189,7 @@ class DryAxis(Axis):
         with engine.guard:
             record = self.next_record(name)
             link = DryLink(self._comm, 0, record, engine.transport, None, False)
+            link.spread, link.afar = self.spread, self.afar
             return engine.start(make_collective(link), record)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:

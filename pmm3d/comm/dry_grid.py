@@ -8,16 +8,20 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ..arrays import NumpyLibrary, library_kind, library_named
 from ..arrays.dry import DryLibrary
 from ..arrays.dry_run import DryRun
 from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError
 from ..layout import GridShape, parse_shape, whole_number
+from ..model.environment import Settings
 from .agreement import Vote
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
 from .shapes import checked_axes, chosen_shape
+from .spreading import spreads_in_order, tell_axes
 
 
 class DryGrid(Grid):
@@ -45,6 +49,10 @@ class DryGrid(Grid):
             members = self._members(name)
             self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
             setattr(self, name, self._axes[name])
+        beside = -(-self.size // self.hosts)
+        self.spreads = dict(spreads_in_order(self.shape, self.shape.names, beside, Settings.chosen()[0].sums))
+        if self.hosts > 1:
+            tell_axes(self._axes.values(), self.spreads, np.arange(self.size) // beside)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ..arrays import Array, NumpyLibrary, Slab, add_up
 from ..layout import aligned, itemsize, offsets
 from ..model.move import ROUND_BYTES
+from ..model.spread import FLAT, Spread
 from ..model.volumes import all_reduce_volume, reduce_volume
 from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
 from .transport import Collective, Link
@@ -80,7 +81,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
         yield from reduce_parts(link, library, *flat, counts, beta, work)
         return out
     with ExitStack() as borrowed:
-        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim)
+        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.spread)
         memory = work_slab(link, library, work, nbytes, borrowed).rest()
         if dim == 0:
             packed = memory.array(tuple(whole.shape), library.dtype(whole))
@@ -142,20 +143,21 @@ def gather_work(shape: Sequence[int], dtype: str, dim: int) -> int:
     return 0 if dim == 0 else aligned(_rounds(shape, dtype)[0].stop * shape[1] * itemsize(dtype))
 
 
-def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int) -> int:
+def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
+                spread: Spread = FLAT) -> int:
     """Bytes of the work memory of `reduced`."""
     shape, dtype = tuple(whole.shape), library.dtype(whole)
     if dim == 0:
         packed = 0 if library.is_contiguous(whole) else aligned(prod(shape) * itemsize(dtype))
-        return packed + reduce_volume(counts, rank, prod(shape[1:]), dtype).work
+        return packed + reduce_volume(counts, rank, prod(shape[1:]), dtype, spread).work
     rows = _rounds(shape, dtype)[0].stop
     sizes = [rows * count for count in counts]
-    return aligned(rows * shape[1] * itemsize(dtype)) + reduce_volume(sizes, rank, 1, dtype).work
+    return aligned(rows * shape[1] * itemsize(dtype)) + reduce_volume(sizes, rank, 1, dtype, spread).work
 
 
-def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int) -> int:
+def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> int:
     """Bytes of the work memory of `summed`."""
-    return all_reduce_volume(prod(shape), dtype, ranks, rank).work
+    return all_reduce_volume(prod(shape), dtype, ranks, rank, spread).work
 
 
 def exchange_work(library: NumpyLibrary, pieces: Sequence[Array], landing: Sequence[Array], rank: int) -> int:
@@ -236,7 +238,7 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
 
 
 def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int,
-                   sent: str | None = None) -> list[int]:
+                   sent: str | None = None, spread: Spread = FLAT) -> list[int]:
     """Bytes of the work arrays of `coalesced`, of arrays of so many elements.
 
         >>> coalesced_work([10, 6], None, "float64", 1, 0)
@@ -245,9 +247,9 @@ def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype:
     sent = sent or dtype
     packed = [sum(sizes) * itemsize(sent)] if len(sizes) > 1 or sent != dtype else []
     if counts is None:
-        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank).work]
+        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank, spread).work]
     parts = [sum(each) for each in zip(*counts)]
-    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent).work]
+    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent, spread).work]
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:

@@ -21,6 +21,7 @@ from ..layout import AXES, GridShape
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
+from ..model.spread import FLAT, Spread
 from . import ending
 from .agreement import Terms, Vote, agree
 from .ahead import Ahead
@@ -114,7 +115,7 @@ class Grid:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
             compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
-                        *in_order)
+                        settings.sums, *in_order)
             with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
@@ -126,6 +127,7 @@ class Grid:
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", blas, always=True):
                 self._make_axes(made)
+            self._spread(settings.sums)
             made.callback(ending.stopped, self.engine)
             self._made = made.pop_all()
 
@@ -167,6 +169,14 @@ class Grid:
             cores = self._comm.bcast(usable_cores())
         with self.together("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0)
+
+    def _spread(self, sums: str) -> None:
+        self.spreads: dict[str, Spread] = {}
+        if self.hosts > 1:
+            from .spreading import spread_axes
+
+            with self._waiting("the choice of collectives"):
+                self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, sums)
 
     def _make_axes(self, made: ExitStack) -> None:
         try:
@@ -248,6 +258,10 @@ class Grid:
     def host_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""
         return self._processes[rank].host
+
+    def spread_of(self, name: str) -> Spread:
+        """How an axis lies on nodes: on every rank, idle ones too, the same."""
+        return self.spreads.get(name, FLAT)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name, or "everyone". Raises GridError if there is none."""

@@ -36,13 +36,15 @@ def clock() -> Clock:
 
 @dataclass
 class Entry:
-    """Totals of one operation on one axis in one phase. Bytes are payload; `waited` and `computed` are seconds of the
+    """Totals of one operation on one axis in one phase. Bytes are payload, `across` those of `received` that came from
+    other nodes; `waited` and `computed` are seconds of the
     wall, and `on_core` those of `computed` in which the thread that computes had a core: else another process had it,
     or another thread of this one the interpreter."""
 
     calls: int = 0
     sent: int = 0
     received: int = 0
+    across: int = 0
     waited: float = 0.0
     computed: float = 0.0
     on_core: float = 0.0
@@ -56,6 +58,7 @@ class Entry:
         self.calls += other.calls
         self.sent += other.sent
         self.received += other.received
+        self.across += other.across
         self.waited += other.waited
         self.computed += other.computed
         self.on_core += other.on_core
@@ -72,6 +75,7 @@ class Record:
     begun: float
     sent: int = 0
     received: int = 0
+    across: int = 0
     waited: float = 0.0
 
     @property
@@ -182,13 +186,14 @@ class Ledger:
         entry.calls += 1
         entry.sent += record.sent
         entry.received += record.received
+        entry.across += record.across
         if self.log:
             level = logging.INFO if self.rank < LOGGED_RANKS else logging.DEBUG
             logger.log(level, "rank %d: %s: sent %s, received %s bytes", self.rank, record, f"{record.sent:,}",
                        f"{record.received:,}")
         if self.trace:
             details = {"number": record.number, "sent": record.sent, "received": record.received,
-                       "phase": record.key.phase}
+                       "across": record.across, "phase": record.key.phase}
             self._event(record.key.operation, f"axis {record.key.axis}", record.begun, time.perf_counter(), details)
 
     def waited(self, record: Record, begun: float) -> None:

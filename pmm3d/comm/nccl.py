@@ -84,9 +84,10 @@ def binding_for(library: NumpyLibrary) -> Any:
     return found
 
 
-def peers_of(rank: int, size: int) -> list[int]:
+def peers_of(rank: int, size: int, inside: int = 1) -> list[int]:
     """The ranks that one of so many exchanges with: all, or, of more than CONNECTED, those of its stages and the next
-    ones round the ring.
+    ones round the ring; and, where collectives go by nodes that have so many `inside`, those of its node, and those of
+    its number in theirs.
 
         >>> peers_of(1, 4), len(peers_of(0, 4096))
         ([0, 2, 3], 29)
@@ -96,6 +97,9 @@ def peers_of(rank: int, size: int) -> list[int]:
     partner = stages(size).partner(rank)
     found = {(rank + 1) % size, (rank - 1) % size, rank if partner is None else partner}
     found.update(peer for stage in stages_of(size, rank) for peer in stage.peers)
+    if inside > 1:
+        first = rank - rank % inside
+        found.update(range(first, first + inside), range(rank % inside, size, inside))
     return sorted(found - {rank})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from math import prod
 from typing import NamedTuple
 
@@ -21,10 +21,11 @@ Message = tuple[int, Array]
 
 
 class Members(NamedTuple):
-    """The communicator of an axis, and its members' ranks in the grid's."""
+    """The communicator of an axis, its members' ranks in the grid's, and the members on other nodes."""
 
     comm: MPI.Intracomm
     ranks: Sequence[int]
+    afar: Set[int] = frozenset()
 
 
 class Waiting(NamedTuple):
@@ -48,6 +49,8 @@ class Exchange:
         self.messages: list[Waiting] = []
         self._received = self._made(members.comm.Recv_init, True, library, receives)
         self._sent = self._made(members.comm.Send_init, False, library, sends)
+        self._across = sum(prod(array.shape) * itemsize(library.dtype(array)) for peer, array in receives
+                           if peer in members.afar)
         self._requests = [message.request for message in self.messages]
 
     def _made(self, make: Callable[..., MPI.Prequest], receives: bool, library: NumpyLibrary,
@@ -71,6 +74,7 @@ class Exchange:
         """From now on it is a call of the axis: with what was posted before, once all ranks are known to have."""
         self._record = self._begin()
         self._record.received, self._record.sent = self._received, self._sent
+        self._record.across = self._across
         self._engine.begun(self._record)
 
     def wait(self) -> None:

@@ -88,7 +88,7 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
         error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     stream = link.transport.communication_stream(library).own
-    error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size)))
+    error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size, link.spread.inside)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     return made[0]
 

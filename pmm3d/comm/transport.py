@@ -4,7 +4,7 @@ below the 2 GiB that MPI counts and some networks take."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from operator import itemgetter
@@ -17,6 +17,7 @@ from ..arrays import Array, NumpyLibrary, Workspace
 from ..errors import GridError, Pmm3dError
 from ..layout import itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
+from ..model.spread import FLAT, Spread
 from .device_streams import CommunicationStream, DeviceStreams
 from .ledger import Record
 from .processes import Processes
@@ -183,9 +184,13 @@ class Link:
     nccl     the communicator that moves arrays of a device, in the mode of that name
     wrong    with the arrays of this rank, if anything is: the first agreement is to be told
     dry      whether it is a dry run's, which sends nothing
+    spread   how the ranks lie on nodes, as collectives go by it
+    afar     the ranks on other nodes than this one
     """
 
     dry: ClassVar[bool] = False
+    spread: Spread = FLAT
+    afar: Set[int] = frozenset()
 
     def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
                  stream: CommunicationStream | None = None, check: bool = True, mode: str = "",
@@ -204,9 +209,9 @@ class Link:
 
     def uncounted(self, collective: Collective[Result]) -> Collective[Result]:
         """A collective whose bytes are no payload, and not in the ledger."""
-        before = self.record.sent, self.record.received
+        before = self.record.sent, self.record.received, self.record.across
         result = yield from collective
-        self.record.sent, self.record.received = before
+        self.record.sent, self.record.received, self.record.across = before
         return result
 
     def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
@@ -238,6 +243,8 @@ class Link:
 
         sends, receives   (peer, array of `library`); both sides know the sizes, empty arrays send nothing
         """
+        if self.afar:
+            self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.afar)
         if library.on_host:
             yield self._posted(library, sends, receives)
             return
@@ -294,6 +301,24 @@ class Link:
             part = MPI.buffer.fromaddress(library.address(array) + offset, length)
             requests.append(call([part, length, MPI.BYTE], peer, self.tag))
         return nbytes
+
+
+class Level(Link):
+    """Some ranks of a group, by their numbers among themselves: they exchange as they would by the whole group's link.
+    Sums and gathers among them are flat."""
+
+    def __init__(self, link: Link, ranks: Sequence[int]):
+        self.rank, self.size, self._link, self._ranks = ranks.index(link.rank), len(ranks), link, ranks
+        self.record = link.record
+
+    @property
+    def workspace(self) -> Workspace:
+        return self._link.workspace
+
+    def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+        return self._link.exchange(library, [(self._ranks[peer], array) for peer, array in sends],
+                                   [(self._ranks[peer], array) for peer, array in receives])
 
 
 def _bytes(library: NumpyLibrary, array: Array) -> int:

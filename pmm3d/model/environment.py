@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GridError, Pmm3dError
+from .spread import SUMS
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 """Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also
@@ -130,6 +131,12 @@ def _transport(text: str) -> str:
     return text
 
 
+def _order_of_sums(text: str) -> str:
+    if text not in SUMS:
+        raise ValueError(text)
+    return text
+
+
 def _argument(setting: Field, value: Any) -> Any:
     """The value of an argument of Grid. Raises GridError."""
     default = setting.metadata["default"]
@@ -165,6 +172,9 @@ class Settings:
                           "the BLAS that multiplies on the host: scipy, auto (what pmm3d tune blas chose), mkl, blis, "
                           "openblas, flexiblas, libsci, nvpl, armpl, or the path of a shared library",
                           "the name of a BLAS, or the path of one")
+    sums: str = _variable("PMM3D_SUMS", "nodes", _order_of_sums,
+                          "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "
+                          "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
                              "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
                              "else nominal), the name of a known one, or the path of a TOML file",

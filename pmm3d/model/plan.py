@@ -33,6 +33,7 @@ from ..layout import (
     part_sizes,
 )
 from .move import Move
+from .spread import FLAT, Spread
 from .volumes import Volume, all_reduce_volume, gather_volume, reduce_volume
 
 TILE = 64
@@ -83,8 +84,9 @@ class ProductPlan:
     rounds         of each of these moves
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
+    spreads        how the axes x, y and z lie on nodes
     shared         whether the shards of A, and of B, are seen by all ranks that would gather them
-    sums_shared    whether the partial sums of C are seen by all ranks that would exchange them
+    sums_in_place  whether partial sums of C lie where all ranks see them that add them up
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -106,8 +108,9 @@ class ProductPlan:
     rounds: int = 1
     gemm_copies: bool = True
     copied: tuple[bool, bool] = (False, False)
+    spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)
     shared: tuple[bool, bool] = (False, False)
-    sums_shared: bool = False
+    sums_in_place: bool = False
 
     @cached_property
     def a_layout(self) -> Layout:
@@ -139,14 +142,9 @@ class ProductPlan:
         """Bytes of work arrays on the fullest rank: what `max_workspace` limits."""
         return max(rank.workspace for rank in self.fullest)
 
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether ranks read anything where others have it."""
-        return any(self.shared) or self.sums_shared
-
     @cached_property
-    def sums_held(self) -> int:
-        """Bytes of the partial sums of C that a rank has where others read them: as many on each."""
+    def shared_work(self) -> int:
+        """Bytes of them in memory that ranks share, on the fullest rank."""
         return max(rank.shared_work for rank in self.fullest)
 
     @cached_property
@@ -229,6 +227,7 @@ class RankPlan:
         self.a = self._part(0, plan.a, plan.a == 1, self.rows, n_size, n_index)
         self.b = self._part(1, plan.b, plan.b == 0, self.cols, m_size, m_index)
         self.reduces = self.k_size > 1
+        self._spreads = [plan.spreads["xyz".index(axis)] for axis in plan.roles]
 
     def _part(self, which: int, sharded: int, along_k: bool, other: int, size: int, index: int) -> OperandPart:
         """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
@@ -311,33 +310,31 @@ class RankPlan:
     @property
     def workspace(self) -> int:
         """Bytes of work memory: copies of redistributed operands, and what the moves or the product itself take."""
-        return self.private_work + self.shared_work
+        return self.own_work + self.shared_work
 
     @property
-    def private_work(self) -> int:
+    def own_work(self) -> int:
         """Bytes of it that no other rank sees."""
         return self.plan.copies + max(self.plan.moving, self.product_work)
 
-    @property
+    @cached_property
     def shared_work(self) -> int:
-        """Bytes of partial sums of C that the other ranks along k read."""
-        return self._partial_sums if self.plan.sums_shared else 0
-
-    @property
-    def _partial_sums(self) -> int:
+        """Bytes of partial sums of C that other ranks see."""
+        if not self.reduces or not self.plan.sums_in_place:
+            return 0
         size = itemsize(self.plan.dtype)
-        return sum(aligned(self.rows * (high - low) * size) for low, high in self.strips) if self.reduces else 0
+        return sum(aligned(self.rows * (high - low) * size) for low, high in self.strips)
 
     @cached_property
     def product_work(self) -> int:
-        """Bytes of panels of A and B (two where there are several), partial sums of C, what arrives while two strips
-        are summed, float32 copies for low precision."""
+        """Bytes of panels of A and B (two where there are several), partial sums of C and what arrives while two strips
+        are summed unless they are read in place, float32 copies for low precision."""
         plan, size, depth = self.plan, itemsize(self.plan.dtype), self.panel_depth(0)
         copied = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in copied)
         widths = [high - low for low, high in self.strips]
-        if self.reduces and not plan.sums_shared:
-            work += self._partial_sums
+        if self.reduces and not plan.sums_in_place:
+            work += sum(aligned(self.rows * width * size) for width in widths)
             work += min(2, len(widths)) * aligned(self.reduction_work)
         if plan.dtype in LOW_PRECISION:
             widened = [self.rows * width for width in widths]
@@ -353,12 +350,12 @@ class RankPlan:
     def reduction(self, width: int) -> Volume:
         """Of the sum over the k axis of so many columns of C."""
         if self.plan.c == 0:
-            return reduce_volume(self.c_counts, self.k_index, width, self.plan.dtype)
-        return all_reduce_volume(self.rows * width, self.plan.dtype, self.k_size, self.k_index)
+            return reduce_volume(self.c_counts, self.k_index, width, self.plan.dtype, self._spreads[1])
+        return all_reduce_volume(self.rows * width, self.plan.dtype, self.k_size, self.k_index, self._spreads[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """By axis, in messages: the others' parts of A and B, and the others' sums of the own part of C."""
+        """By axis: the others' parts of A and B, and the others' sums of the own part of C."""
         return {axis: volume.received for axis, volume in self._volumes().items()}
 
     @property
@@ -368,8 +365,8 @@ class RankPlan:
 
     def _volumes(self) -> dict[str, Volume]:
         m_axis, k_axis, n_axis = self.plan.roles
-        reductions = [self.reduction(high - low) for low, high in self.strips
-                      if self.reduces and not self.plan.sums_shared]
+        summed = self.reduces and not self.plan.sums_in_place
+        reductions = [self.reduction(high - low) for low, high in self.strips if summed]
         return {n_axis: self._gathers(self.a, self.a_cuts), m_axis: self._gathers(self.b, self.b_cuts),
                 k_axis: _sum_of(reductions)}
 
@@ -377,9 +374,10 @@ class RankPlan:
         """Of the gathers of all panels of A or B."""
         if not part.gathered:
             return Volume(0, 0)
-        size = itemsize(self.plan.dtype)
+        size, spread = itemsize(self.plan.dtype), self._spreads[2 if part is self.a else 0]
         rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(len(cuts))]
-        return _sum_of([gather_volume(counts, part.index, size * row) for (counts, _), row in zip(cuts, rows)])
+        return _sum_of([gather_volume(counts, part.index, size * row, spread)
+                        for (counts, _), row in zip(cuts, rows)])
 
 
 def native(rows: str, cols: str, extra: str, dim: int) -> Layout:

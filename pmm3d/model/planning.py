@@ -8,6 +8,7 @@ from ..errors import LayoutError, MemoryLimitError
 from ..layout import FIRST, GridShape, Layout, Placement
 from .move import ROUND_BYTES, Move
 from .plan import ROLES, Operand, ProductPlan, Roles, native
+from .spread import FLAT, Spread
 from .stages import DIRECT
 
 PANELS_ACROSS_HOSTS = 4
@@ -16,15 +17,15 @@ PANELS_ACROSS_HOSTS = 4
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
                  max_workspace: int | None = None, gemm_copies: bool = True,
-                 near: frozenset[str] = frozenset()) -> ProductPlan:
+                 in_node: frozenset[str] = frozenset(),
+                 spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
 
     c               None if the product may choose the layout of C
     panels          along k if something is gathered, and strips of the columns of C if it is reduced
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
-    gemm_copies     see ProductPlan
-    near            axes along which ranks see each other's memory: over these, partial sums of C are read in place if
-                    a matrix is shared, in groups small enough to add in the order of messages
+    gemm_copies, spreads   see ProductPlan
+    in_node         axes whose ranks may share memory for partial sums
 
     Raises LayoutError if the shapes do not match, MemoryLimitError if no number of panels keeps max_workspace.
 
@@ -43,7 +44,8 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     shared = (_reads_in_place(a, plan.a, plan.roles[2], plan.a_layout.on(grid), grid),
               _reads_in_place(b, plan.b, plan.roles[0], plan.b_layout.on(grid), grid))
     plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
-                   sums_shared=_adds_in_place(plan, any(each is not None and each.shared for each in (a, b, c)), near))
+                   spreads=spreads, sums_in_place=(plan.c == 0 and plan.roles[1] in in_node
+                                                   and getattr(grid, plan.roles[1]) <= DIRECT))
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
     plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,
@@ -56,13 +58,8 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
 
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
     """Whether the shards that the ranks of the axis share, one after the other, are the block, as the BLAS reads it."""
-    return (operand.shared == axis and getattr(grid, axis) > 1 and operand.layout.on(grid) == layout
+    return (operand.shared == axis and operand.layout.on(grid) == layout
             and (dim, operand.order) in ((0, "C"), (1, "F")))
-
-
-def _adds_in_place(plan: ProductPlan, asked: bool, near: frozenset[str]) -> bool:
-    """Whether each rank adds up its rows of C from where the others have their partial sums."""
-    return asked and plan.c == 0 and plan.roles[1] in near and 1 < getattr(plan.grid, plan.roles[1]) <= DIRECT
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:

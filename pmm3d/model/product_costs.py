@@ -20,6 +20,7 @@ from .machines import Group, Machine
 from .machines.groups import everyone, group_along
 from .plan import TILE, ProductPlan, RankPlan
 from .planning import PANELS_ACROSS_HOSTS
+from .spread import FLAT, GATHERS_FROM, Spread
 from .stages import stages
 from .volumes import RING_BYTES, gather_volume, reduce_volume
 
@@ -36,11 +37,13 @@ class Way(NamedTuple):
 
     hidden   share of its seconds that runs beside the processor's work
     across   1 if it leaves the node, else 0: which of the two it occupies meanwhile
+    spread   how it lies on the nodes
     """
 
     group: Group
     hidden: float
     across: int
+    spread: Spread
 
 
 class Sizes(NamedTuple):
@@ -117,7 +120,7 @@ class ProductCosts:
         for other, buffered in ((rows, x > 1 or scattered), (cols, z > 1 or scattered)):
             work += min(2, part.panels) * aligned(deepest * other * size) if buffered else 0
         if y > 1:
-            landing = max(widths) * _summed(rows, y, self.dtype)[1]
+            landing = max(widths) * _summed(rows, y, self.dtype, self._way(y, x).spread)[1]
             work += sum([aligned(rows * width * size) for width in widths])
             work += min(2, part.strips) * aligned(round(landing))
         if self._low:
@@ -130,7 +133,8 @@ class ProductCosts:
         """The grid as a candidate; memory and bytes are the plan's."""
         part = self.sizes(x, y, z)
         clock = self._clock(part)
-        plan = ProductPlan(*self.product, self.dtype, GridShape(x, y, z), panels=part.panels, strips=part.strips)
+        plan = ProductPlan(*self.product, self.dtype, GridShape(x, y, z), panels=part.panels, strips=part.strips,
+                           spreads=self.spreads(x, y, z))
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
         received = max(self._received(rank, part) for rank in plan.fullest)
         terms = {name: spent for name, spent in clock.terms.items() if spent}
@@ -156,11 +160,16 @@ class ProductCosts:
         """Of an axis whose neighbours' ranks differ by `stride`."""
         return self._way(size, stride).group
 
+    def spreads(self, x: int, y: int, z: int) -> tuple[Spread, ...]:
+        """How the axes lie on nodes."""
+        return tuple(self._way(size, stride).spread for size, stride in ((x, 1), (y, x), (z, x * y)))
+
     def _way(self, size: int, stride: int) -> Way:
         key = size, min(stride, self.run)
         if key not in self._ways:
             group = group_along(size, key[1], self._all, self.per_node, self.run)
-            self._ways[key] = Way(group, self.machine.hidden_share(group), int(group.nodes > 1))
+            self._ways[key] = Way(group, self.machine.hidden_share(group), int(group.nodes > 1),
+                                  _spread(group))
         return self._ways[key]
 
     def gemm(self, m: int, n: int, k: int) -> float:
@@ -205,7 +214,7 @@ class ProductCosts:
             if self._low and part.panels > 1:
                 clock.passes(machine.pass_seconds("add", (4 + self.size) * rows * width))
             if y > 1:
-                nbytes = round(width * _summed(rows, y, self.dtype)[0])
+                nbytes = round(width * _summed(rows, y, self.dtype, along_y.spread)[0])
                 summed = clock.begin(along_y, machine.collective_seconds("reduce_scatter", along_y.group, nbytes))
                 clock.wait(before, "y")
                 before = summed
@@ -274,6 +283,12 @@ class Clock:
             self.terms["overhead"] += actions * self._overhead
 
 
+def _spread(group: Group) -> Spread:
+    """How an axis lies on nodes that ranks fill one after the other."""
+    even = 1 < group.inside < group.size == group.inside * group.nodes
+    return Spread(group.inside, True, GATHERS_FROM) if even else FLAT
+
+
 def _gathered(rows: int, ranks: int, row: int) -> int:
     """Bytes that the first rank receives, or sends if those are more, in a gather of so many rows."""
     own = -(-rows // ranks) * row
@@ -289,11 +304,11 @@ def _gathered_rows(rows: int, ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _summed(rows: int, ranks: int, dtype: str) -> tuple[float, float]:
+def _summed(rows: int, ranks: int, dtype: str, spread: Spread) -> tuple[float, float]:
     """(bytes that the first rank receives, or sends if those are more, bytes of work) of a reduce-scatter of so many
     rows, for a column."""
     if rows > MANY * ranks:
-        part, (moved, work) = -(-rows // ranks), _summed(ranks, ranks, dtype)
+        part, (moved, work) = -(-rows // ranks), _summed(ranks, ranks, dtype, spread)
         return part * moved, part * work
-    volume = reduce_volume(part_sizes(rows, ranks), 0, TILE, dtype)
+    volume = reduce_volume(part_sizes(rows, ranks), 0, TILE, dtype, spread)
     return max(volume.received, volume.sent) / TILE, volume.work / TILE

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Grid
+from ..comm.spreading import tell_axes
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
@@ -40,8 +41,11 @@ class Facts(NamedTuple):
 def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     """A grid without data of the same shape and hosts; the rank is the same if left out."""
     shape, others = grid.shape, [name for name in grid.shape.names if name not in AXES]
-    return Grid.dry(shape[:3], shape.data, grid.rank if rank is None else rank,
+    made = Grid.dry(shape[:3], shape.data, grid.rank if rank is None else rank,
                     {name: getattr(shape, name) for name in others}, grid.hosts)
+    made.spreads = dict(grid.spreads)
+    tell_axes(map(made.axis, (*shape.names, "everyone")), made.spreads)
+    return made
 
 
 def twin(made: Made, grid: Grid) -> Made:

@@ -73,7 +73,7 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
     parallel, out, sums = Parallel.of(grid), form.new(product.shape), list[Pending]()
     strips = parallel.overlap.row_strips(rows, cols, form.dtype, grid.hosts)
     size = (strips[0].stop - strips[0].start) * cols
-    work = all_reduce_volume(size, form.dtype, axis.size, axis.index).work
+    work = all_reduce_volume(size, form.dtype, axis.size, axis.index, axis.spread).work
     parallel.gradients.note_work("rows", len(strips) * [work], 1)
     for strip in strips:
         product.fill(out[strip], 0, strip)
@@ -99,7 +99,7 @@ def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout
             product.fill(partial, 0, EVERYTHING)
         for rank, (start, stop) in enumerate(pieces if strips > 1 else ()):
             product.fill(partial[edges[rank] : edges[rank + 1]], 0, slice(starts[rank] + start, starts[rank] + stop))
-        work.append(reduce_volume(counts, axis.index, cols, form.dtype).work)
+        work.append(reduce_volume(counts, axis.index, cols, form.dtype, axis.spread).work)
         with grid.ledger.phase(product.phase):
             sums.append(axis.reduce_into(partial, out[slice(*pieces[axis.index])], counts))
         if not parallel.overlap.oar:

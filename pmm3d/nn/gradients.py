@@ -216,7 +216,7 @@ class Gradients:
         partial = self._partials.take(record.message, (sum(counts), cols))
         _fill(part, partial, 0)
         record.wait()
-        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.message.dtype).work])
+        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.message.dtype, axis.spread).work])
         with self._grid.ledger.phase("reduce dW"):
             record.pending = axis.reduce_into(partial, out, counts, beta)
         self._partials.busy(record.pending)
@@ -326,7 +326,7 @@ class Gradients:
         sizes = [prod(member.form.local_shape) for member in members]
         held = members[0].form.dtype
         sent = members[0].message.dtype if axis is self._grid.data else held
-        work = coalesced_work(sizes, counts, held, axis.size, axis.index, sent)
+        work = coalesced_work(sizes, counts, held, axis.size, axis.index, sent, axis.spread)
         self.note_work(phase, work)
         self._in_turn.append((axis.name, work))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]

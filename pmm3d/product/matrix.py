@@ -75,8 +75,9 @@ class DistMatrix(StoredMatrix):
         """Arbitrary contents.
 
         shared   the shards lie in memory that the ranks along the axis over which a product gathers them share: those
-                 of a node. Products read them in place: nothing is gathered, and no rank holds a copy. For operands in
-                 layouts as Layout.A and Layout.B, on the host. A rank may write to its shard between products.
+                 of a node. Products read them in place: nothing is gathered, and no rank holds a copy; where the ranks
+                 that add up C share a node, they read each other's partial sums too. For operands in layouts as
+                 Layout.A and Layout.B, on the host. A rank may write to its shard between products.
 
         Raises with shared, besides: GridError if ranks of that axis are on several nodes, LayoutError for a layout that
         shards no rows, OutOfMemoryError where a node has no such memory.
@@ -88,11 +89,11 @@ class DistMatrix(StoredMatrix):
             box = shards(shape, layout, grid).box(grid.rank)
             kind = check_matrix_dtype(dtype_named(dtype), library)
             axis = sharing_axis(grid, layout, library) if shared else ""
-            local = None if axis else library.empty(box.shape, kind)
-        if not axis:
-            return cls(grid, local, shape, layout)
-        with grid.together("DistMatrix.empty", always=True):
-            window, local = window_of(grid, axis, shards(shape, layout, grid), kind)
+            local = None if shared else library.empty(box.shape, kind)
+        window = None
+        if shared:
+            with grid.together("DistMatrix.empty", always=True):
+                window, local = window_of(grid, axis, shards(shape, layout, grid), kind)
         matrix = cls(grid, local, shape, layout)
         matrix.window = window
         return matrix

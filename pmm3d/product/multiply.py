@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Generic, TypeVar
 
-from ..arrays import Slab
+from ..arrays import Array, Slab
 from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
@@ -17,7 +18,7 @@ from .plans import RecentPlans
 from .posted import Factors, Posted, can_post
 from .redistribute import move_into
 from .relayout import summed
-from .shared import SharedWork, near_axes, shared_sums
+from .shared import SharedSums, axes_in_node
 from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
@@ -76,6 +77,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
             product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, borrowed)
             vote.mine = kept.wish(key, product)
         kept.heard(vote, key, product, borrowed)
+        product.share()
         product.multiply()
     return product.out
 
@@ -95,13 +97,19 @@ class Prepared(Generic[Matrix]):
         self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, panels,
                                         max_workspace)
-        nbytes = 0 if self.mine is None else self.mine.private_work
+        nbytes = 0 if self.mine is None else self.mine.own_work
         work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
         self.out = _new_result(a, self.plan) if out is None else out
         self.c: StoredMatrix = self.out.T if turned else self.out
         self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
             (self.first, self.plan.a_layout), (self.second, self.plan.b_layout), (self.c, self.plan.c_layout)))
-        self.work, self.nbytes = work.rest(), nbytes
+        self.work, self._sums = work.rest(), SharedSums.of(a.grid)
+
+    def share(self) -> None:
+        """Have the memory for partial sums that ranks share, if there is to be any. Collective, once all ranks are
+        known to have prepared the same."""
+        if self.plan.shared_work:
+            self._sums.reserve(self.plan.roles[1], self.plan.shared_work)
 
     @property
     def can_post(self) -> bool:
@@ -120,13 +128,14 @@ class Prepared(Generic[Matrix]):
     def multiply(self) -> None:
         """Collective."""
         matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
-        rest, sums = self.work.again(), shared_sums(self.first.grid, self.plan)
+        rest = self.work.again()
         for matrix, native, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
             if native is not matrix and read:
                 move_into(matrix, native, rest, self.plan.rounds)
         if self.mine is not None:
             a, b, c = self.natives
-            _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again(), sums)
+            slots = self._sums.slots(self.plan.roles[1]) if self.mine.shared_work else []
+            _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again(), slots)
         if self.natives[2] is not self.c:
             move_into(self.natives[2], self.c, rest, self.plan.rounds)
         self.out.fills += 1
@@ -148,7 +157,8 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
         wanted = (1 if grid.hosts == 1 else PANELS_ACROSS_HOSTS) if panels is None else int(panels)
         plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
                             max_workspace=max_workspace, gemm_copies=a.library.gemm_copies,
-                            near=near_axes(grid) if a.shared or b.shared or (out and out.shared) else frozenset())
+                            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
+                            spreads=tuple(map(grid.spread_of, "xyz")))
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
@@ -173,10 +183,10 @@ def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix
 
 
 def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix, alpha: complex, beta: complex,
-              tf32: bool, work: Slab, sums: SharedWork | None) -> None:
+              tf32: bool, work: Slab, slots: Sequence[Array]) -> None:
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
-    strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work, sums)
+    strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work, slots)
     met(panels_a, panels_b)
     coming = panels_a.start(0), panels_b.start(0)
     for index in range(plan.plan.panels):

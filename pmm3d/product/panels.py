@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, Slab, add_up, sum_in_order
+from ..arrays import Array, NumpyLibrary, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
-from .shared import READ_IN_PLACE, SharedWork
 from .stored import StoredMatrix
+
+READ_IN_PLACE = "read in place"
+"""What the ledger calls the meetings of ranks that see each other's shards, in place of a gather."""
 
 
 class OperandPanels:
@@ -148,31 +150,25 @@ class ResultStrips:
     """The strips of C: where the GEMM adds, and what becomes of the sums."""
 
     def __init__(self, plan: RankPlan, c: StoredMatrix, alpha: complex, beta: complex, tf32: bool,
-                 conjugated: tuple[bool, bool], work: Slab, sums: SharedWork | None = None):
+                 conjugated: tuple[bool, bool], work: Slab, slots: Sequence[Array] = ()):
         self._plan, self._grid, self._library = plan, c.grid, c.library
+        self._axis = c.grid.axis(plan.plan.roles[1])
         self._alpha, self._beta, self._tf32, self._conjugated = alpha, beta, tf32, conjugated
         self._out = [c.memory[:, low:high] for low, high in plan.strips]
         self._partial: Sequence[Array] = self._out
-        self._shared, self._seen = sums, list[list[Array]]()
-        if plan.plan.sums_shared:
-            assert sums is not None
-            sums.take()
-            self._seen = [self._cut(slab) for slab in sums.slabs]
-            self._partial = self._seen[plan.k_index]
+        self._everyones = [_strips_in(slot, plan, self._library, c.dtype) for slot in slots]
+        if self._everyones:
+            self._partial = self._everyones[self._axis.index]
         elif plan.reduces:
-            self._partial = self._cut(work)
+            self._partial = [work.array((plan.rows, high - low), c.dtype) for low, high in plan.strips]
         self._widened = plan.plan.dtype in LOW_PRECISION and plan.plan.panels > 1
         self._sums = self._partial
         if self._widened:
             self._sums = [work.array(tuple(array.shape), "float32") for array in self._partial]
-        lands = plan.reduces and not plan.plan.sums_shared
-        self._landing = [work.slab(plan.reduction_work) for _ in plan.strips[:2] if lands]
+        received = plan.reduces and not self._everyones
+        self._landing = [work.slab(plan.reduction_work) for _ in plan.strips[:2] if received]
         self._work = work
         self._reductions: list[Pending] = []
-
-    def _cut(self, work: Slab) -> list[Array]:
-        """Partial sums of the strips."""
-        return [work.array((self._plan.rows, high - low), self._plan.plan.dtype) for low, high in self._plan.strips]
 
     def posted(self) -> tuple[Array, Array, Slab]:
         """Of the one strip that is reduced by the caller: what is summed, where the sum belongs, work memory for it."""
@@ -200,30 +196,40 @@ class ResultStrips:
         if self._plan.reduces:
             self._reductions.append(self._reduce(strip, self._partial[strip], self._out[strip]))
             if strip:
-                self._reductions[strip - 1].wait()
+                self._ended(strip - 1)
 
     def wait(self) -> None:
         """For what was sent. A GEMM on a device is not waited for: C, and the work memory, are used in the order of its
         stream."""
-        for reduction in self._reductions:
-            reduction.wait()
-        if self._seen and self._shared is not None:
+        if self._reductions:
+            self._ended(len(self._reductions) - 1)
+        if self._everyones:
             with self._grid.ledger.phase("reduce C"):
-                self._shared.give_back(self._axis)
+                self._axis.meet(READ_IN_PLACE).wait()
 
-    @property
-    def _axis(self) -> Axis:
-        return self._grid.axis(self._plan.plan.roles[1])
+    def _ended(self, strip: int) -> None:
+        """Wait for a reduction; where the others' partial sums are seen, for those, and add them up in rank order."""
+        self._reductions[strip].wait()
+        if not self._everyones:
+            return
+        low, high = offsets(self._plan.c_counts)[self._axis.index :][:2]
+        parts = [strips[strip][low:high] for strips in self._everyones]
+        with self._grid.ledger.phase("reduce C"), self._grid.ledger.computing("sum"), self._grid.engine.background():
+            sum_in_order(self._library, parts, self._out[strip], self._beta)
 
     def _reduce(self, strip: int, partial: Array, out: Array) -> Pending:
         axis = self._axis
-        if self._seen:
-            low, high = offsets(self._plan.c_counts)[axis.index :][:2]
-            parts = [strips[strip][low:high] for strips in self._seen]
+        if self._everyones:
             with self._grid.ledger.phase("reduce C"):
-                return axis.meet(READ_IN_PLACE, lambda: sum_in_order(self._library, parts, out, self._beta))
+                return axis.meet(READ_IN_PLACE)
         work = self._landing[strip % 2].again()
         with self._grid.ledger.phase("reduce C"):
             if self._plan.plan.c == 0:
                 return axis.reduce_into(partial, out, self._plan.c_counts, self._beta, work=work)
             return axis.sum_into(partial, out, self._beta, work=work)
+
+
+def _strips_in(slot: Array, plan: RankPlan, library: NumpyLibrary, dtype: str) -> list[Array]:
+    """A rank's partial sums of C, in its slot."""
+    work = Slab(slot, library)
+    return [work.array((plan.rows, high - low), dtype) for low, high in plan.strips]

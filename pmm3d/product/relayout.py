@@ -141,14 +141,15 @@ class Relayout:
             return self._move(before, step.layout, array, out)
         axis = grid.axis(step.axis)
         if step.kind == "all_reduce":
-            return partial(axis.sum_into, array, out), sum_work(array.shape, dtype, axis.size, axis.index)
+            return partial(axis.sum_into, array, out), \
+                sum_work(array.shape, dtype, axis.size, axis.index, axis.spread)
         regions = _regions(step, before, self._shape, grid.shape, grid.coords)
         if step.kind == "gather":
             counts = _extents(regions, dim)
             return partial(axis.gather_into, array, out, counts, dim=dim), gather_work(out.shape, dtype, dim)
         if step.kind == "reduce_scatter":
             counts = _extents(regions, dim)
-            work = reduce_work(library, array, counts, axis.index, dim)
+            work = reduce_work(library, array, counts, axis.index, dim, axis.spread)
             return partial(axis.reduce_into, array, out, counts, dim=dim), work
         here, there = (layout.box(self._shape, grid.shape, grid.coords) for layout in (before, step.layout))
         pieces = [array[(here & theirs).within(here)] for theirs in regions]

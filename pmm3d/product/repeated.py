@@ -43,6 +43,7 @@ class MatmulPlan(Generic[Matrix]):
         with ExitStack() as held, self._grid.engine.guard:
             with self._grid.together("MatmulPlan", *passed):
                 self._product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, held)
+            self._product.share()
             self._posts = self._product.can_post
             with self._grid.together("MatmulPlan", self._posts):
                 self._posted = self._product.posted(held) if self._posts else None

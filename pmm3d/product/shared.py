@@ -4,22 +4,61 @@ from __future__ import annotations
 
 from math import prod
 
-from ..arrays import Array, NumpyLibrary, Slab
-from ..comm import Axis, Grid, Pending
+from ..arrays import Array, NumpyLibrary
+from ..comm import Grid
 from ..errors import GridError, LayoutError
-from ..layout import Layout, Placement, itemsize
-from ..model.plan import ProductPlan
+from ..layout import AXES, Layout, Placement, itemsize
 from .stored import Window
 
-READ_IN_PLACE = "read in place"
-"""What the ledger calls the meetings of ranks that see each other's shards or partial sums, in place of messages."""
-PAGE = 2**12
 HOW = "leave shared=True out, or"
 
 
+def axes_in_node(grid: Grid) -> frozenset[str]:
+    """The axes of several ranks that all stay in a node; the same on all ranks."""
+    from ..comm.windows import can_share
+
+    if grid.dry_run is not None:
+        return frozenset()
+    return frozenset(name for name in AXES if getattr(grid.shape, name) > 1 and can_share(grid, name))
+
+
+class SharedSums:
+    """Memory for partial sums of C, along each axis that a product summed over so: that of all its ranks, which all of
+    them see. It grows, and goes with the grid."""
+
+    def __init__(self, grid: Grid):
+        self._grid, self._slots, self._nbytes = grid, dict[str, list[Array]](), dict[str, int]()
+        grid.at_close(self._slots.clear)
+
+    @classmethod
+    def of(cls, grid: Grid) -> SharedSums:
+        if cls not in grid.attached:
+            grid.attached[cls] = cls(grid)
+        sums: SharedSums = grid.attached[cls]
+        return sums
+
+    def reserve(self, axis: str, nbytes: int) -> None:
+        """At least so many bytes for each rank. Collective over the grid, with the same on all ranks. Raises, on every
+        rank, OutOfMemoryError, GridError."""
+        if self._nbytes.get(axis, 0) >= nbytes:
+            return
+        from ..comm.windows import shared_array
+
+        with self._grid.together("matmul", always=True):
+            along = self._grid.axis(axis)
+            whole = shared_array(self._grid, along, [nbytes] * along.size)
+        self._slots[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
+        self._grid.workspace.allocated += nbytes - self._nbytes.get(axis, 0)
+        self._nbytes[axis] = nbytes
+
+    def slots(self, axis: str) -> list[Array]:
+        """The memory of each rank, in their order."""
+        return self._slots[axis]
+
+
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
-    """The axis over which a product gathers a matrix in that layout, whose ranks are to share it. Raises, on
-    every rank, LayoutError and GridError."""
+    """The axis over which a product gathers a matrix in that layout, whose ranks are to share it. Raises LayoutError,
+    GridError, on every rank."""
     from ..comm.windows import can_share  # by who shares only
 
     if library.name != "numpy" or grid.dry_run is not None:
@@ -35,71 +74,17 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
     return axis
 
 
-def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[Window | None, Array]:
+def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[Window, Array]:
     """The window of a matrix, and this rank's shard in it. Collective along the axis."""
     from ..comm.windows import shared_array
 
     members, size = grid.axis(axis).ranks, itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
+    if len(shapes) == 1:
+        local = grid.library("numpy").empty(shapes[0], dtype)
+        return Window(axis, local), local
     whole = shared_array(grid, grid.axis(axis), [size * prod(shape) for shape in shapes])
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
     block = whole[: size * sum(rows) * columns].view(dtype).reshape(sum(rows), columns)
     first = sum(rows[: grid.axis(axis).index])
     return Window(axis, block), block[first : first + rows[grid.axis(axis).index]]
-
-
-class SharedWork:
-    """Work memory of the ranks of an axis that see each other's.
-
-    slabs   of each of them, of `nbytes`, to be cut anew at each access
-    """
-
-    def __init__(self, memory: Array, nbytes: int):
-        self._memory, self.nbytes = memory, nbytes
-        self._given_back: Pending | None = None
-
-    @property
-    def slabs(self) -> list[Slab]:
-        count = self._memory.shape[0] // self.nbytes
-        return [Slab(part, NumpyLibrary()) for part in self._memory[: count * self.nbytes].reshape(count, -1)]
-
-    def take(self) -> None:
-        """Wait until nobody reads what this rank wrote to it before."""
-        if self._given_back is not None:
-            self._given_back.wait()
-
-    def give_back(self, axis: Axis) -> None:
-        """This rank reads no more what the others wrote; the next `take` waits until all have said so."""
-        self._given_back = axis.meet(READ_IN_PLACE)
-
-
-def near_axes(grid: Grid) -> frozenset[str]:
-    """The axes of a grid along which ranks see each other's memory; the same on all ranks."""
-    from ..comm.windows import can_share
-
-    if near_axes not in grid.attached:
-        grid.attached[near_axes] = frozenset(name for name in grid.shape.names if can_share(grid, name))
-    found: frozenset[str] = grid.attached[near_axes]
-    return found
-
-
-def shared_sums(grid: Grid, plan: ProductPlan) -> SharedWork | None:
-    """Where the partial sums of C are read in place: kept with the grid, one for each axis, and grown as needed.
-    Collective. Raises, on every rank, OutOfMemoryError and GridError of `pmm3d.comm.windows`."""
-    if not plan.sums_shared:
-        return None
-    from ..comm.windows import shared_array
-
-    if SharedWork not in grid.attached:
-        grid.attached[SharedWork] = {}
-        grid.at_close(grid.attached[SharedWork].clear)
-    axis, kept = grid.axis(plan.roles[1]), grid.attached[SharedWork]
-    nbytes = -(-max(1, plan.sums_held) // PAGE) * PAGE
-    if axis.name not in kept or kept[axis.name].nbytes < nbytes:
-        before = kept.pop(axis.name, None)
-        with grid.together("partial sums in shared memory", nbytes, always=True):
-            memory = shared_array(grid, axis, [nbytes] * axis.size)
-        kept[axis.name] = SharedWork(memory, nbytes)
-        grid.workspace.allocated += nbytes - (before.nbytes if before else 0)
-    found: SharedWork = kept[axis.name]
-    return found

@@ -3,23 +3,32 @@
 import numpy as np
 
 from pmm3d.arrays import NumpyLibrary, Workspace
+from pmm3d.comm.transport import Link
+from pmm3d.model.spread import FLAT
 
 
 class FakeRecord:
     def __init__(self):
-        self.sent = self.received = 0
+        self.sent = self.received = self.across = 0
 
 
 class FakeLink:
     """What `comm.algorithms` asks of a Link. steps: exchanges; messages: sent in the largest of them; bytes as in the
-    ledger. mail: (sender, receiver) -> arrays on their way, of the whole group."""
+    ledger. mail: (sender, receiver) -> arrays on their way, of the whole group. each: ranks on a node."""
 
     check = True
 
-    def __init__(self, rank, size, mail):
-        self.rank, self.size, self._mail = rank, size, mail
+    def __init__(self, rank, size, mail, spread=FLAT, each=None):
+        self.rank, self.size, self._mail, self.spread = rank, size, mail, spread
+        self._each = each or size
         self.record, self.workspace = FakeRecord(), Workspace()
         self.steps = self.messages = 0
+
+    def peers(self):
+        return Link.peers(self)
+
+    def exchange_in_windows(self, library, sends, receives):
+        return Link.exchange_in_windows(self, library, sends, receives)
 
     def exchange(self, library, sends, receives):
         for peer, array in sends:
@@ -36,12 +45,13 @@ class FakeLink:
             assert message.shape == array.shape and message.dtype == array.dtype
             array[...] = message
             self.record.received += array.nbytes
+            self.record.across += array.nbytes * (peer // self._each != self.rank // self._each)
 
 
-def run(size, collective):
+def run(size, collective, spread=FLAT, each=None):
     """collective(link) of every rank: (what they return, their links)."""
     mail = {}
-    links = [FakeLink(rank, size, mail) for rank in range(size)]
+    links = [FakeLink(rank, size, mail, spread, each) for rank in range(size)]
     under_way = {link.rank: collective(link) for link in links}
     results = [None] * size
     for _ in range(100 * size + 1000):

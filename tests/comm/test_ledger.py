@@ -151,7 +151,7 @@ def test_only_a_traced_ledger_keeps_events(tmp_path):
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0 (n1)", "rank 3 (n1)"]
     timed = {event["name"]: event for event in events if event["ph"] == "X"}
     assert set(timed) == {"shift", "wait shift", "gemm"} and {event["pid"] for event in timed.values()} == {3}
-    assert timed["shift"]["args"] == {"number": 1, "sent": 7, "received": 8, "phase": "phase"}
+    assert timed["shift"]["args"] == {"number": 1, "sent": 7, "received": 8, "across": 0, "phase": "phase"}
 
 
 def test_a_logged_collective_says_its_bytes(caplog):

@@ -161,7 +161,8 @@ def test_a_law_is_used_where_nothing_was_measured_and_the_default_where_there_is
     assert made.collective_seconds("all_gather", inside, 100) == 42
     assert made.collective_seconds("reduce_scatter", inside, 100) == 2 + 3 * 3 + 100 * 7
     assert made.collective_seconds("all_to_all", inside, 100) == 3 * 3 + 100 * 7
-    assert made.collective_seconds("all_gather", across, 300) == 2 + 3 + 10 + 100 * 7 + 200 * 4 * 11
+    assert made.collective_seconds("elsewhere", across, 300) == 2 + 3 + 10 + 100 * 7 + 200 * 4 * 11
+    assert made.collective_seconds("all_gather", across, 300) == 4 + 6 + 5 + 200 * 7 + 100 * 4 * 11
     assert made.collective_seconds("something else", inside, 100) == 2 + 3 * 3 + 100 * 7
 
 

@@ -208,7 +208,8 @@ def test_the_memory_of_the_machine_is_the_limit():
 def test_bytes_and_memory_are_those_of_the_plan(size, ranks, dtype, drawn):
     costs, shape = ProductCosts(size, ranks, dtype, cluster(4)), drawn.choice(shapes_of(ranks))
     candidate, part = costs.priced(*shape), costs.sizes(*shape)
-    plan = ProductPlan(*size, dtype, GridShape(*shape), panels=part.panels, strips=part.strips)
+    plan = ProductPlan(*size, dtype, GridShape(*shape), panels=part.panels, strips=part.strips,
+                       spreads=costs.spreads(*shape))
     first = plan.on_rank(plan.fullest[0].plan.grid.coords(0))
     assert candidate.bytes == max(sum(rank.bytes_received.values()) for rank in plan.fullest)
     assert sum(candidate.memory.values()) == plan.memory

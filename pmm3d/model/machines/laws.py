@@ -16,6 +16,8 @@ DEFAULT = "default"
 """The name of what serves all that has no figures of its own: an operation, a pass."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 """Collectives that are priced, by the names that the ledger gives them."""
+BY_NODES = ("all_gather", "reduce_scatter", "all_reduce")
+"""Of them those that may go by nodes."""
 PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fill", "elementwise", "bias", "columns",
           "relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "dropout mask", "sum", "mean", "norm", "take", "put",
           "log", "softmax", "log_softmax", "layer_norm", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd", "adam",
@@ -58,13 +60,20 @@ class Law(NamedTuple):
     byte_across: float
     misfit: float = 0.0
 
-    def seconds(self, operation: str, group: Group, nbytes: float) -> float:
+    def seconds(self, operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> float:
         """Of a collective in which a rank receives, or sends, at most so many bytes.
+
+        by_nodes   whether it goes by nodes (`pmm3d.model.spread`); as the library does it if left out: sums always
+                   where the group lies evenly on nodes, gathers where that is faster
 
             >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
             8000.5
         """
-        return sum(figure * term for figure, term in zip(self, terms(operation, group, nbytes)))
+        if by_nodes is None and operation == "all_gather" and may_go_by_nodes(operation, group):
+            return min(self.seconds(operation, group, nbytes, way) for way in (False, True))
+        way = may_go_by_nodes(operation, group) if by_nodes is None else by_nodes
+        found = terms_by_nodes(operation, group, nbytes) if way else terms(operation, group, nbytes)
+        return sum(figure * term for figure, term in zip(self, found))
 
 
 def terms(operation: str, group: Group, nbytes: float) -> Terms:
@@ -84,6 +93,32 @@ def terms(operation: str, group: Group, nbytes: float) -> Terms:
         inside, across = (group.inside - 1) / others, (group.size - group.inside) / others
     count = messages(operation, group.size, nbytes)
     return Terms(1.0, count * inside, count * across, nbytes * inside, nbytes * across * at_once)
+
+
+def may_go_by_nodes(operation: str, group: Group) -> bool:
+    """Whether there is a way by nodes: for gathers and sums of a group that lies evenly on several of them."""
+    return 1 < group.inside < group.size == group.inside * group.nodes and operation in BY_NODES
+
+
+def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:
+    """Of a collective that goes by nodes: of the group.size - 1 parts that a rank receives, nodes - 1 come from other
+    nodes. It takes two rounds where the flat one takes one.
+
+        >>> terms_by_nodes("all_gather", Group(size=4, inside=2, nodes=2, sharers=2), 300)
+        Terms(starts=2.0, messages_inside=2.0, messages_across=1.0, bytes_inside=200.0, bytes_across=400.0)
+    """
+    if nbytes <= 0:
+        return Terms(0.0, 0.0, 0.0, 0.0, 0.0)
+    inside, nodes = group.inside, group.nodes
+    share, counts = (nodes - 1) / (group.size - 1), [messages(operation, size) for size in (inside, nodes)]
+    if operation == "all_reduce":
+        both = inside + nodes - 2
+        if nbytes * max(inside, nodes) <= SMALL_BYTES * both:
+            share, counts = (nodes - 1) / both, [count // 2 for count in counts]
+    else:
+        counts[0] *= nodes
+    return Terms(2.0, float(counts[0]), float(counts[1]), nbytes - nbytes * share,
+                 nbytes * share * inside * group.sharers)
 
 
 def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:

@@ -169,11 +169,11 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Cal
     if operation == "all_gather":
         return Call(partial(axis.gather_into, leaving[:part], coming[: part * ranks], counts))
     if operation == "reduce_scatter":
-        memory = forms.reduce_work(library, whole, counts, axis.index, 0)
+        memory = forms.reduce_work(library, whole, counts, axis.index, 0, axis.spread)
         return Call(lambda: axis.reduce_into(whole, coming[:part], counts, work=buffers.slab(memory)))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
-        memory = forms.sum_work((size,), "float32", ranks, axis.index)
+        memory = forms.sum_work((size,), "float32", ranks, axis.index, axis.spread)
         return Call(lambda: axis.sum_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
     if operation == "all_to_all":
         starts = range(0, part * ranks, part)

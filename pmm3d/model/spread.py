@@ -1,0 +1,65 @@
+"""How the ranks of an axis lie on nodes, and which of its collectives go by nodes because of it.
+
+Such a collective has two levels: among the ranks of each node, and among those ranks of all nodes that have the same
+number in theirs. The link of a node then carries each byte once, where the direct exchange carries it once for each
+rank of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+GATHERS_FROM = 2.0**15
+"""Bytes of a whole from which gathers go by nodes where no machine was measured: it takes a second round, which costs
+less than the bytes that it spares from there on."""
+NEVER = float("inf")
+AT_ONCE = 64
+"""Messages of a level that are under way at once: parts of so many nodes are taken together."""
+SUMS = "nodes", "ranks"
+"""Orders of sums on axes that lie evenly on several nodes."""
+
+
+class Spread(NamedTuple):
+    """What the collectives of an axis know of its nodes.
+
+    inside         ranks on each of its nodes, next to each other along the axis; 1 where all collectives are flat
+    sums           whether sums go by nodes: in each node first, then across; of any size, since the order of a sum
+                   must not depend on that
+    gathers_from   bytes of a whole from which gathers go by nodes
+    """
+
+    inside: int = 1
+    sums: bool = False
+    gathers_from: float = NEVER
+
+    def blocks_at_once(self) -> int:
+        """Nodes whose parts are exchanged inside a node at once."""
+        return max(1, AT_ONCE // max(1, self.inside - 1))
+
+
+FLAT = Spread()
+
+
+def spread_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float = GATHERS_FROM) -> Spread:
+    """Of an axis whose ranks are on these nodes; FLAT if it is on one, has one rank on each, or lies unevenly.
+
+    sums   one of `SUMS`
+
+        >>> spread_over([0, 0, 1, 1]).inside, spread_over([0, 0, 1]) == spread_over([0, 1, 0, 1]) == FLAT
+        (2, True)
+    """
+    inside = ranks_each(nodes)
+    return Spread(inside, sums == SUMS[0], gathers_from) if 1 < inside < len(nodes) else FLAT
+
+
+def ranks_each(nodes: Sequence[int]) -> int:
+    """How many ranks each node has, if all have as many, next to each other; else 0.
+
+        >>> ranks_each([3, 3, 5, 5]), ranks_each([3, 5, 3, 5]), ranks_each([0, 0, 1])
+        (2, 0, 0)
+    """
+    runs = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
+    even = len({length for _, length in runs}) == 1 and len({node for node, _ in runs}) == len(runs)
+    return runs[0][1] if even else 0

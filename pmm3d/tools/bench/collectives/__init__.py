@@ -1,0 +1,1 @@
+"""The benchmark of the collectives: every way of doing each, beside MPI's own and a parameter server."""

@@ -1,0 +1,60 @@
+"""Networks on ranks that are told to be on several nodes: bytes as the dry run has them, weights that do not depend on
+what overlaps, gradients over data by nodes."""
+
+import pytest
+from networks import CLASSES, EVEN, adamw, bits, train, weights_of
+from test_nn_volume import CASES, trained
+
+from pmm3d import Grid, nn
+from pmm3d.comm import communicator
+from pmm3d.nn.training.record import drain
+
+pytestmark = [pytest.mark.parallel([4, 8]), pytest.mark.deadline(180)]
+GRIDS = {4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
+         8: [("ddp", 1), ("fsdp", 1), ("hsdp", 4), ("2x1x1", 4), ("1x8x1", 1)]}
+
+
+@pytest.fixture(autouse=True)
+def two_nodes(comm, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
+
+
+@pytest.mark.parametrize("name", ["plain", "odd", "zero", "accumulated", "sharded"])
+def test_the_ledger_holds_what_a_dry_run_says(comm, name):
+    case = {"loss": "cross_entropy", "split_over_data": False, "clip": False, "accumulate": 1, "evaluates": 2,
+            "overlap": nn.Overlap(reshard_after_forward=True), "make": nn.MLP, **CASES[name]}
+    for shape, data in GRIDS[comm.size]:
+        with Grid(comm, shape, data) as grid:
+            model, passes = trained(grid, **case)
+            drain(grid)
+            moved = lambda entries: {key: (entry.calls, entry.sent, entry.received) for key, entry in entries.items()
+                                     if entry.sent or entry.received}
+            assert moved(grid.ledger.entries) == moved(model.volume(passes)) and model.problem == ""
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_overlap_changes_no_bit(comm, number):
+    shape, data = GRIDS[comm.size][number]
+    found = []
+    for overlap in (nn.Overlap(), nn.Overlap.none(), nn.Overlap(bucket_bytes=100, strips=3)):
+        with Grid(comm, shape, data) as grid:
+            nn.Tape.of(grid).parallel.overlap = overlap
+            losses, net = train(grid, CLASSES, 3, adamw)
+            found.append((losses.tolist(), bits(weights_of(net))))
+    assert found[0] == found[1] == found[2]
+
+
+def test_gradients_over_data_cross_the_link_once(comm, monkeypatch):
+    """With 2 nodes of 4 ranks a quarter of the bytes that flat sums bring into a node; small ones are sent whole."""
+    def into_a_node(sums):
+        monkeypatch.setenv("PMM3D_SUMS", sums)
+        with Grid(comm, "ddp") as grid:
+            net = train(grid, EVEN, 1)[1]
+            grid.ledger.reset()
+            train(grid, EVEN, 1, net=net)
+            drain(grid)
+            across = grid.comm.allgather(grid.ledger.total(axis="data", phase="reduce data").across)
+            return sum(across[: comm.size // 2]), net.size
+
+    (by_nodes, elements), (flat, _) = into_a_node("nodes"), into_a_node("ranks")
+    assert flat == comm.size // 2 * by_nodes and by_nodes == comm.size // 2 * 8 * elements
