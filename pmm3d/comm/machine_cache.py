@@ -23,7 +23,7 @@ from ..model.machine import cpu, loaded_blas, usable_cores
 from ..model.machines import Machine, load, machine_from
 from . import trial_cache
 
-FORMAT = "2"
+FORMAT = "3"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""

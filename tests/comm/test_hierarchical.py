@@ -257,3 +257,18 @@ def test_groups_that_lie_differently_are_flat(comm, nodes_of):
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
         assert set(grid.comm.allgather(grid.x.spread)) == {FLAT}
         assert to_numpy(grid.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [comm.size // 2] * 3
+
+
+@pytest.mark.parametrize("transport", ["staged", "direct"])
+def test_arrays_of_a_device_go_the_same_way(comm, two_nodes, transport):
+    counts = [3000 + rank for rank in range(comm.size)]
+    arrays = [floats(sum(counts), rank, "float32") for rank in range(comm.size)]
+    expected = in_order(arrays, comm.size // 2)
+    with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid:
+        mine = to_library(arrays[comm.rank], "standin")
+        total = grid.x.all_reduce(mine).wait()
+        assert bits_of(to_numpy(total, "standin")) == bits_of(expected)
+        part = grid.x.reduce_scatter(mine, counts=counts).wait()
+        assert bits_of(to_numpy(part, "standin")) == bits_of(part_of(expected, counts, comm.rank))
+        assert bits_of(to_numpy(grid.x.all_gather(part, counts=counts).wait(), "standin")) == bits_of(expected)
+        assert grid.ledger.total(axis="x", operation="all_reduce").across > 0

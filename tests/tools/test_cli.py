@@ -47,7 +47,7 @@ def test_help_is_said_once_and_teaches(pmm3d):
         (("--grid", "cube"), "a grid is written GxxGyxGz"),
         (("--array", "jax"), "unknown array library 'jax'"),
         (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
-        (("--max-workspace", "1"), "max_workspace is 1 bytes"),
+        (("--grid", "1x1x2", "--max-workspace", "1"), "max_workspace is 1 bytes"),
         (("--reference", "torch"), "--reference times the whole product on one rank, and here are 2: start one rank"),
     ],
 )

@@ -11,7 +11,7 @@ from ...errors import Pmm3dError
 from ...layout import itemsize
 from .figures import Gemms, InSteps, Measured, Pass
 from .groups import Group
-from .laws import DEFAULT, Law
+from .laws import DEFAULT, Law, may_go_by_nodes
 
 REMEMBERED = 2**17
 """GEMMs whose seconds are kept, so that the same one is not priced again."""
@@ -110,6 +110,8 @@ class Machine:
         law = self.laws.get(operation) or self.laws.get(DEFAULT)
         if law is None:
             raise Pmm3dError(f"machine {self.name} has no figures for collectives")
+        if operation == "all_gather" and may_go_by_nodes(operation, group):  # the library takes the faster way
+            return min(law.seconds(operation, group, nbytes, by_nodes) for by_nodes in (False, True))
         return law.seconds(operation, group, nbytes)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..spread import GATHERS_FROM
 from ..stages import stages
 from ..volumes import RING_BYTES, SMALL_BYTES
 from .groups import Group
@@ -63,17 +64,13 @@ class Law(NamedTuple):
     def seconds(self, operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> float:
         """Of a collective in which a rank receives, or sends, at most so many bytes.
 
-        by_nodes   whether it goes by nodes (`pmm3d.model.spread`); as the library does it if left out: sums always
-                   where the group lies evenly on nodes, gathers where that is faster
+        by_nodes   whether it goes by nodes (`pmm3d.model.spread`); if left out as the library does it where no machine
+                   was measured
 
             >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
             8000.5
         """
-        if by_nodes is None and operation == "all_gather" and may_go_by_nodes(operation, group):
-            return min(self.seconds(operation, group, nbytes, way) for way in (False, True))
-        way = may_go_by_nodes(operation, group) if by_nodes is None else by_nodes
-        found = terms_by_nodes(operation, group, nbytes) if way else terms(operation, group, nbytes)
-        return sum(figure * term for figure, term in zip(self, found))
+        return sum(figure * term for figure, term in zip(self, terms_of(operation, group, nbytes, by_nodes)))
 
 
 def terms(operation: str, group: Group, nbytes: float) -> Terms:
@@ -93,6 +90,14 @@ def terms(operation: str, group: Group, nbytes: float) -> Terms:
         inside, across = (group.inside - 1) / others, (group.size - group.inside) / others
     count = messages(operation, group.size, nbytes)
     return Terms(1.0, count * inside, count * across, nbytes * inside, nbytes * across * at_once)
+
+
+def terms_of(operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> Terms:
+    """As the library does it, or by nodes, or not: see `Law.seconds`."""
+    if by_nodes is None:
+        large = operation != "all_gather" or nbytes * group.size >= GATHERS_FROM * (group.size - 1)
+        by_nodes = large and may_go_by_nodes(operation, group)
+    return terms_by_nodes(operation, group, nbytes) if by_nodes else terms(operation, group, nbytes)
 
 
 def may_go_by_nodes(operation: str, group: Group) -> bool:

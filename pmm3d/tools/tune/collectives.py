@@ -14,6 +14,7 @@ from ...comm.ledger import Record
 from ...model.machines import Group
 from ...model.machines.figures import Measured
 from ...model.machines.laws import OPERATIONS
+from ...model.spread import GATHERS_FROM
 from .gemms import Operands
 from .sampling import Sampler
 
@@ -96,6 +97,8 @@ def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
         buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
         for group, _, axis in groups(sampler.comm):
             found[group.inside, group.nodes] = group
+            if axis.spread.inside > 1:  # by the plain rule, which laws go by, and not by an earlier measurement
+                axis.spread = axis.spread._replace(gathers_from=GATHERS_FROM)
             for operation in OPERATIONS:
                 points = _points(timing, sampler, axis, operation, buffers)
                 tell(f"{operation} in groups of {axis.size}", len(SIZES))

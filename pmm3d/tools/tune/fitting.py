@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 
 from ...model.machines import Group, load
 from ...model.machines.figures import Measured
-from ...model.machines.laws import DEFAULT, Law, terms
+from ...model.machines.laws import DEFAULT, Law, terms_of
 
 LEAST_RATE = 1.0
 """Bytes a second, where no rate can be seen."""
@@ -61,7 +61,7 @@ def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) ->
 
 
 def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
-    matrix = np.array([terms(operation, group, nbytes) for operation, group, nbytes, _ in points], float)
+    matrix = np.array([terms_of(operation, group, nbytes) for operation, group, nbytes, _ in points], float)
     seconds = np.array([point[-1] for point in points])
     figures = relative_fit(matrix, seconds)
     errors = np.abs(matrix @ figures / seconds - 1)
