@@ -3,7 +3,7 @@
     python -m pmm3d.launcher -n 8 apps/shared_operands.py                       12288 cubed in float32: 6 GB
     python -m pmm3d.launcher -n 2 apps/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
 
-Prints, for each: the median of the products' times, what a rank received for operands, and what all ranks of the first
+Prints, for each: the median of the products' times, what a rank received, and what all ranks of the first
 node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios.
 """
 
@@ -34,16 +34,20 @@ def operands(grid: Grid, size: list[int], dtype: str, shared: bool) -> list[Dist
     return made
 
 
-def measured(grid: Grid, options: argparse.Namespace, shared: bool) -> dict:
-    """Of one product after another that warms up; all that it held is given back."""
-    grid.workspace.clear()
+def measured(options: argparse.Namespace, shared: bool) -> dict:
+    """Of one product after another that warms up, on a grid of its own: what it held is given back."""
+    with Grid(MPI.COMM_WORLD, options.grid, product=tuple(options.size), dtype=options.dtype) as grid:
+        return {"grid": grid.shape, **figures(grid, options, shared)}
+
+
+def figures(grid: Grid, options: argparse.Namespace, shared: bool) -> dict:
     before = sum(grid.comm.allgather(held()))
     a, b = operands(grid, options.size, options.dtype, shared)
     c = matmul(a, b)
     grid.ledger.reset()
     seconds = slowest(grid.comm, lambda: matmul(a, b, out=c))
     assert (c.local == options.size[2]).all(), "the product is wrong"
-    received = grid.ledger.total(phase="gather A").received + grid.ledger.total(phase="gather B").received
+    received = sum(grid.ledger.total(phase=phase).received for phase in ("gather A", "gather B", "reduce C"))
     return {"seconds": seconds, "received": max(grid.comm.allgather(received)),
             "held": sum(grid.comm.allgather(held())) - before}
 
@@ -52,21 +56,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, nargs=3, default=[12288] * 3, metavar=("M", "N", "K"))
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--grid", default="auto", help="GxxGyxGz (auto)")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with Grid(MPI.COMM_WORLD, "auto", product=tuple(options.size), dtype=options.dtype) as grid:
-        turns = [{shared: measured(grid, options, shared) for shared in (False, True)} for _ in range(options.rounds)]
-        if grid.rank:
-            return
-        print(f"{'x'.join(map(str, options.size))} {options.dtype} on {grid.shape}, {options.rounds} rounds\n")
-        print("| operands | ms | received a rank (MB) | held by the node (GiB) |\n|---|---|---|---|")
-        for shared, name in ((False, "messages"), (True, "shared")):
-            ms, received, nbytes = (median(turn[shared][figure] for turn in turns)
-                                    for figure in ("seconds", "received", "held"))
-            print(f"| {name} | {1e3 * ms:.1f} | {received / 1e6:.1f} | {nbytes / GIB:.2f} |")
-        ratios = [[turn[True][figure] / turn[False][figure] for turn in turns] for figure in ("seconds", "held")]
-        time, memory = map(median, ratios)
-        print(f"\nshared / messages, medians of the rounds: time {time:.3f}, memory {memory:.3f}")
+    turns = [{shared: measured(options, shared) for shared in (False, True)} for _ in range(options.rounds)]
+    if MPI.COMM_WORLD.rank:
+        return
+    print(f"{'x'.join(map(str, options.size))} {options.dtype} on {turns[0][True]['grid']}, {options.rounds} rounds\n")
+    print("| operands | ms | received a rank (MB) | held by the node (GiB) |\n|---|---|---|---|")
+    for shared, name in ((False, "messages"), (True, "shared")):
+        seconds, received, nbytes = (median(turn[shared][figure] for turn in turns)
+                                     for figure in ("seconds", "received", "held"))
+        print(f"| {name} | {1e3 * seconds:.1f} | {received / 1e6:.1f} | {nbytes / GIB:.2f} |")
+    ratios = [[turn[True][figure] / turn[False][figure] for turn in turns] for figure in ("seconds", "held")]
+    time, memory = map(median, ratios)
+    print(f"\nshared / messages, medians of the rounds: time {time:.3f}, memory {memory:.3f}")
 
 
 if __name__ == "__main__":

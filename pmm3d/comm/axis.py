@@ -151,11 +151,15 @@ class Axis:
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
 
     def meet(self, name: str) -> Pending:
-        """Begin to wait until all members have come so far."""
+        """Begin to wait until all members have come so far; what they wrote before is seen then by all. Empty messages,
+        each round twice as far along the ring."""
 
         def steps(link: Link) -> Collective[None]:
-            if self.size > 1 and not link.dry:
-                yield [link.comm.Ibarrier()]
+            distance, nothing = 1, np.empty(0, np.uint8)
+            while distance < link.size and not link.dry:
+                yield [link.comm.Irecv(nothing, (link.rank - distance) % link.size, link.tag),
+                       link.comm.Isend(nothing, (link.rank + distance) % link.size, link.tag)]
+                distance *= 2
 
         return self.begin(name, steps)
 

@@ -8,6 +8,7 @@ SIGBUS, and they are given back by a collective call alone.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import GridError, OutOfMemoryError, Pmm3dError
+from ..model.machine import available_memory
 from .agreement import Terms, agree
 from .axis import Axis
 from .grid import Grid
@@ -37,25 +39,29 @@ def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
     Collective along the axis. Raises, on every rank of it, OutOfMemoryError where the node has not so much, GridError
     where processes cannot map each other's memory.
     """
-    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, max(1, sum(parts)))).wait()
+    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, parts)).wait()
     return found
 
 
-def _shared(grid: Grid, link: Link, nbytes: int) -> Collective[np.ndarray]:
-    descriptor = -1
+def _shared(grid: Grid, link: Link, parts: Sequence[int]) -> Collective[np.ndarray]:
+    nbytes, descriptor = max(1, sum(parts)), -1
     error: Pmm3dError | None = None
     if link.rank == 0:
         try:
+            _check_free(grid, nbytes // link.size)
             descriptor = os.memfd_create("pmm3d")
-            os.posix_fallocate(descriptor, 0, nbytes)
+            os.ftruncate(descriptor, nbytes)
         except OSError as refused:
-            error = OutOfMemoryError(f"shared operands: the node gives no {in_bytes(nbytes)} of shared memory: "
-                                     f"{refused}. Leave shared=True out, or use more nodes")
+            error = _no_memory(nbytes, refused)
     try:
         rows = yield from agree(link, "shared operands", "", Terms("", error=error), _place(descriptor))
         memory, error = None, None
         try:
-            memory = _mapped(descriptor, nbytes) if link.rank == 0 else _seen(grid, link, rows[0].tolist(), nbytes)
+            own = sum(parts[: link.rank]), parts[link.rank]
+            memory = (_mapped(descriptor, nbytes, *own) if link.rank == 0 else
+                      _seen(grid, link, rows[0].tolist(), nbytes, own))
+        except MemoryError as refused:
+            error = _no_memory(nbytes, refused)
         except (OSError, ValueError) as refused:
             error = GridError("shared operands: processes of this node cannot map each other's memory "
                               f"(/proc/PID/fd): {refused}. Leave shared=True out")
@@ -67,6 +73,19 @@ def _shared(grid: Grid, link: Link, nbytes: int) -> Collective[np.ndarray]:
     return memory
 
 
+def _check_free(grid: Grid, nbytes: int) -> None:
+    """Raises OSError if the node has not so many bytes for each of its ranks: to take them would end a process."""
+    places, free = grid.places(), available_memory()
+    beside = int(np.count_nonzero(places == places[grid.rank]))
+    if 0 < free < nbytes * beside:
+        raise OSError(errno.ENOMEM, f"{in_bytes(nbytes)} for each of {beside} ranks, and {in_bytes(free)} are left")
+
+
+def _no_memory(nbytes: int, refused: Exception) -> OutOfMemoryError:
+    return OutOfMemoryError(f"shared operands: the node gives no {in_bytes(nbytes)} of shared memory: {refused}. Leave "
+                            "shared=True out, or use more nodes")
+
+
 def _place(descriptor: int) -> list[int]:
     """Where others find it: descriptor, device and inode."""
     if descriptor < 0:
@@ -75,7 +94,7 @@ def _place(descriptor: int) -> list[int]:
     return [descriptor, status.st_dev, status.st_ino]
 
 
-def _seen(grid: Grid, link: Link, place: list[int], nbytes: int) -> np.ndarray:
+def _seen(grid: Grid, link: Link, place: list[int], nbytes: int, own: tuple[int, int]) -> np.ndarray:
     """The memory of the first rank of the axis."""
     first = link.record.members[0]
     descriptor, *file = place
@@ -84,10 +103,17 @@ def _seen(grid: Grid, link: Link, place: list[int], nbytes: int) -> np.ndarray:
         status = os.fstat(opened)
         if [status.st_dev, status.st_ino] != file:
             raise OSError(f"rank {first} has another file there")
-        return _mapped(opened, nbytes)
+        return _mapped(opened, nbytes, *own)
     finally:
         os.close(opened)
 
 
-def _mapped(descriptor: int, nbytes: int) -> np.ndarray:
+def _mapped(descriptor: int, nbytes: int, start: int, own: int) -> np.ndarray:
+    """The memory; of `own` bytes from `start` on this rank has the pages, near its cores, before anyone writes there.
+    Raises MemoryError where the node has no more."""
+    try:
+        if own:
+            os.posix_fallocate(descriptor, start, own)
+    except OSError as refused:
+        raise MemoryError(str(refused)) from None
     return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)

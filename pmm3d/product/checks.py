@@ -32,7 +32,9 @@ def signature_of(matrix: Any) -> Any:
     """What the ranks compare of an operand. Never raises."""
     if matrix is None:
         return None
-    return matrix.signature if isinstance(matrix, StoredMatrix) else f"a {type(matrix).__name__}"
+    if not isinstance(matrix, StoredMatrix):
+        return f"a {type(matrix).__name__}"
+    return (matrix.signature, f"shared over {matrix.shared}") if matrix.shared else matrix.signature
 
 
 def array_signature(array: Any) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ class SharedSums:
 
     def __init__(self, grid: Grid):
         self._grid, self._slots, self._nbytes = grid, dict[str, list[Array]](), dict[str, int]()
+        grid.at_close(self._slots.clear)
 
     @classmethod
     def of(cls, grid: Grid) -> SharedSums:
@@ -46,8 +47,9 @@ class SharedSums:
         with self._grid.together("matmul", always=True):
             along = self._grid.axis(axis)
             whole = shared_array(self._grid, along, [nbytes] * along.size)
-            self._slots[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
-            self._nbytes[axis] = nbytes
+        self._slots[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
+        self._grid.workspace.allocated += nbytes - self._nbytes.get(axis, 0)
+        self._nbytes[axis] = nbytes
 
     def slots(self, axis: str) -> list[Array]:
         """The memory of each rank, in their order."""

@@ -53,7 +53,7 @@ class StoredMatrix:
         if self.conjugated:
             raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
                               "a view of, or to redistribute(layout), which is a copy")
-        if self.window is not None:
+        if self.window is not None and array is not self.memory:
             raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
                               "matrix.local[...] = array")
         self.memory = array

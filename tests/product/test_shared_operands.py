@@ -1,6 +1,8 @@
 """Operands in memory that the ranks of a node share: read in place, bitwise as with messages, never while written."""
 
+import gc
 import os
+import re
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from pmm3d import (
     Layout,
     LayoutError,
     MatmulPlan,
+    MemoryLimitError,
     OutOfMemoryError,
     matmul,
 )
 from pmm3d.comm import windows
+from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([1, 2, 4, 8])
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
@@ -28,6 +32,11 @@ def shared(matrix):
     made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
     made.local[...] = matrix.local
     return made
+
+
+def segments():
+    """Files with the library's name where shared memory has names; the launcher keeps folders there."""
+    return [name for name in os.listdir("/dev/shm") if "pmm3d" in name and os.path.isfile(f"/dev/shm/{name}")]
 
 
 def operands(grid, size=(23, 17, 19), dtype="float64", seed=1):
@@ -176,15 +185,141 @@ def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
 
 def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
-        return len(os.listdir("/proc/self/fd"))
+        """Of such memory; before Python 3.13 a mapping keeps one."""
+        gc.collect()  # what earlier tests left
+        return [link for number in os.listdir("/proc/self/fd")
+                if os.path.lexists(path := f"/proc/self/fd/{number}") and "memfd:pmm3d" in (link := os.readlink(path))]
 
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        DistMatrix.empty(grid, (64, 64), shared=True)
-        before, files = descriptors(), sorted(os.listdir("/dev/shm"))
+        before = descriptors()
         made = [DistMatrix.empty(grid, (64, 64), shared=True) for _ in range(5)]
-        assert not [name for name in set(os.listdir("/dev/shm")) - set(files) if "pmm3d" in name]
+        assert not segments() and len(made) == 5
         del made
         assert descriptors() == before
+
+
+LAYOUTS = Layout.A, Layout.B, Layout.C
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
+@pytest.mark.parametrize("options", [{}, {"panels": 3}], ids=["one panel", "panels"])
+def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids, dtype, options):
+    for grid in grids:
+        plain = [DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
+                 for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))]
+        in_memory = [shared(matrix) for matrix in plain]
+        for a, b, out in (plain, in_memory):
+            grid.ledger.reset()
+            matmul(a, b, out=out, alpha=2, beta=-1, **options)
+        assert in_memory[2].local.tobytes() == plain[2].local.tobytes()
+        moved = grid.ledger.total(phase="reduce C")
+        assert moved.received == moved.sent == 0 and (moved.calls > 0) == (grid.shape.y > 1)
+        wanted = matmul(plain[1].H, plain[0].H).local.tobytes()
+        assert matmul(in_memory[1].H, in_memory[0].H).local.tobytes() == wanted
+
+
+def test_partial_sums_of_one_product_are_not_those_of_the_next(grids):
+    """Without meetings a fast rank writes its next partial sums over those that a slow one still adds up; larger ones
+    take larger memory meanwhile."""
+    for grid in grids:
+        small, large = ([shared(matrix) for matrix in operands(grid, size)] for size in ((20, 30, 40), (50, 60, 70)))
+        with MatmulPlan(*small) as plan:
+            for turn in range(12):
+                a, b = small if turn % 3 else large
+                a.local[...], b.local[...] = turn, 1
+                if (turn + grid.rank) % 3 == 0:
+                    sum(range(20_000))
+                c = plan() if turn % 2 and turn % 3 else matmul(a, b)
+                assert np.all(c.local == turn * a.shape[1])
+
+
+def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(grids):
+    for grid in grids:
+        a, b = operands(grid, (64, 64, 64))
+        ours, theirs = (plan_for(*pair, None, None, None) for pair in ((a, b), (shared(a), shared(b))))
+        reduces = grid.shape.y > 1
+        assert theirs.sums_in_place == reduces and (theirs.shared_work > 0) == reduces
+        assert theirs.workspace == theirs.shared_work <= ours.workspace
+        if grid.size > 1:
+            assert theirs.workspace < ours.workspace and theirs.memory < ours.memory
+            assert sum(sum(rank.bytes_received.values()) for rank in theirs.fullest) == 0
+        if reduces:
+            with pytest.raises(MemoryLimitError):
+                matmul(shared(a), shared(b), max_workspace=theirs.shared_work - 1)
+        assert matmul(shared(a), shared(b), max_workspace=theirs.shared_work).shape == (64, 64)
+
+
+def test_a_shard_is_changed_in_place_by_an_operator(grids):
+    for grid in grids:
+        a = shared(operands(grid)[0])
+        wanted = 2 * a.local
+        a.local *= 2
+        assert np.array_equal(a.local, wanted)
+
+
+@pytest.mark.parallel([2, 4, 8])
+def test_more_than_the_node_has_left_is_refused_by_all(comm, fails, monkeypatch):
+    monkeypatch.setattr(windows, "available_memory", lambda: 4096 * comm.size - 1)
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        fails(OutOfMemoryError, "left", lambda: DistMatrix.empty(grid, (512 * comm.size, 1), shared=True))
+
+
+def test_ranks_that_pass_a_shared_matrix_and_others_that_do_not_are_told(comm, fails):
+    with Grid(comm) as grid:
+        a, b = operands(grid)
+        one = shared(a)
+        if comm.size > 1:
+            fails(DisagreementError, "shared over", lambda: matmul(one if grid.rank else a, b))
+
+
+KILLED = """
+    import os, signal, sys
+    from mpi4py import MPI
+    from pmm3d import DistMatrix, Grid, Layout, matmul
+
+    with Grid(MPI.COMM_WORLD, (1, 2, 1) if sys.argv[1] == "y" else (2, 1, 1)) as grid:
+        a = DistMatrix.empty(grid, (64, 64), shared=True)
+        b = DistMatrix.empty(grid, (64, 64), layout=Layout.B, shared=True)
+        a.local[...], b.local[...] = 1, 1
+        assert (matmul(a, b).local == 64).all()
+        os.write(1, f"process {os.getpid()}\\n".encode())
+        grid.comm.Barrier()
+        if grid.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        matmul(a, b)
+"""
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_a_rank_that_is_killed_ends_the_job_and_leaves_nothing_in_the_file_system(comm, job, axis):
+    done = job(2, KILLED, axis)
+    pids = re.findall(r"process (\d+)", done.stdout)
+    assert done.returncode != 0 and len(pids) == 2
+    assert not segments()
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]  # the memory is theirs alone
+
+
+def products_are_right(grid):
+    a, b = (shared(matrix) for matrix in operands(grid, (40, 200, 50)))
+    for turn in range(3):
+        a.local[...], b.local[...] = turn, 1
+        assert np.all(matmul(a, b, panels=2).local == 50 * turn)
+
+
+def test_with_calls_compared(comm):
+    for shape in SHAPES[comm.size]:
+        with Grid(comm, shape, debug=True) as grid:
+            products_are_right(grid)
+
+
+@pytest.mark.parallel([8])
+def test_with_an_idle_rank(comm):
+    part = comm.Split(comm.rank // 7, comm.rank)
+    with Grid(part, product=(512, 512, 512), memory=3e6 if part.size == 7 else None) as grid:
+        assert grid.shape.size == (6 if part.size == 7 else 1)
+        products_are_right(grid)
+    part.Free()
 
 
 def test_partial_sums_that_grow_and_of_strips_are_right(comm, grids):
