@@ -150,7 +150,7 @@ def test_kill_9_at_random_moments(runs):
     """Two of the kills of apps/kill_resume.py, which makes twenty."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PMM3D_")}
     done = subprocess.run([sys.executable, "apps/kill_resume.py", "--kills", "2", "--epochs", "10", "--longest", "6"],
-                          capture_output=True, text=True, timeout=200, env=environment)
+                          capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 kills" in done.stdout and "all bitwise" in done.stdout
     differences = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if "resumed on" in line]
