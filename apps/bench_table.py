@@ -5,7 +5,8 @@
 
 Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products; of several passes the median
 counts. r = achieved / (cores x the GEMM of 2048 cubed on one core, of the same BLAS, the fastest of all runs of that
-dtype); behind it the ratio to the GEMM of the same proportions in the same run. The noise: the passes' least and most,
+dtype); behind it the ratio to the GEMM of the same proportions in the same run, on one core, and on all at once
+without a message, which share memory and clock: what the product itself costs. The noise: the passes' least and most,
 and what part of the computing had no core, since something else was running. With --beside a second table follows:
 time of one product here / its time with the pmm3d of that Python, the median over the passes; --cells names the ones
 to measure, as in 2048x2048x2048:8:float64.
@@ -68,12 +69,13 @@ def table(results: dict) -> str:
 def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:
     shares = sorted(run["gflops"] / (run["cores"] * square) for run in runs)
     r, ratio = median(shares), median(run["ratio"] for run in runs)
+    at_once = median(run["gflops"] / run["at_once_gflops"] for run in runs)
     off_core = median(run["off_core_seconds"] / run["computed_seconds"] for run in runs if run["computed_seconds"])
     noise = f", {shares[0]:.3f} to {shares[-1]:.3f}" if len(shares) > 1 else ""
     mark = "**" if r >= goal - 0.0005 else ""
     grids = " or ".join(sorted({"x".join(map(str, run["grid"])) for run in runs}))
-    return (f"{mark}{r:.3f}{mark}{noise} (ratio {ratio:.3f}; without a core {100 * off_core:.0f}%; {grids}; goal "
-            f"{goal:.3f}, COSMA {peer:.3f})")
+    return (f"{mark}{r:.3f}{mark}{noise} (ratio {ratio:.3f}, at once {at_once:.3f}; without a core "
+            f"{100 * off_core:.0f}%; {grids}; goal {goal:.3f}, COSMA {peer:.3f})")
 
 
 def ratios(results: dict, beside: dict) -> str:
@@ -109,7 +111,8 @@ def main() -> None:
               f"{result['verified']}, median {1e3 * median(result['seconds']):.2f} ms, computing "
               f"{1e3 * result['computed_seconds']:.1f} ms, of it without a core "
               f"{1e3 * result.get('off_core_seconds', 0):.1f}, waiting {1e3 * result['waited_seconds']:.1f} ms, core "
-              f"{result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}) GFLOP/s",
+              f"{result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}; all at once "
+              f"{result['at_once_gflops']:.1f}) GFLOP/s",
               file=sys.stderr, flush=True)
     print(table(results[sys.executable]))
     if options.beside:

@@ -17,7 +17,7 @@ PROGRAM = """
 SMALL = ("--m", "96", "--n", "64", "--k", "80", "--repeat", "3")
 KEYS = {
     "m", "n", "k", "dtype", "array", "ranks", "grid", "seconds", "gflops", "core_gflops", "ratio", "verified",
-    "bytes_sent", "bytes_model", "lower_bound_bytes", "waited_seconds",
+    "bytes_sent", "bytes_model", "lower_bound_bytes", "waited_seconds", "at_once_gflops",
 }
 
 

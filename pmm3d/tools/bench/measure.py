@@ -79,7 +79,10 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     growth = machine.resident_memory() - resident
     sent, received, phases = _of_one_product(grid, case.repeat * timer.times)
     say("the GEMM alone")
-    core = limit.gflops if known else max(limit.gflops, core_rate(grid, case, limit.shape))
+    core, at_once = limit.gflops, limit.at_once_gflops
+    if not known:
+        core = max(core, core_rate(grid, case, limit.shape))
+        at_once = max(at_once, rate_at_once(grid, case, limit.shape))
     say("verification")
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.blas_of(a.library)
@@ -92,7 +95,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
                   square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
                   computed_seconds=computed, off_core_seconds=off_core, waited_seconds=waited,
-                  unit="devices" if devices else "cores", square=limit.square)
+                  unit="devices" if devices else "cores", square=limit.square, at_once_gflops=at_once)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)))
@@ -110,7 +113,8 @@ def _limit(grid: Grid, case: Case) -> Limit:
     cube = square, square, square
     shape = shrunk(*case.product, flop(*cube, "float64"))
     rate = core_rate(grid, case, shape)
-    return Limit(shape, rate, rate if shape == cube else core_rate(grid, case, cube), square)
+    return Limit(shape, rate, rate if shape == cube else core_rate(grid, case, cube), square,
+                 rate_at_once(grid, case, shape))
 
 
 def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
@@ -154,18 +158,41 @@ def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
     """Median GFLOP/s of this BLAS on one core (or of one device), on rank 0 while the others sleep. Collective."""
     rate = 0.0
     if grid.rank == 0:
-        library = library_named(case.array)
-        a, b, c = random_arrays(library, case.dtype, shape)
-        gemm = partial(library.gemm, a, b, c, 1, 0, Workspace(), tf32=case.tf32)
         with threadpool_limits(1):
-            in_a_row(gemm, library, 1)
-            times = repetitions(library, gemm)
-            seconds = median(in_a_row(gemm, library, times) for _ in range(CORE_REPEATS))
-        rate = flop(*shape, case.dtype) / seconds / 1e9
+            rate = _gemm_rate(case, shape)
+    _asleep(grid)
+    return grid.comm.bcast(rate)
+
+
+def rate_at_once(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
+    """The sum of the median GFLOP/s of this BLAS on all cores together, of as many ranks as there are cores for, each
+    with all its threads and arrays of its own, while the other ranks sleep; 0 for devices, which share neither memory
+    nor clock. Collective."""
+    library = library_named(case.array)
+    if not library.on_host:
+        return 0.0
+    threads = max(1, machine.blas_of(library).threads)
+    working = {rank for host in hosts(grid.comm, threads) for rank in host.ranks[: max(1, host.cores // threads)]}
+    grid.comm.Barrier()
+    rate = _gemm_rate(case, shape) if grid.rank in working else 0.0
+    _asleep(grid)
+    return sum(grid.comm.allgather(rate))
+
+
+def _gemm_rate(case: Case, shape: tuple[int, int, int]) -> float:
+    library = library_named(case.array)
+    a, b, c = random_arrays(library, case.dtype, shape)
+    gemm = partial(library.gemm, a, b, c, 1, 0, Workspace(), tf32=case.tf32)
+    in_a_row(gemm, library, 1)
+    times = repetitions(library, gemm)
+    return flop(*shape, case.dtype) / median(in_a_row(gemm, library, times) for _ in range(CORE_REPEATS)) / 1e9
+
+
+def _asleep(grid: Grid) -> None:
+    """Until all ranks have come, without taking a core from those that calculate."""
     arrival = grid.comm.Ibarrier()
     while not arrival.Test():
         time.sleep(5e-3)
-    return grid.comm.bcast(rate)
 
 
 def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:

@@ -58,12 +58,14 @@ class Partition(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """GFLOP/s of the GEMM of a shape on one core, or one device, and of a cube of the size `square` there."""
+    """GFLOP/s of the GEMM of a shape on one core, or one device, and of a cube of the size `square` there; at_once:
+    those of the shape on all cores together, each with arrays of its own, which share caches, memory and clock."""
 
     shape: tuple[int, int, int]
     gflops: float
     square_gflops: float
     square: int
+    at_once_gflops: float = 0.0
 
 
 class Reference(NamedTuple):
@@ -77,7 +79,8 @@ class Reference(NamedTuple):
 
 class Speed(NamedTuple):
     """seconds: of each repetition, the slowest rank's. core_gflops: of the GEMM of `core_shape` on one core, the better
-    of the medians before and after; ratio: of gflops to the cores' rate. unit: "cores", or the "devices" that take
+    of the medians before and after; at_once_gflops: of the same GEMM on all cores together, the better one too;
+    ratio: of gflops to the cores' rate. unit: "cores", or the "devices" that take
     their place for arrays on devices. square: the size of the cube of square_core_gflops. Phases: seconds of one
     product as the mean over the ranks, "waited_max" of the worst one; "off_core" is the part of "computed" in which the
     thread had no core."""
@@ -95,6 +98,7 @@ class Speed(NamedTuple):
     phases: dict[str, dict[str, float]]
     unit: str = "cores"
     square: int = 2048
+    at_once_gflops: float = 0.0
 
     @property
     def median(self) -> float:
@@ -108,7 +112,12 @@ class Speed(NamedTuple):
     @property
     def limit(self) -> Limit:
         m, n, k = self.core_shape
-        return Limit((m, n, k), self.core_gflops, self.square_core_gflops, self.square)
+        return Limit((m, n, k), self.core_gflops, self.square_core_gflops, self.square, self.at_once_gflops)
+
+    @property
+    def at_once_ratio(self) -> float:
+        """Of gflops to what all cores reach together without a message: what the product itself costs."""
+        return self.gflops / self.at_once_gflops if self.at_once_gflops else 0.0
 
 
 class Traffic(NamedTuple):

@@ -65,6 +65,8 @@ def _product(result: Result) -> Table:
     idle = f", {partition.idle_ranks} ranks idle" if partition.idle_ranks else ""
     low, middle, high = (1e3 * figure for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
     core = "x".join(map(str, speed.core_shape))
+    at_once = {"at once": f"[bold]{speed.at_once_ratio:.3f}[/] of {speed.at_once_gflops:.1f} GFLOP/s, that GEMM on all "
+                          "cores together without a message"} if speed.at_once_gflops else {}
     beside = {} if result.reference is None else {
         "beside": f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
                   f"{result.reference.gflops:.1f} GFLOP/s, in turns"}
@@ -82,6 +84,7 @@ def _product(result: Result) -> Table:
                  f"{speed.unit[:-1]}; {speed.square} cubed: {speed.square_core_gflops:.1f})",
         "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.square_ratio:.3f} of {speed.square} cubed on all "
                  f"{speed.unit}",
+        **at_once,
         **beside,
         "verified": f"[{colour}]{'yes' if check.verified else 'NO'}[/] ({check.verification})",
     })

@@ -52,10 +52,13 @@ def _unit(best: Json) -> str:
     return best.get("unit", "cores")
 
 
-def _of_square(best: Json) -> str:
-    """The other ratio, which no shape that the BLAS is slow on helps; benchmarks of before 0.2 lack it."""
+def _of_others(best: Json) -> str:
+    """The other ratios: to the cube, which no shape that the BLAS is slow on helps, and to all cores together, which
+    what they share does not; benchmarks of before 0.2 lack them."""
     cores = best["cores"] * best.get("square_core_gflops", 0.0)
-    return f"; {percent(best['gflops'] / cores)} of {best['square']} cubed" if cores else ""
+    square = f"; {percent(best['gflops'] / cores)} of {best['square']} cubed" if cores else ""
+    together = best.get("at_once_gflops") or 0.0
+    return square + (f"; {percent(best['gflops'] / together)} of the GEMM on all cores at once" if together else "")
 
 
 def _tiles(best: Json, grids: int) -> list[Tile]:
@@ -65,7 +68,7 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
     result = ("right", "good") if best["verified"] else ("wrong", "bad") if asked else ("not verified", "")
     return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
             Tile("of the limit", percent(best["ratio"]),
-                 f"{best['cores']} {_unit(best)}, GEMM alone{_of_square(best)}"),
+                 f"{best['cores']} {_unit(best)}, GEMM alone{_of_others(best)}"),
             Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),

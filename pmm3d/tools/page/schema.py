@@ -232,6 +232,7 @@ class Benchmark(Part):
     gflops: Amount
     core_gflops: Amount
     square_core_gflops: Amount | None = None
+    at_once_gflops: Amount | None = None
     square: Count = 2048
     cores: Count
     unit: str = "cores"
