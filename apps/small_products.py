@@ -106,7 +106,7 @@ def main() -> None:
         except ProgramError as error:
             sys.exit(str(error))
         cells = list(product(options.sizes, options.ranks, DTYPES))
-        rows, task = [["n cubed", "ranks", "type", "ScaLAPACK ms", "plan ms", "ratio", "matmul ms", "ratio"]], None
+        rows = [["n cubed", "ranks", "type", "ScaLAPACK ms", "plan ms", "ratio", "matmul ms", "ratio"]]
         task = progress.add_task("products", total=len(cells))
         for size, ranks, dtype in cells:
             kinds = list(product(GRIDS[ranks], [block for block in BLOCKS if block < size or block == min(BLOCKS)]))
@@ -119,6 +119,7 @@ def main() -> None:
                          f"{1e3 * ours['plan']:.3f}", f"{ours['plan'] / theirs:.2f}", f"{1e3 * ours['matmul']:.3f}",
                          f"{ours['matmul'] / theirs:.2f}"])
             progress.advance(task)
+            console.print(" | ".join(rows[-1]), highlight=False)
     print(markdown(rows))
 
 

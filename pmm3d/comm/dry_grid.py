@@ -20,6 +20,7 @@ from ..model.environment import Settings
 from .agreement import Vote
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
+from .making_axes import members_of
 from .shapes import checked_axes, chosen_shape
 from .spreading import spreads_in_order, tell_axes
 
@@ -46,7 +47,7 @@ class DryGrid(Grid):
         self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
         self._axes = {"everyone": self.everyone}
         for name in self.shape.names:
-            members = self._members(name)
+            members = members_of(name, self.shape, self.coords, rank)
             self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
             setattr(self, name, self._axes[name])
         beside = -(-self.size // self.hosts)

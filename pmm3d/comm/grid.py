@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, Workspace, library_here
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, GridShape
+from ..layout import GridShape
 from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
@@ -28,9 +28,10 @@ from .ahead import Ahead
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
-from .communicator import OwnedComm, WatchedComm, check_communicator, duplicates
+from .communicator import WatchedComm, check_communicator, duplicates
 from .engine import Engine, Pending
 from .ledger import Ledger
+from .making_axes import make_axes
 from .shapes import Auto, checked_axes, chosen_shape
 from .transport import Transport
 from .uncaught import told_once
@@ -126,7 +127,10 @@ class Grid:
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", blas, always=True):
-                self._make_axes(made)
+                with self._waiting("making the axes"):
+                    by_name = make_axes(self._comm, self.shape, self.coords, self.engine, made)
+                self._axes |= by_name
+                vars(self).update(by_name)
             self._spread(settings.sums)
             made.callback(ending.stopped, self.engine)
             self._made = made.pop_all()
@@ -177,33 +181,6 @@ class Grid:
 
             with self._waiting("the choice of collectives"):
                 self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, sums)
-
-    def _make_axes(self, made: ExitStack) -> None:
-        try:
-            with self._waiting("making the axes"):
-                active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
-                made.callback(active.Free)
-                long = [name for name in reversed(self.shape.names) if name in AXES or getattr(self.shape, name) > 1]
-                sizes = [getattr(self.shape, name) if self.active else 1 for name in long]
-                cart = active.Create_cart(sizes, reorder=False)
-                made.callback(cart.Free)
-                for name in self.shape.names:
-                    own = cart.Sub([name == other for other in long]) if name in long else MPI.COMM_SELF.Dup()
-                    comm = OwnedComm(own)
-                    made.callback(comm.Free)
-                    self._axes[name] = Axis(self.engine, name, comm, self._members(name))
-                    made.callback(self._axes[name].close)
-                    setattr(self, name, self._axes[name])
-        except MPI.Exception as error:
-            raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
-                            "of them: close grids that are not used any more (with Grid(...) as grid:)") from None
-
-    def _members(self, name: str) -> range:
-        if self.coords is None:
-            return range(self.rank, self.rank + 1)
-        first, second = (self.shape.rank(self.coords._replace(**{name: index})) for index in (0, 1))
-        step = second - first
-        return range(first, first + getattr(self.shape, name) * step, step)
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
