@@ -63,7 +63,7 @@ def table(results: dict) -> str:
         rows.append([", ".join(map(str, shape)), *cells])
     rates = ", ".join(f"{dtype} {rate:.1f} GFLOP/s" for dtype, rate in sorted(square.items()))
     cpu = next(run["environment"]["cpu"] for runs in results.values() for run in runs)
-    return markdown(rows) + f"\n\nOn {cpu} ({kind} AVX-512); 2048 cubed on one core: {rates}"
+    return markdown(rows) + f"\n\nOn {cpu}, beside goals for {kind} AVX-512; 2048 cubed on one core: {rates}"
 
 
 def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:

@@ -39,6 +39,7 @@ from .watch import Watch
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
+    from ..model.machines import Machine
 
 
 class Grid:
@@ -72,6 +73,9 @@ class Grid:
                     included
     hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
     transport       how device memory travels: its `mode`, and `why`
+    machine         by which grids, and ways across nodes, are chosen; None if none was measured, or nothing is chosen
+    overlap         how communication runs under GEMMs, unless a product says so: PMM3D_OVERLAP;   run   so many ranks
+                    that follow each other are on one node
     ledger, workspace, engine
     attached        what higher layers keep with the grid
     dry_run         None, but of `Grid.dry`: what was done and held
@@ -102,6 +106,8 @@ class Grid:
     z: Axis
     data: Axis
     dry_run: DryRun | None = None
+    machine: Machine | None = None
+    overlap = "auto"
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
@@ -116,7 +122,7 @@ class Grid:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
             compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
-                        settings.sums, *in_order)
+                        settings.sums, settings.overlap, *in_order)
             with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
@@ -131,7 +137,7 @@ class Grid:
                     by_name = make_axes(self._comm, self.shape, self.coords, self.engine, made)
                 self._axes |= by_name
                 vars(self).update(by_name)
-            self._spread(settings.sums)
+            self._spread(settings)
             made.callback(ending.stopped, self.engine)
             self._made = made.pop_all()
 
@@ -166,21 +172,31 @@ class Grid:
         if asked.no_choice:
             return asked.alone()
         from ..model.machine import usable_cores
-        from .machine_cache import machine_here  # reads files, which other grids need not
 
         with self._waiting("the choice of a grid"):
-            machine = machine_here(self._comm, self._processes.per_node(), self.hosts)
+            machine = self._machine_here()
             cores = self._comm.bcast(usable_cores())
         with self.together("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0)
 
-    def _spread(self, sums: str) -> None:
-        self.spreads: dict[str, Spread] = {}
+    def _machine_here(self) -> Machine | None:
+        """The one that was measured here, or is named; looked up once. Collective."""
+        if self.machine is None:
+            from .machine_cache import machine_here  # reads files, which other grids need not
+
+            per_node = self._processes.per_node()
+            found = machine_here(self._comm, per_node, self.hosts)
+            self.machine = None if found is None else found.with_ranks_per_node(per_node)
+        return self.machine
+
+    def _spread(self, settings: Settings) -> None:
+        self.spreads, self.overlap, self.run = dict[str, Spread](), settings.overlap, self._processes.run()
         if self.hosts > 1:
             from .spreading import spread_axes
 
             with self._waiting("the choice of collectives"):
-                self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, sums)
+                self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, settings.sums,
+                                           self._machine_here())
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,

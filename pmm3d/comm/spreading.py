@@ -22,15 +22,11 @@ ALL = "all"
 logger = logging.getLogger("pmm3d.comm")
 
 
-def spread_axes(axes: Iterable[Axis], shape: GridShape, comm: WatchedComm, processes: Processes, sums: str
-                ) -> dict[str, Spread]:
-    """Tell the axes of a grid how they lie on nodes; `spreads_of` them. Gathers go by the machine that the job goes by,
-    if nodes have several ranks, so that there is something to choose. Collective; rank 0 notes what lies unevenly."""
-    nodes, machine = processes.nodes(), None
-    if processes.per_node() > 1:
-        from .machine_cache import machine_here  # reads files, which other grids need not
-
-        machine = machine_here(comm, processes.per_node(), processes.hosts)
+def spread_axes(axes: Iterable[Axis], shape: GridShape, comm: WatchedComm, processes: Processes, sums: str,
+                machine: Machine | None) -> dict[str, Spread]:
+    """Tell the axes of a grid how they lie on nodes; `spreads_of` them. Gathers go by the machine that the job goes by.
+    The same on all ranks; rank 0 notes what lies unevenly."""
+    nodes = processes.nodes()
     found = spreads_of(shape, nodes, sums, machine)
     tell_axes(axes, found, nodes)
     if comm.rank == 0:

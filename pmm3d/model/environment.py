@@ -13,6 +13,10 @@ from typing import Any
 from ..errors import GridError, Pmm3dError
 from .spread import SUMS
 
+OVERLAPS_OF_ALL = ("auto", "none", "panels")
+"""Ways in which the communication of all products may run under the GEMM: what not all of them can is asked for one by
+one."""
+
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 """Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also
 carry that step's task count (the number of nodes)."""
@@ -137,6 +141,12 @@ def _order_of_sums(text: str) -> str:
     return text
 
 
+def _way_of_overlap(text: str) -> str:
+    if text not in OVERLAPS_OF_ALL:
+        raise ValueError(text)
+    return text
+
+
 def _argument(setting: Field, value: Any) -> Any:
     """The value of an argument of Grid. Raises GridError."""
     default = setting.metadata["default"]
@@ -175,6 +185,10 @@ class Settings:
     sums: str = _variable("PMM3D_SUMS", "nodes", _order_of_sums,
                           "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "
                           "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")
+    overlap: str = _variable("PMM3D_OVERLAP", "auto", _way_of_overlap,
+                             "auto, none or panels: how communication runs under the GEMM of products that do not say "
+                             "so; auto: across nodes what is fastest by the machine that was measured here",
+                             "auto, none or panels")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
                              "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
                              "else nominal), the name of a known one, or the path of a TOML file",

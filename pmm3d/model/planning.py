@@ -11,8 +11,9 @@ from .plan import ROLES, Operand, ProductPlan, Roles, native
 from .spread import FLAT, Spread
 from .stages import DIRECT
 
-OVERLAPS = "none", "panels", "decomposed"
-"""Ways in which communication runs under the GEMM."""
+OVERLAPS = "auto", "none", "panels", "decomposed"
+"""Ways in which communication runs under the GEMM; "auto" leaves open which."""
+AUTO = OVERLAPS[0]
 PANELS_ACROSS_HOSTS = 4
 """On two nodes with 4 Gbit/s links four panels hid 69 to 75% of the waiting; on one node there is little to hide."""
 

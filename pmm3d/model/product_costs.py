@@ -13,12 +13,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..layout import LOW_PRECISION, GridShape, aligned, itemsize, part_sizes
+from ..layout import AXES, LOW_PRECISION, GridShape, aligned, itemsize, part_sizes
 from .bounds import Product
 from .candidates import Candidate
 from .machines import Group, Machine
 from .machines.groups import everyone, group_along
-from .plan import TILE, ProductPlan, RankPlan
+from .plan import ROLES, TILE, ProductPlan, RankPlan, Roles
 from .planning import PANELS_ACROSS_HOSTS
 from .spread import FLAT, GATHERS_FROM, Spread
 from .stages import stages
@@ -86,10 +86,12 @@ class ProductCosts:
     panels    as of `matmul`: 1 on one node and 4 across nodes if left out
     run       ranks that follow each other on a node, if not all of a node's: see `groups_of`
     beside    ranks along the other axes, which copies of the grid lie along, one after the other
+    roles     the axes of (m, k, n): z, y and x are what they are called here, whichever they are
     """
 
     def __init__(self, product: Product, ranks: int, dtype: str, machine: Machine, panels: int | None = None,
-                 run: int | None = None, beside: int = 1):
+                 run: int | None = None, beside: int = 1, roles: Roles = ROLES[0]):
+        self._inner = [roles[::-1].index(axis) for axis in AXES[:3]]
         self.product, self.ranks, self.dtype, self.machine = product, ranks, dtype, machine
         self.per_node, self.run = machine.ranks_per_node, min(run or machine.ranks_per_node, machine.ranks_per_node)
         self._all = ranks * beside
@@ -100,15 +102,16 @@ class ProductCosts:
         everybody = everyone(self._all, self.per_node)
         self.agreement = 0.0 if self._all == 1 else machine.collective_seconds("all_reduce", everybody, AGREEMENT_BYTES)
 
-    def sizes(self, x: int, y: int, z: int) -> Sizes:
+    def sizes(self, x: int, y: int, z: int, panels: int | None = None) -> Sizes:
         m, n, k = self.product
+        wanted = panels or self.panels
         rows, cols, depth = -(-m // z), -(-n // x), -(-k // y)
-        panels = max(1, min(self.panels, depth)) if x > 1 or z > 1 else 1
-        return Sizes(x, y, z, rows, cols, depth, panels, max(1, min(self.panels, cols)) if y > 1 else 1)
+        panels = max(1, min(wanted, depth)) if x > 1 or z > 1 else 1
+        return Sizes(x, y, z, rows, cols, depth, panels, max(1, min(wanted, cols)) if y > 1 else 1)
 
     def seconds(self, x: int, y: int, z: int) -> float:
         """Of the product on the slowest rank."""
-        return self._clock(self.sizes(x, y, z)).now
+        return self.clock(self.sizes(x, y, z)).now
 
     def held(self, x: int, y: int, z: int) -> dict[str, int]:
         """Bytes on the first rank: its shards and work arrays, as `RankPlan` counts them."""
@@ -120,7 +123,7 @@ class ProductCosts:
         for other, buffered in ((rows, x > 1 or scattered), (cols, z > 1 or scattered)):
             work += min(2, part.panels) * aligned(deepest * other * size) if buffered else 0
         if y > 1:
-            landing = max(widths) * _summed(rows, y, self.dtype, self._way(y, x).spread)[1]
+            landing = max(widths) * _summed(rows, y, self.dtype, self.along(x, y, z)[1].spread)[1]
             work += sum([aligned(rows * width * size) for width in widths])
             work += min(2, part.strips) * aligned(round(landing))
         if self._low:
@@ -132,7 +135,7 @@ class ProductCosts:
     def priced(self, x: int, y: int, z: int) -> Candidate:
         """The grid as a candidate; memory and bytes are the plan's."""
         part = self.sizes(x, y, z)
-        clock = self._clock(part)
+        clock = self.clock(part)
         plan = ProductPlan(*self.product, self.dtype, GridShape(x, y, z), panels=part.panels, strips=part.strips,
                            spreads=self.spreads(x, y, z))
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
@@ -154,15 +157,22 @@ class ProductCosts:
 
     def crossed(self, x: int, y: int, z: int) -> int:
         """Borders of nodes that the groups of the axes cross."""
-        return sum(self.group(size, stride).nodes - 1 for size, stride in ((x, 1), (y, x), (z, x * y)))
+        return sum(way.group.nodes - 1 for way in self.along(x, y, z))
 
     def group(self, size: int, stride: int) -> Group:
         """Of an axis whose neighbours' ranks differ by `stride`."""
         return self._way(size, stride).group
 
+    def along(self, x: int, y: int, z: int) -> tuple[Way, Way, Way]:
+        """How collectives go along the three."""
+        sizes, strides = (x, y, z), [1, 1, 1]
+        for inner, outer in pairwise(self._inner):
+            strides[outer] = strides[inner] * sizes[inner]
+        return self._way(x, strides[0]), self._way(y, strides[1]), self._way(z, strides[2])
+
     def spreads(self, x: int, y: int, z: int) -> tuple[Spread, ...]:
         """How the axes lie on nodes."""
-        return tuple(self._way(size, stride).spread for size, stride in ((x, 1), (y, x), (z, x * y)))
+        return tuple(way.spread for way in self.along(x, y, z))
 
     def _way(self, size: int, stride: int) -> Way:
         key = size, min(stride, self.run)
@@ -180,24 +190,37 @@ class ProductCosts:
             self._gemms[key] = self.machine.gemm_seconds(m, n, k, dtype, "nn")
         return self._gemms[key]
 
-    def _clock(self, part: Sizes) -> Clock:
+    def begin_a(self, clock: Clock, part: Sizes, deep: int, shares: int = 1) -> Under:
+        """The gather of so much of k of A, or one of so many equal shares of it."""
+        if part.x == 1 or not deep * part.rows:
+            return NOTHING
+        way, nbytes = self.along(part.x, part.y, part.z)[0], _gathered(part.rows, part.x, deep * self.size)
+        return clock.begin(way, self.machine.collective_seconds("all_gather", way.group, nbytes) / shares)
+
+    def begin_b(self, clock: Clock, part: Sizes, deep: int) -> Under:
+        if part.z == 1 or not deep * part.cols:
+            return NOTHING
+        way, nbytes = self.along(part.x, part.y, part.z)[2], _gathered(deep, part.z, part.cols * self.size)
+        return clock.begin(way, self.machine.collective_seconds("all_gather", way.group, nbytes))
+
+    def sum_seconds(self, part: Sizes, width: int) -> float:
+        """Of the sum of so many columns of C."""
+        way = self.along(part.x, part.y, part.z)[1]
+        nbytes = round(width * _summed(part.rows, part.y, self.dtype, way.spread)[0])
+        return self.machine.collective_seconds("reduce_scatter", way.group, nbytes)
+
+    def clock(self, part: Sizes) -> Clock:
+        """What the product takes, and where."""
         clock, machine = Clock(self.machine.overhead, self.agreement), self.machine
-        x, y, z, rows, cols, depth = part.x, part.y, part.z, part.rows, part.cols, part.depth
-        along_x, along_y, along_z = self._way(x, 1), self._way(y, x), self._way(z, x * y)
+        x, y, z, rows, depth = part.x, part.y, part.z, part.rows, part.depth
+        along_y = self.along(x, y, z)[1]
         own_rows, widths, depths = -(-rows // x), [width for width in part.widths() if width * rows], part.depths()
 
         def begin(deep: int) -> tuple[Under, Under]:
-            coming_a = coming_b = NOTHING
             packed = 2 * self.size * deep * (own_rows if x > 1 else rows) if deep < depth else 0
             if packed >= LEAST_PASS * min(z, depth):
                 clock.passes(machine.pass_seconds("copy", packed))
-            if x > 1 and deep * rows:
-                nbytes = _gathered(rows, x, deep * self.size)
-                coming_a = clock.begin(along_x, machine.collective_seconds("all_gather", along_x.group, nbytes))
-            if z > 1 and deep * cols:
-                nbytes = _gathered(deep, z, cols * self.size)
-                coming_b = clock.begin(along_z, machine.collective_seconds("all_gather", along_z.group, nbytes))
-            return coming_a, coming_b
+            return self.begin_a(clock, part, deep), self.begin_b(clock, part, deep)
 
         coming = begin(depths[0])
         for panel, deep in enumerate(depths[:-1], 1):
@@ -205,23 +228,23 @@ class ProductCosts:
             clock.wait(coming[1], "z")
             coming = begin(depths[panel])
             for width, times in Counter(widths).items():
-                self._multiply(clock, rows, width, deep, times, True, panel > 1)
+                self.multiply(clock, rows, width, deep, times, True, panel > 1)
         clock.wait(coming[0], "x")
         clock.wait(coming[1], "z")
         before = NOTHING
         for width in widths:
-            self._multiply(clock, rows, width, depths[-1], 1, part.panels > 1, part.panels > 1)
+            self.multiply(clock, rows, width, depths[-1], 1, part.panels > 1, part.panels > 1)
             if self._low and part.panels > 1:
                 clock.passes(machine.pass_seconds("add", (4 + self.size) * rows * width))
             if y > 1:
-                nbytes = round(width * _summed(rows, y, self.dtype, along_y.spread)[0])
-                summed = clock.begin(along_y, machine.collective_seconds("reduce_scatter", along_y.group, nbytes))
+                summed = clock.begin(along_y, self.sum_seconds(part, width))
                 clock.wait(before, "y")
                 before = summed
         clock.wait(before, "y")
         return clock
 
-    def _multiply(self, clock: Clock, m: int, n: int, k: int, times: int, several: bool, adds: bool) -> None:
+    def multiply(self, clock: Clock, m: int, n: int, k: int, times: int = 1, several: bool = False,
+                 adds: bool = False) -> None:
         """So many GEMMs, with what else low precision takes: copies of float16, sums of bfloat16 in float32."""
         if not k:
             return

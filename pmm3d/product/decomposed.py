@@ -19,8 +19,8 @@ from .panels import OperandPanels, ResultStrips
 
 def multiply_decomposed(plan: RankPlan, a: OperandPanels, b: OperandPanels, strips: ResultStrips) -> None:
     """This rank's part of a product of one panel; collective."""
-    rows, coming = ComingRows(a), b.start(0)
-    panel = coming.wait()
+    coming = b.start(0)
+    rows, panel = ComingRows(a), coming.wait()
     b.conjugate(panel)
     sums = LeavingSums(plan, strips) if plan.reduces else None
     for start, stop in sums.blocks() if sums else [(0, plan.rows)]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..arrays import Array, Slab
 from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
-from ..model.planning import PANELS_ACROSS_HOSTS, plan_product
+from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
 from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
 from .kept import KeptProducts
+from .overlapping import way_of
 from .panels import OperandPanels, ResultStrips, met
 from .plans import RecentPlans
 from .posted import Factors, Posted, can_post
@@ -36,14 +38,15 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     out  (m, n)  rows over z, cols over x, sharded over y: C, written in place; a new matrix in Layout.C if left out
 
     panels          cut the product into so many panels along k, and the columns of C into as many strips, so that
-                    communication runs under the GEMM; 1 on one node and 4 across nodes if left out. Sums along k then
-                    run in another order.
+                    communication runs under the GEMM; as overlap says if left out. Sums along k then run in another
+                    order
     max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
                     along k, and by moving in rounds
     overlap         how communication runs under the GEMM: "none", in "panels" (4 if their number is left out), or
                     "decomposed": the rows of A are multiplied as they come, one rank's after the other, and the rows
                     of C that others keep are sent to them as they are done; bytes, and the order of sums, are those
-                    of one panel. If left out, as `panels` says
+                    of one panel. "auto", and if left out PMM3D_OVERLAP: none on one node; across nodes the fastest by
+                    the machine that was measured here (rank 0 notes which), in panels where none was
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
@@ -158,25 +161,23 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     """The plan, and this rank's part of it if it has one; the recent ones are kept with the grid."""
     grid, c = a.grid, None if out is None else _operand(out)
     plans = grid.attached.setdefault(ProductPlan, RecentPlans())
+    plan_with = partial(plan_product, _operand(a), _operand(b), c, a.dtype, grid.shape,
+                        gemm_copies=a.library.gemm_copies, spreads=tuple(map(grid.spread_of, "xyz")),
+                        in_node=axes_in_node(grid) if a.shared or b.shared else frozenset())
 
     def make() -> tuple[ProductPlan, RankPlan | None]:
-        wanted = _panels(overlap, grid.hosts) if panels is None else int(panels)
-        plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape, panels=wanted,
-                            max_workspace=max_workspace, gemm_copies=a.library.gemm_copies,
-                            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
-                            spreads=tuple(map(grid.spread_of, "xyz")), decomposed=overlap == "decomposed")
+        way = overlap
+        if panels is None:
+            way = way_of(grid, plan_with(), overlap, a.library.on_host)
+            if overlap in (None, AUTO) and way == "decomposed" and max_workspace is not None:
+                way = "panels"  # of which there may be more, until they fit
+        wanted = int(panels or (PANELS_ACROSS_HOSTS if way == "panels" else 1))
+        plan = plan_with(panels=wanted, max_workspace=max_workspace, decomposed=way == "decomposed")
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
     asked = panels, max_workspace, overlap
     return plans.get((_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *asked), make)
-
-
-def _panels(overlap: str | None, hosts: int) -> int:
-    """Where their number is left out."""
-    if overlap is None:
-        return 1 if hosts == 1 else PANELS_ACROSS_HOSTS
-    return PANELS_ACROSS_HOSTS if overlap == "panels" else 1
 
 
 def _operand(matrix: StoredMatrix) -> Operand:

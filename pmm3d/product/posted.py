@@ -1,4 +1,4 @@
-"""A product of one panel whose messages are the same each time: persistent requests of MPI."""
+"""A product of one panel and strip whose messages are the same each time: persistent requests of MPI."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Factors(NamedTuple):
 
 
 def can_post(plan: ProductPlan, in_place: bool, a: StoredMatrix) -> bool:
-    """Whether the product is one panel of host memory that lies right, along axes on which all send to all, and not by
-    nodes.
+    """Whether the product is one panel, and one strip, of host memory that lies right, along axes on which all send to
+    all, and not by nodes.
 
     in_place   whether nothing is redistributed
     """
     sizes = [getattr(a.grid.shape, axis) for axis in plan.roles]
     return (in_place and a.grid.dry_run is None and not a.grid.engine.debug and a.library.on_host
-            and plan.dtype not in LOW_PRECISION and plan.panels == 1 and not any(plan.shared) and not plan.sums_in_place
-            and not plan.decomposed
+            and plan.dtype not in LOW_PRECISION and plan.panels == plan.strips == 1 and not any(plan.shared)
+            and not plan.sums_in_place and not plan.decomposed
             and max(sizes) <= DIRECT and (plan.c == 0 or sizes[1] == 1)
             and not any(spread.inside > 1 for spread in plan.spreads))
 

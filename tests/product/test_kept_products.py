@@ -51,6 +51,15 @@ def test_bits_and_bytes_stay_the_same(comm, dtype):
             assert c.fills == 5
 
 
+def test_products_in_strips_stay_right(comm):
+    for shape in SHAPES[comm.size]:
+        with Grid(comm, shape) as grid:
+            a, b, c = operands(grid, size=(13, 200, 11))
+            for _ in range(3):
+                matmul(a, b, out=c, panels=3)
+                np.testing.assert_allclose(c.gather(), a.gather() @ b.gather(), rtol=1e-12)
+
+
 def test_new_values_are_multiplied(comm):
     with Grid(comm) as grid:
         a, b, c = operands(grid)

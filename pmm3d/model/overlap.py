@@ -1,0 +1,75 @@
+"""How a product's communication runs under its GEMM: each way replayed by a machine, and the fastest one taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from ..layout import offsets, part_sizes
+from .planning import PANELS_ACROSS_HOSTS
+from .product_costs import NOTHING, Clock, ProductCosts, Sizes
+from .stages import DIRECT
+
+WORTH = 1.02
+"""Times as fast that a way must be, by the model, as those before it: of ways that no model tells apart the plainest is
+taken."""
+Sizes3 = tuple[int, int, int]
+
+
+def best_way(seconds: Mapping[str, float]) -> str:
+    """Of "none", "panels" and "decomposed", by what each takes.
+
+        >>> best_way({"none": 1.0, "panels": 0.99}), best_way({"none": 1.0, "panels": 0.9, "decomposed": 0.89})
+        ('none', 'panels')
+    """
+    best, *others = seconds
+    for way in others:
+        if WORTH * seconds[way] < seconds[best]:
+            best = way
+    return best
+
+
+def clocks_of(costs: ProductCosts, grid: Sizes3, rows_come: bool = True) -> dict[str, Clock]:
+    """What a product takes on a grid x, y, z by each way that there is for it, the plainest first.
+
+    rows_come   whether A is gathered by rows, so that they can be multiplied as they come; else it comes whole
+    """
+    whole = costs.sizes(*grid, panels=1)
+    found = {"none": costs.clock(whole)}
+    cut = costs.sizes(*grid, panels=PANELS_ACROSS_HOSTS)
+    if cut.panels > 1 or cut.strips > 1:
+        found["panels"] = costs.clock(cut)
+    flat = all(spread.inside == 1 for spread in costs.spreads(*grid))
+    if flat and max(grid) <= DIRECT and (grid[0] > 1 and rows_come or grid[1] > 1):
+        found["decomposed"] = _decomposed(costs, whole, rows_come)
+    return found
+
+
+def _decomposed(costs: ProductCosts, part: Sizes, rows_come: bool) -> Clock:
+    """As `multiply_decomposed` does it: B first, then the rows of A, one rank's after the other under the GEMMs; of C
+    the rows of other ranks first, each rank's on its way under the GEMMs of the next."""
+    clock = Clock(costs.machine.overhead, costs.agreement)
+    along_x, along_y, _ = costs.along(part.x, part.y, part.z)
+    deep, pieces = part.depth, part.x if rows_come else 1
+    coming_b = costs.begin_b(clock, part, deep)
+    shares = max(1, pieces - 1)
+    coming = [costs.begin_a(clock, part, deep, shares) for _ in range(shares)]
+    clock.wait(coming_b, "z")
+    if pieces == 1:
+        clock.wait(coming.pop(), "x")
+    edges = list(pairwise(offsets(part_sizes(part.rows, pieces))))
+    in_order, leaving = [edges[0], *reversed(edges[1:])], []
+    blocks = list(pairwise(offsets(part_sizes(part.rows, part.y))))
+    for number, (start, stop) in enumerate([*blocks[1:], blocks[0]], 1):
+        for index, (first, last) in enumerate(in_order):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                if index:
+                    clock.wait(coming[index - 1], "x")
+                    coming[index - 1] = NOTHING
+                costs.multiply(clock, high - low, part.cols, deep)
+        if number < part.y:
+            leaving.append(clock.begin(along_y, costs.sum_seconds(part, part.cols) / (part.y - 1)))
+    for under in leaving:
+        clock.wait(under, "y")
+    return clock

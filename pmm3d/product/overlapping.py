@@ -1,0 +1,58 @@
+"""Which way the communication of a product runs under its GEMM, where the caller leaves it open."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ..comm import Grid
+from ..layout import AXES
+from ..model.notes import show_notes
+from ..model.plan import ProductPlan
+from ..model.planning import AUTO
+
+if TYPE_CHECKING:
+    from ..model.machines import Machine
+
+logger = logging.getLogger("pmm3d.comm")
+
+
+def way_of(grid: Grid, plan: ProductPlan, asked: str | None, on_host: bool = True) -> str:
+    """"none", "panels" or "decomposed", for a product whose plan in one panel this is; the same on every rank.
+
+    asked     by the caller; None or "auto": as PMM3D_OVERLAP says, and if that leaves it open too, on one node "none",
+              on several the fastest by the machine that was measured here, and "panels" where none was, or not how
+              much it hides, for arrays on devices, or where operands or C are whole on the ranks that would exchange
+              them
+    on_host   whether the GEMM runs there
+    """
+    if asked not in (None, AUTO):
+        return str(asked)
+    if grid.overlap != AUTO:
+        return grid.overlap
+    if grid.hosts == 1:
+        return "none"
+    m_axis, k_axis, n_axis = plan.roles
+    held = (plan.a, n_axis), (plan.b, m_axis), (plan.c, k_axis)
+    machine = grid.machine if on_host else None
+    if machine is None or not machine.hidden or any(dim < 0 and getattr(grid.shape, axis) > 1 for dim, axis in held):
+        return "panels"
+    return _fastest(grid, plan, machine)
+
+
+def _fastest(grid: Grid, plan: ProductPlan, machine: Machine) -> str:
+    from ..model.overlap import best_way, clocks_of
+    from ..model.product_costs import ProductCosts
+
+    x, y, z = (getattr(grid.shape, axis) for axis in reversed(plan.roles))
+    costs = ProductCosts((plan.m, plan.n, plan.k), x * y * z, plan.dtype, machine, run=grid.run,
+                         beside=grid.shape.size // (x * y * z), roles=plan.roles)
+    found = {way: clock.now for way, clock in clocks_of(costs, (x, y, z), rows_come=plan.a == 0).items()}
+    way = best_way(found)
+    if grid.rank == 0 and len(found) > 1:
+        show_notes("pmm3d.comm")
+        logger.info("matmul of %s on %s: overlap %s (%s by the model of %s)", f"{plan.m} x {plan.n} x {plan.k}",
+                    "x".join(str(getattr(grid.shape, axis)) for axis in AXES[:3]), way,
+                    ", ".join(f"{each} {1e3 * seconds:.3g} ms" for each, seconds in found.items()),
+                    machine.name)
+    return way
