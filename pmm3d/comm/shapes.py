@@ -17,7 +17,6 @@ from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
-from ..model.planning import PANELS_ACROSS_HOSTS
 from ..model.ranking import Product, nominal, rank_products, ranked_grids
 from .processes import Processes
 
@@ -77,7 +76,7 @@ class Auto:
         """
         per_node, run = processes.per_node(), processes.run()
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
-        panels = 1 if processes.hosts == 1 else PANELS_ACROSS_HOSTS
+        panels = 1 if processes.hosts == 1 else None
         limit = NO_LIMIT if self.memory is None else self.memory
         ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
                                 panels=panels, run=run, beside=self.ranks // self.left)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from ..layout import offsets, part_sizes
+from .candidates import Candidate
 from .planning import PANELS_ACROSS_HOSTS
 from .product_costs import NOTHING, Clock, ProductCosts, Sizes
 from .stages import DIRECT
@@ -27,6 +28,13 @@ def best_way(seconds: Mapping[str, float]) -> str:
         if WORTH * seconds[way] < seconds[best]:
             best = way
     return best
+
+
+def priced(costs: ProductCosts, grid: Sizes3) -> Candidate:
+    """The grid as a candidate, by the best way."""
+    clocks = clocks_of(costs, grid)
+    way = best_way({name: clock.now for name, clock in clocks.items()})
+    return costs.priced(*grid, panels=PANELS_ACROSS_HOSTS if way == "panels" else 1, clock=clocks[way], overlap=way)
 
 
 def clocks_of(costs: ProductCosts, grid: Sizes3, rows_come: bool = True) -> dict[str, Clock]:

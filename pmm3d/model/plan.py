@@ -114,6 +114,11 @@ class ProductPlan:
     sums_in_place: bool = False
     decomposed: bool = False
 
+    @property
+    def overlap(self) -> str:
+        """How its communication runs under the GEMM, as of `matmul`."""
+        return "decomposed" if self.decomposed else "panels" if max(self.panels, self.strips) > 1 else "none"
+
     @cached_property
     def a_layout(self) -> Layout:
         m, k, n = self.roles

@@ -132,17 +132,21 @@ class ProductCosts:
             work += sum(aligned(4 * elements) for elements in wide)
         return {"shards": shards, "workspace": work}
 
-    def priced(self, x: int, y: int, z: int) -> Candidate:
-        """The grid as a candidate; memory and bytes are the plan's."""
-        part = self.sizes(x, y, z)
-        clock = self.clock(part)
+    def priced(self, x: int, y: int, z: int, panels: int | None = None, clock: Clock | None = None,
+               overlap: str = "") -> Candidate:
+        """The grid as a candidate; memory and bytes are the plan's.
+
+        clock     of another way to overlap, which is then named
+        """
+        part = self.sizes(x, y, z, panels)
+        clock = clock or self.clock(part)
         plan = ProductPlan(*self.product, self.dtype, GridShape(x, y, z), panels=part.panels, strips=part.strips,
-                           spreads=self.spreads(x, y, z))
+                           spreads=self.spreads(x, y, z), decomposed=overlap == "decomposed")
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
         received = max(self._received(rank, part) for rank in plan.fullest)
         terms = {name: spent for name, spent in clock.terms.items() if spent}
         return Candidate(plan.grid, clock.now, terms, {"shards": fullest.shards, "workspace": fullest.workspace},
-                         received)
+                         received, overlap=overlap)
 
     def _received(self, rank: RankPlan, part: Sizes) -> int:
         """Bytes that a rank receives: the sum of its `bytes_received`, without a look at where the panels' rows lie."""

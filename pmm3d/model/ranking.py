@@ -11,6 +11,7 @@ from .bounds import Product, lower_bound
 from .candidates import Candidate, Ranking, preset_of
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
+from .overlap import priced
 from .plan import ProductPlan
 from .product_costs import ProductCosts
 
@@ -66,7 +67,8 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     exact     whether no rank is to be left idle; else grids of more than half of the ranks (`shapes_up_to`)
     top       so many are looked at in detail, and those of presets ("fsdp", "megatron"); the others are estimated, or
               left out unless exact
-    panels    as of `matmul`
+    panels    as of `matmul`. If left out, grids across nodes that are looked at in detail have the best way to overlap
+              (`pmm3d.model.overlap`), where it is known how much the machine hides
     run       ranks that follow each other on a node, if not all of a node's
     beside    ranks along other axes of the grid
 
@@ -81,12 +83,14 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     costs = ProductCosts(product, ranks, dtype, machine, panels, run, beside)
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
     shapes = shapes_of(ranks) if exact else shapes_up_to(costs, ranks, limit)
+    choose = panels is None and costs.panels > 1 and bool(machine.hidden)
     kept, dropped = list[Candidate](), list[Candidate]()
     for shape in _in_order(costs, shapes):
         if sum(costs.held(*shape).values()) > NEAR * limit:
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape))
         elif len(kept) < top or preset_of(GridShape(*shape)):
-            candidate = replace(costs.priced(*shape), preset=preset_of(GridShape(*shape)))
+            found = priced(costs, shape) if choose else costs.priced(*shape)
+            candidate = replace(found, preset=preset_of(GridShape(*shape)))
         elif exact:
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape), estimated=True)
         else:
@@ -98,6 +102,8 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
             kept.append(candidate)
     if not kept:
         raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped))
+    if choose:
+        kept.sort(key=lambda candidate: (candidate.estimated, _rounded(candidate.seconds, DIGITS)))
     return Ranking(f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype,
                    len(shapes))
 

@@ -45,8 +45,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     overlap         how communication runs under the GEMM: "none", in "panels" (4 if their number is left out), or
                     "decomposed": the rows of A are multiplied as they come, one rank's after the other, and the rows
                     of C that others keep are sent to them as they are done; bytes, and the order of sums, are those
-                    of one panel. "auto", and if left out PMM3D_OVERLAP: none on one node; across nodes the fastest by
-                    the machine that was measured here (rank 0 notes which), in panels where none was
+                    of one panel. "auto", or left out: as PMM3D_OVERLAP says, or else none on one node, across nodes
+                    the fastest by the machine that was measured here (rank 0 notes which), in panels where none was
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
@@ -151,9 +151,9 @@ class Prepared(Generic[Matrix]):
 
 
 def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
-             max_workspace: int | None) -> ProductPlan:
+             max_workspace: int | None, overlap: str | None = None) -> ProductPlan:
     """The plan of `matmul` for these arguments."""
-    return _planned(a, b, out, panels, max_workspace, None)[0]
+    return _planned(a, b, out, panels, max_workspace, overlap)[0]
 
 
 def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,

@@ -12,6 +12,7 @@ from pmm3d.comm import communicator
 from pmm3d.model import machines
 from pmm3d.model.overlap import best_way, clocks_of
 from pmm3d.model.product_costs import ProductCosts
+from pmm3d.model.ranking import rank_products
 from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([2, 4])
@@ -41,10 +42,6 @@ def operands(grid, size):
             DistMatrix.random(grid, (k, n), seed=2, distribution="integers", layout=Layout.B))
 
 
-def way(plan):
-    return "decomposed" if plan.decomposed else "none" if max(plan.panels, plan.strips) == 1 else "panels"
-
-
 def wanted_way(grid, size, roles=("z", "y", "x"), rows_come=True):
     sizes = [getattr(grid.shape, axis) for axis in reversed(roles)]
     costs = ProductCosts(size, grid.size, "float64", grid.machine, run=1, roles=roles)
@@ -58,7 +55,7 @@ def test_the_fastest_way_by_the_model_is_taken(comm, measured, size):
         with Grid(comm, shape) as grid:
             a, b = operands(grid, size)
             c = matmul(a, b)
-            assert way(plan_for(a, b, None, None, None)) == wanted_way(grid, size)
+            assert plan_for(a, b, None, None, None).overlap == wanted_way(grid, size)
             assert np.array_equal(c.gather(), a.gather() @ b.gather())
             with MatmulPlan(a, b) as plan:
                 assert np.array_equal(plan().gather(), c.gather())
@@ -68,7 +65,7 @@ def test_more_than_one_way_is_taken(comm, measured):
     found = set()
     for shape in SHAPES[comm.size]:
         with Grid(comm, shape) as grid:
-            found |= {way(plan_for(*operands(grid, size), None, None, None)) for size in (*SIZES, (4096, 512, 512))}
+            found |= {plan_for(*operands(grid, size), None, None, None).overlap for size in (*SIZES, (4096, 512, 512))}
     assert len(found) > 1, found
 
 
@@ -82,7 +79,7 @@ def test_adjoints_are_priced_by_the_axes_that_they_take(comm, measured):
             for left, right, product in ((c, b.T, (m, k, n)), (a.T, c, (k, n, m))):
                 plan = plan_for(left, right, None, None, None)
                 assert not plan.moves
-                assert way(plan) == wanted_way(grid, product, plan.roles, plan.a == 0)
+                assert plan.overlap == wanted_way(grid, product, plan.roles, plan.a == 0)
                 assert np.array_equal(matmul(left, right).gather(), left.gather() @ right.gather())
 
 
@@ -124,6 +121,17 @@ def test_in_panels_where_nothing_was_measured_and_plain_on_one_node(comm, own_no
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "node0")
     with Grid(comm, (comm.size, 1, 1)) as grid:
         assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == 1
+
+
+def test_grids_are_ranked_by_the_ways_that_products_take(comm, measured):
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        found = rank_products((4096, 512, 512), comm.size, "float64", grid.machine).candidates
+        assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
+        for candidate in found:
+            with Grid(comm, candidate.grid[:3]) as other:
+                plan = plan_for(*operands(other, (4096, 512, 512)), None, None, None)
+                assert plan.overlap == candidate.overlap
+                assert plan.memory == sum(candidate.memory.values())
 
 
 def test_a_limit_of_memory_is_kept_by_panels(comm, measured):

@@ -11,6 +11,7 @@ import typer
 
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
+from ...model.planning import OVERLAPS
 from ..outputs import check_writable
 from ..progress import progress
 from ..ranks import all_ranks, on_first
@@ -52,8 +53,11 @@ def bench_command(
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
     panels: Annotated[int | None, typer.Option(min=1, help="Along k, and as many strips of C, so that communication "
-                                                           "runs under the GEMM. Left out: 1 on one node, 4 across "
-                                                           "nodes.")] = None,
+                                                           "runs under the GEMM. Left out: as --overlap says.")] = None,
+    overlap: Annotated[str, typer.Option(help="How communication runs under the GEMM: none; panels; decomposed: what "
+                                              "has come is multiplied while the next travels; auto: none on one node, "
+                                              "across nodes the fastest by the measured machine.",
+                                         callback=_one_of(*OVERLAPS))] = "auto",
     max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here; a list for --grid all.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
@@ -86,7 +90,7 @@ def bench_command(
 
         on_first(comm, lambda: _check_output(json, plot, trace))
         case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
-                          max_workspace=max_workspace, reference=reference)
+                          max_workspace=max_workspace, reference=reference, overlap=overlap)
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
             _show(results)

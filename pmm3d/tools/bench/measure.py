@@ -86,7 +86,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
         at_once = max(at_once, rate_at_once(grid, case, limit.shape))
     say("verification")
     check = _verified(case, a, b, c)
-    plan, blas = plan_for(a, b, c, case.panels, case.max_workspace), machine.blas_of(a.library)
+    plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
     nodes = hosts(grid.comm, blas.threads)
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
@@ -106,7 +106,8 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
 
 def _options(case: Case) -> dict[str, Any]:
     """Of matmul."""
-    return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32}
+    return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32,
+            "overlap": case.overlap}
 
 
 def _limit(grid: Grid, case: Case) -> Limit:
@@ -249,7 +250,8 @@ def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
 def _partition(grid: Grid, plan: ProductPlan) -> Partition:
     first = plan.on_rank(FIRST)
     blocks = {"A": [first.rows, first.depth], "B": [first.depth, first.cols], "C": [first.rows, first.cols]}
-    return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips)
+    return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips,
+                     plan.overlap)
 
 
 def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:

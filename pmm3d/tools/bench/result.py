@@ -31,6 +31,7 @@ class Case(NamedTuple):
     max_workspace: int | None = None
     tf32: bool = False
     reference: str = ""
+    overlap: str | None = None
 
     @classmethod
     def named(cls, m: int, n: int, k: int, dtype: str, array: str, **options: Any) -> Case:
@@ -47,7 +48,8 @@ class Case(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C."""
+    """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C; overlap: how its
+    communication runs under the GEMM, as of `matmul`."""
 
     ranks: int
     grid: list[int]
@@ -55,6 +57,7 @@ class Partition(NamedTuple):
     blocks: dict[str, list[int]]
     panels: int
     strips: int
+    overlap: str = ""
 
 
 class Limit(NamedTuple):

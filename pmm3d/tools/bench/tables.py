@@ -73,7 +73,7 @@ def _product(result: Result) -> Table:
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
     return _rows("[bold]Product[/]", {
         "grid": f"{result.shape} of {partition.ranks} ranks{idle}; {partition.panels} panel(s) along k, "
-                f"{partition.strips} strip(s) of C",
+                f"{partition.strips} strip(s) of C; overlap {partition.overlap}",
         "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in partition.blocks.items()),
         "memory a rank": f"{in_bytes(memory.model_memory)} of matrices and work arrays "
                          f"({in_bytes(memory.workspace_bytes)} work); resident {in_bytes(memory.peak_memory)}, grew "

@@ -227,6 +227,7 @@ class Benchmark(Part):
     blocks: dict[str, Span]
     panels: Count
     strips: Count | None = None
+    overlap: str = ""
     steps: Count | None = None
     seconds: Amounts
     gflops: Amount

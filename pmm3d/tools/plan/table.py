@@ -47,6 +47,8 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
         columns["peak\n%"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         columns["bytes over\nbound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
+    if any(candidate.overlap for candidate in shown.all):
+        columns["overlap"] = lambda candidate: candidate.overlap
     for term in names((candidate.terms for candidate in shown.all), TERMS):
         columns[HEADERS.get(term, term)] = lambda candidate, term=term: (  # type: ignore[misc]
             figure(candidate.terms.get(term, 0.0) / scale, decimals))
