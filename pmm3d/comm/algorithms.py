@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
 from ..layout import itemsize, offsets, part_sizes
 from ..model.stages import Stage, stages, stages_of
@@ -33,6 +35,16 @@ from .transport import Collective, Level, Link
 
 Counts = Sequence[int]
 """Rows of each rank's part."""
+
+
+def meeting(link: Link) -> Collective[None]:
+    """Wait until all ranks of the link have come so far; what they wrote before is seen then by all. Empty messages,
+    each round twice as far along the ring."""
+    distance, nothing = 1, np.empty(0, np.uint8)
+    while distance < link.size and not link.dry:
+        yield [link.comm.Irecv(nothing, (link.rank - distance) % link.size, link.tag),
+               link.comm.Isend(nothing, (link.rank + distance) % link.size, link.tag)]
+        distance *= 2
 
 
 def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts) -> Collective[Array]:

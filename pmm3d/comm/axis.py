@@ -14,7 +14,7 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from ..model.spread import FLAT
 from . import collectives, forms
-from .algorithms import Counts
+from .algorithms import Counts, meeting
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
@@ -151,17 +151,8 @@ class Axis:
                                  lambda link: forms.exchanged(link, library, pieces, landing, work))
 
     def meet(self, name: str) -> Pending:
-        """Begin to wait until all members have come so far; what they wrote before is seen then by all. Empty messages,
-        each round twice as far along the ring."""
-
-        def steps(link: Link) -> Collective[None]:
-            distance, nothing = 1, np.empty(0, np.uint8)
-            while distance < link.size and not link.dry:
-                yield [link.comm.Irecv(nothing, (link.rank - distance) % link.size, link.tag),
-                       link.comm.Isend(nothing, (link.rank + distance) % link.size, link.tag)]
-                distance *= 2
-
-        return self.begin(name, steps)
+        """Begin to wait until all members have come so far; what they wrote before is seen then by all."""
+        return self.begin(name, meeting)
 
     def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
                  receives: Sequence[Message], number: int = 0) -> Exchange:

@@ -162,6 +162,18 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak_share(rollup: str = "/proc/self/smaps_rollup") -> int:
+    """`peak_memory`, of pages that several processes have now only this one's part: summed over the processes of a
+    node, each page counts once."""
+    try:
+        with open(rollup) as lines:
+            sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines
+                     if line.startswith(("Rss:", "Pss:"))}
+        return max(0, peak_memory() - sizes["Rss"] + sizes["Pss"])
+    except (OSError, KeyError):
+        return peak_memory()
+
+
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
     """Bytes that this node could still give to programs, no more than the job's limit; 0 where the system does not
     say."""

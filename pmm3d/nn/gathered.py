@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary, ref
 
 from ..arrays import Array
@@ -13,6 +13,9 @@ from ..comm import Grid, Pending
 from ..model.machine import available_memory
 from .compute import Form, changed
 from .overlap import Overlap
+
+if TYPE_CHECKING:
+    from .one_copy import OneCopy
 
 IDLE_PAUSES = 8
 """A weight that so many passes did not use is taken for one of a network that is gone."""
@@ -31,12 +34,14 @@ class Weight(Protocol):
 class Gathered:
     """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
     is kept. number: in the order of first use; following: the weight that was needed next the last time, and in which
-    phase, by the phase of the pass; promise: the `unchanged` in which it was gathered."""
+    phase, by the phase of the pass; promise: the `unchanged` in which it was gathered. copy: what the ranks of the node
+    share of it."""
 
     number: int
     version: int = -1
     nbytes: int = 0
     pending: Pending | None = None
+    copy: OneCopy | None = None
     block: Array = None
     promise: object = None
     following: dict[str, tuple[ref[Weight], str]] = field(default_factory=dict)
@@ -61,6 +66,7 @@ class Weights:
         self._last: tuple[ref[Gathered], str] | None = None
         self.budget: int | None = None
         self._promise: object = None
+        grid.at_close(self._gathered.clear)
 
     def take(self, weight: Weight, phase: str) -> Array:
         """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
@@ -77,12 +83,13 @@ class Weights:
         block = gathered.block
         if block is None:
             gathered.promise = self._promise
-            pending, gathered.pending = gathered.pending or self._start(weight), None
+            pending, gathered.pending = gathered.pending or self._start(weight, gathered), None
             block = pending.wait()
         self._kept.pop(gathered.number, None)
-        if gathered.block is not None or self._keeps(gathered.nbytes):
+        nbytes = gathered.nbytes if gathered.copy is None else 0
+        if gathered.block is not None or gathered.copy is not None or self._keeps(nbytes):
             gathered.block = block
-            self._kept[gathered.number] = gathered.nbytes, self._pauses
+            self._kept[gathered.number] = nbytes, self._pauses
         if self.overlap.oag:
             self._prefetch(weight, gathered, phase)
         return block
@@ -99,7 +106,7 @@ class Weights:
         self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
         for gathered in self._gathered.values():
             if gathered.number not in self._kept:
-                gathered.block = None
+                gathered.block = gathered.copy = None
 
     def unchanged(self) -> AbstractContextManager[None]:
         """In this context no values change: what is gathered, and kept, serves all forward passes in it."""
@@ -130,10 +137,16 @@ class Weights:
                 return
             self._drop_unusable(ahead, next_phase)
             if ahead.block is None and ahead.pending is None:
-                ahead.pending = self._start(following)
+                ahead.pending = self._start(following, ahead)
 
-    def _start(self, weight: Weight) -> Pending:
+    def _start(self, weight: Weight, gathered: Gathered) -> Pending:
         grid, counts, shard = self._grid, weight.form.counts("z"), weight.shard
+        if self.overlap.shared_weights:
+            from .one_copy import OneCopy
+
+            gathered.copy = gathered.copy or OneCopy(grid, weight.form)
+            return gathered.copy.fill(shard)
+        gathered.copy = None
         block = weight.form.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
             return grid.z.gather_into(shard, block, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import Pmm3dError
 from ..layout import itemsize, part_range
 
 STRIPS_ACROSS_HOSTS = 8
@@ -31,6 +32,9 @@ class Overlap:
                             backward pass; False: kept for it, and from pass to pass in `nn.unchanged`; None: kept while
                             they take no more than `keep_bytes`
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
+    shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
+                            memory that they share: each writes its shard there, and none are sent. It stays for the
+                            backward pass. For networks of numpy arrays; other grids and dry runs refuse it
     regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
                             the shard, and gather it again for the backward pass; False: keep what was gathered
 
@@ -47,6 +51,12 @@ class Overlap:
     reshard_after_forward: bool | None = None
     keep_bytes: int | None = None
     regather_inputs: bool = False
+    shared_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shared_weights and self.reshard_after_forward:
+            raise Pmm3dError("Overlap: shared_weights=True keeps the one copy of a node for the backward pass, which "
+                             "reshard_after_forward=True forbids: leave one of them out")
 
     @classmethod
     def none(cls, **others: Any) -> Overlap:

@@ -53,8 +53,9 @@ class DistMatrix(StoredMatrix):
     labels_below   of integers that all ranks know to be at least 0 and below: how many classes; else None
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
-    `library`: "numpy", "torch", "torch:DEVICE" or "cupy". Bad arguments raise on every rank: LayoutError, DTypeError,
-    DisagreementError. Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
+    `library`: "numpy", "torch", "torch:DEVICE" or "cupy". With `shared` the shards lie in memory that the ranks of a
+    node share (see `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
+    Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
     In a layout with `sums` the matrix is the sum of what the ranks along those axes hold. `from_local` takes each
     rank's partial sum; the other methods leave the matrix to the first of them, and the others' shards are zero.
@@ -90,16 +91,24 @@ class DistMatrix(StoredMatrix):
             kind = check_matrix_dtype(dtype_named(dtype), library)
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = None if shared else library.empty(box.shape, kind)
-        window = None
         if shared:
-            with grid.together("DistMatrix.empty", always=True):
-                window, local = window_of(grid, axis, shards(shape, layout, grid), kind)
+            return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, lambda room: None)
+        return cls(grid, local, shape, layout)
+
+    @classmethod
+    def _in_window(cls, grid: Grid, what: str, axis: str, shape: Shape, layout: Layout, dtype: str,
+                   fill: Callable[[Array], None]) -> DistMatrix:
+        """In memory that the ranks of that axis share; fill(shard) writes this rank's. Collective."""
+        with grid.together(what, always=True):
+            window, local = window_of(grid, axis, shards(shape, layout, grid), dtype)
+            fill(local)
         matrix = cls(grid, local, shape, layout)
         matrix.window = window
         return matrix
 
     @classmethod
-    def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None) -> DistMatrix:
+    def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None,
+                    shared: bool = False) -> DistMatrix:
         """From the whole matrix: the same on all ranks (each copies its shard), or, with root, on that rank alone.
 
         Integers (int64) are labels, for losses and accuracy: moved, gathered, and never multiplied.
@@ -107,19 +116,23 @@ class DistMatrix(StoredMatrix):
         compared with PMM3D_DEBUG=1 only.
         """
         if root is not None:
-            return cls._scattered(grid, array, layout, root)
-        with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array)):
+            return cls._scattered(grid, array, layout, root, shared)
+        with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array), shared):
             library = grid.library(library_of(array))
             grid.transport.check_place(library, array)
-            check_matrix_dtype(library.dtype(array), library, labels=True)
-            box = shards(tuple(array.shape), layout, grid).box(grid.rank)
-            local = library.copy(array[box.within(EMPTY)])
+            kind = check_matrix_dtype(library.dtype(array), library, labels=True)
+            part = array[shards(tuple(array.shape), layout, grid).box(grid.rank).within(EMPTY)]
+            axis = sharing_axis(grid, layout, library) if shared else ""
+            local = part if shared else library.copy(part)
+        if shared:
+            return cls._in_window(grid, "DistMatrix.from_global", axis, tuple(array.shape), layout, kind,
+                                  lambda room: np.copyto(room, local))
         return cls(grid, local, array.shape, layout).keep_one()
 
     @classmethod
-    def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int) -> DistMatrix:
+    def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, shared: bool) -> DistMatrix:
         described = None
-        with together(grid, "DistMatrix.from_global", layout, root):
+        with together(grid, "DistMatrix.from_global", layout, root, shared):
             check_root("DistMatrix.from_global", root, grid)
             has_array = grid.rank == root or grid.dry_run is not None
             if has_array:
@@ -133,27 +146,36 @@ class DistMatrix(StoredMatrix):
             with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
                 grid.transport.check_place(library, *([array] if has_array else []))
+                axis = sharing_axis(grid, layout, library) if shared else ""
                 work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
-                local = library.empty(plan.target.box(grid.rank).shape, dtype)
-            library = library_of(local)
+                local = None if shared else library.empty(plan.target.box(grid.rank).shape, dtype)
+            matrix = (cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, dtype, lambda room: None)
+                      if shared else cls(grid, local, shape, layout))
+            local, library = matrix.memory, matrix.library
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
                 grid.everyone.begin("scatter", scattering, library=library).wait()
-        return cls(grid, local, shape, layout).keep_one()
+        return matrix.keep_one()
 
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
-                      dtype: Any = "float64", layout: Layout = Layout.A, library: Library = "numpy") -> DistMatrix:
+                      dtype: Any = "float64", layout: Layout = Layout.A, library: Library = "numpy",
+                      shared: bool = False) -> DistMatrix:
         """From function(i, j) of global row indices (a column) and column indices (a row).
 
         It gives the values, of two dims that numpy broadcasts to those of i and j together, or one number for all.
         """
-        with together(grid, "DistMatrix.from_function", shape, compared_dtype(dtype), layout, library_kind(library)):
+        passed = shape, compared_dtype(dtype), layout, library_kind(library), shared
+        with together(grid, "DistMatrix.from_function", *passed):
             library = grid.library(library)
             grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
+            axis = sharing_axis(grid, layout, library) if shared else ""
             local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
+        if shared:
+            return cls._in_window(grid, "DistMatrix.from_function", axis, shape, layout, dtype,
+                                  lambda room: np.copyto(room, local))
         return cls(grid, local, shape, layout).keep_one()
 
     @classmethod
@@ -176,32 +198,40 @@ class DistMatrix(StoredMatrix):
 
     @classmethod
     def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
-                  layout: Layout = Layout.A, library: Library = "numpy") -> DistMatrix:
+                  layout: Layout = Layout.A, library: Library = "numpy", shared: bool = False) -> DistMatrix:
         """From a 2D array in a .npy file or a data set in an HDF5 file; each rank reads its own slice, no other."""
         shape = 0, 0
-        with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library)):
+        with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), shared):
             library = grid.library(library)
             grid.transport.check_place(library)
             with _opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = shards(shape, layout, grid).box(grid.rank)
                 dtype = check_matrix_dtype(source.dtype.name, library)
+                axis = sharing_axis(grid, layout, library) if shared else ""
                 local = library.made(box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
         with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
             pass
+        if shared:
+            return cls._in_window(grid, "DistMatrix.from_file", axis, shape, layout, dtype,
+                                  lambda room: np.copyto(room, local))
         return cls(grid, local, shape, layout).keep_one()
 
     @classmethod
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
-               library: Library = "numpy", distribution: str = "uniform") -> DistMatrix:
+               library: Library = "numpy", distribution: str = "uniform", shared: bool = False) -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
-        passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution
+        passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, shared
         with together(grid, "DistMatrix.random", *passed):
             library = grid.library(library)
             grid.transport.check_place(library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
             box = shards(shape, layout, grid).box(grid.rank)
-            local = random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
+            axis = sharing_axis(grid, layout, library) if shared else ""
+            local = None if shared else random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
+        if shared:
+            return cls._in_window(grid, "DistMatrix.random", axis, shape, layout, dtype,
+                                  lambda room: random.fill(room, box, int(shape[1]), seed, distribution))
         return cls(grid, local, shape, layout).keep_one()
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
@@ -219,7 +249,8 @@ class DistMatrix(StoredMatrix):
                          "whole matrix on every rank (a collective call), A.local for the shard of this one")
 
     @one_thread
-    def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None) -> DistMatrix:
+    def redistribute(self, layout: Layout, grid: Grid | None = None, *, out: DistMatrix | None = None,
+                     shared: bool = False) -> DistMatrix:
         """The same matrix in another layout, on this grid or on another one over the same processes.
 
         On this grid each axis goes its way by its own collective (`pmm3d.product.relayout` says which, and what it
@@ -228,13 +259,16 @@ class DistMatrix(StoredMatrix):
         more than is wanted, and what goes to another grid, moves between all ranks: each receives, from one rank per
         piece, what it did not hold before. An axis that did replicate and is to hold partial sums leaves the matrix to
         its first rank. A conjugated view is conjugated where it arrives: what comes back is a matrix like others. The
-        ledger has it in phase "redistribute".
+        ledger has it in phase "redistribute". With `shared` what is made lies in memory that
+        the ranks of a node share (`DistMatrix.empty`), for a layout that allows it, and no `out`.
 
         Raises GridError for a grid over other processes and for an `out` on another grid, LayoutError for an `out` that
         does not fit.
         """
         grid = self.grid if grid is None else grid
         described = grid.shape if isinstance(grid, Grid) else f"a {type(grid).__name__}"
+        if shared:
+            out = self._shared_room(layout, grid, out)
         with ExitStack() as borrowed:
             with self.grid.together("redistribute", self.signature, layout, described, signature_of(out)):
                 self._check_target(layout, grid, out)
@@ -246,6 +280,17 @@ class DistMatrix(StoredMatrix):
             fill()
         out.fills += 1
         return out
+
+    def _shared_room(self, layout: Layout, grid: Any, out: Any) -> DistMatrix:
+        """A matrix of this shape and order in shared memory. Collective."""
+        with self.grid.together("redistribute", self.signature, layout, signature_of(out), True):
+            if out is not None:
+                raise LayoutError("redistribute: out= has its memory, and shared= asks for new: leave one of them out")
+        options: Any = {"dtype": self.dtype, "library": self.library, "shared": True}
+        if self.order == "C":
+            return type(self).empty(grid, self.shape, layout=layout, **options)
+        turned = layout.T if isinstance(layout, Layout) else layout
+        return type(self).empty(grid, self.shape[::-1], layout=turned, **options).T
 
     def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:
         if not isinstance(grid, Grid):

@@ -341,3 +341,57 @@ def test_other_products_leave_shared_sums_to_those_that_asked(comm, grids):
         matmul(a, b)
         moved = grid.ledger.total(phase="reduce C").received
         assert (moved > 0) == (grid.shape.y > 1)
+
+
+MADE = {
+    "from_function": lambda grid, **how: DistMatrix.from_function(grid, (23, 17), lambda i, j: 10 * i + j, **how),
+    "random": lambda grid, **how: DistMatrix.random(grid, (23, 17), seed=3, distribution="normal", **how),
+    "from_global": lambda grid, **how: DistMatrix.from_global(grid, np.arange(391.0).reshape(23, 17), **how),
+    "from_global, root": lambda grid, **how: DistMatrix.from_global(
+        grid, np.arange(391.0).reshape(23, 17) if grid.rank == grid.size - 1 else None, root=grid.size - 1, **how),
+    "redistribute": lambda grid, layout=Layout.A, **how: operands(grid, (23, 5, 17))[0].redistribute(layout, **how),
+    "redistribute, transposed": lambda grid, layout=Layout.A, **how: operands(grid, (17, 5, 23))[0].T.redistribute(
+        layout, **how),
+}
+
+
+@pytest.mark.parametrize("layout", [Layout.A, Layout.B, Layout.C], ids=["A", "B", "C"])
+@pytest.mark.parametrize("name", MADE)
+def test_whatever_makes_a_matrix_makes_it_in_shared_memory(grids, name, layout):
+    for grid in grids:
+        if name == "redistribute, transposed":
+            layout = Layout.A.T
+        wanted, found = MADE[name](grid, layout=layout), MADE[name](grid, layout=layout, shared=True)
+        assert found.local.tobytes() == wanted.local.tobytes() and found.window is not None
+        along = (layout.T if found.order == "F" else layout).rows[1]
+        assert found.shared == along
+        whole, size = found.window.block, getattr(grid.shape, along)
+        grid.comm.Barrier()
+        assert sum(grid.axis(along).all_gather(found.stored).wait().ravel()) == pytest.approx(whole.sum())
+        assert np.shares_memory(found.memory, whole) or not found.memory.size
+        assert size == 1 or whole.size >= found.memory.size
+
+
+def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
+    path = comm.bcast(tmp_path) / "a.npy"
+    if comm.rank == 0:
+        np.save(path, np.arange(391.0).reshape(23, 17))
+    comm.Barrier()
+    for grid in grids:
+        found = DistMatrix.from_file(grid, path, shared=True)
+        assert np.array_equal(found.gather(), np.arange(391.0).reshape(23, 17)) and found.shared == "x"
+
+
+def test_what_makes_a_matrix_refuses_shared_memory_on_every_rank(comm, fails):
+    with Grid(comm) as grid:
+        a, _ = operands(grid)
+        fails(LayoutError, "arrays of numpy", lambda: DistMatrix.random(grid, (8, 8), library="torch", shared=True))
+        fails(LayoutError, "split by one axis",
+              lambda: DistMatrix.from_global(grid, np.ones((8, 8)), layout=Layout(), shared=True))
+        fails(LayoutError, "split by one axis",
+              lambda: DistMatrix.from_function(grid, (8, 8), lambda i, j: i + j, layout=Layout(), shared=True))
+        fails(LayoutError, "split by one axis", lambda: a.redistribute(Layout(), shared=True))
+        fails(LayoutError, "leave one of them out",
+              lambda: a.redistribute(a.layout, out=operands(grid)[0], shared=True))
+        if comm.size > 1:
+            fails(DisagreementError, "different", lambda: DistMatrix.random(grid, (8, 8), shared=grid.rank == 0))

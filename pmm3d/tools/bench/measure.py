@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
@@ -99,9 +100,15 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
                   unit="devices" if devices else "cores", square=limit.square, at_once_gflops=at_once)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
-                    int(grid.comm.largest(growth)))
+                    int(grid.comm.largest(growth)), _of_the_fullest_node(grid))
     return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes, devices),
                   reference)
+
+
+def _of_the_fullest_node(grid: Grid) -> int:
+    """Bytes at the peak, of all ranks of a node together. Collective."""
+    _, node_of = np.unique([grid.host_of(rank) for rank in range(grid.size)], return_inverse=True)
+    return int(np.bincount(node_of, weights=grid.comm.allgather(machine.peak_share())).max())
 
 
 def _options(case: Case) -> dict[str, Any]:

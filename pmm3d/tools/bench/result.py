@@ -139,12 +139,14 @@ class Traffic(NamedTuple):
 
 class Memory(NamedTuple):
     """Bytes of the fullest rank: of the plan (matrices and work arrays; the latter alone), resident at the peak, and by
-    how much the resident memory grew while measuring."""
+    how much the resident memory grew while measuring. node_memory: resident at the peak on the fullest node, of all its
+    ranks together; a page that several share counts once."""
 
     model_memory: int
     workspace_bytes: int
     peak_memory: int
     resident_growth: int
+    node_memory: int = 0
 
 
 class Check(NamedTuple):

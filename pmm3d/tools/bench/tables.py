@@ -78,6 +78,7 @@ def _product(result: Result) -> Table:
         "memory a rank": f"{in_bytes(memory.model_memory)} of matrices and work arrays "
                          f"({in_bytes(memory.workspace_bytes)} work); resident {in_bytes(memory.peak_memory)}, grew "
                          f"by {in_bytes(memory.resident_growth)} while measuring",
+        "memory a node": f"{in_bytes(memory.node_memory)} resident at the peak, shared pages once",
         "time": f"median {middle:.2f} ms of {len(speed.seconds)} (from {low:.2f} to {high:.2f})",
         "rate": f"{speed.gflops:.1f} GFLOP/s",
         "limit": f"{speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one "

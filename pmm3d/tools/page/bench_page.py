@@ -61,6 +61,12 @@ def _of_others(best: Json) -> str:
     return square + (f"; {percent(best['gflops'] / together)} of the GEMM on all cores at once" if together else "")
 
 
+def _who_holds(best: Json) -> str:
+    """Beside the fullest rank's memory that of the fullest node, which those of before it was measured lack."""
+    node = best.get("node_memory", 0)
+    return "resident, most of any rank" + (f"; {in_bytes(node)} of a node" if node else "")
+
+
 def _tiles(best: Json, grids: int) -> list[Tile]:
     asked = best["verification"] != "not asked for"
     equal = best["bytes_sent"] == best["bytes_model"]
@@ -73,7 +79,7 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),
             Tile("over the lower bound", _over_bound(best, 3), "bytes received, any algorithm"),
-            Tile("memory", in_bytes(best["peak_memory"]), "resident, most of any rank")]
+            Tile("memory", in_bytes(best["peak_memory"]), _who_holds(best))]
 
 
 def _over_bound(result: Json, digits: int) -> str:

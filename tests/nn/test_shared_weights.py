@@ -1,0 +1,130 @@
+"""One copy of a gathered weight for the ranks of a node: the same bits, nothing sent, not written while it is read."""
+
+import numpy as np
+import pytest
+from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
+
+from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
+
+pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+CASE = Case((21, 34, 27, 10), 26)
+GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
+         8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}
+
+
+def trained(grid, recompute=False, **options):
+    """Three steps, the second with gradients of two parts; (weights, bytes received for the weights)."""
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(**options)
+    net = network_of(grid, CASE, dropout=0.1, recompute=recompute, library="numpy")
+    optimizer = adamw(net.parameters())
+    grid.ledger.reset()
+    for step in range(3):
+        x, y = batch_of(CASE, step)
+        if step == 1:
+            loss_of(net, CASE, x[:9], y[:9], "numpy").backward()
+        loss_of(net, CASE, x, y, "numpy").backward()
+        optimizer.step()
+        if (step + grid.rank) % 2:
+            sum(range(20_000))
+    return bits(weights_of(net)), grid.ledger.total(phase="gather W")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("oag", [True, False])
+def test_weights_are_those_of_messages_and_none_are_sent(comm, oag, recompute):
+    def body(grid):
+        wanted, sent = trained(grid, recompute, oag=oag)
+        found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
+        assert found == wanted
+        assert moved.received == moved.sent == 0
+        assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
+        assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
+
+    on_each_grid(comm, body, GRIDS[comm.size])
+
+
+def test_ranks_have_one_copy(comm):
+    def body(grid):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
+        net(spread(grid, np.ones((16, 12)), library="numpy"))
+        weights = nn.Tape.of(grid).parallel.weights
+        if grid.shape.z == 1:
+            assert np.shares_memory(weights.take(net.weight, "backward"), net.weight.local)
+            return
+        block = weights.take(net.weight, "backward")
+        before = block.copy()
+        grid.comm.Barrier()
+        if grid.z.index == 0:
+            block[...] = 7 * before
+        grid.comm.Barrier()
+        assert np.array_equal(block, 7 * before)
+        net(spread(grid, np.ones((16, 12)), library="numpy"))
+        assert np.array_equal(block, before)  # each forward pass brings the shards in again
+
+    on_each_grid(comm, body, GRIDS[comm.size])
+
+
+def test_values_that_were_written_between_passes_are_seen_by_all(comm):
+    """Without meetings a fast rank writes its shard while a slow one still multiplies by what was there."""
+    def body(grid):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 12, 8, bias=False, dtype="float64")
+        x = spread(grid, np.ones((16, 12)), library="numpy")
+        for turn in range(12):
+            net.weight.local[...] = turn
+            if (turn + grid.rank) % 3 == 0:
+                sum(range(20_000))
+            assert np.all(net(x).local == 12 * turn)
+
+    on_each_grid(comm, body, GRIDS[comm.size])
+
+
+def test_a_weight_that_is_used_twice_and_one_that_is_kept(comm):
+    def gradients(grid, shared):
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=shared)
+        first, second = (nn.Linear(grid, 12, 12, bias=False, dtype="float64", seed=seed) for seed in (1, 2))
+        x = spread(grid, np.arange(192.0).reshape(16, 12) / 100, library="numpy")
+        with nn.unchanged(grid):
+            for _ in range(2):
+                out = first(second(first(second(x))))
+        nn.mean(nn.mean(out, 0), 1).backward()
+        return [each.weight.grad.gather().tobytes() for each in (first, second)]
+
+    def body(grid):
+        assert gradients(grid, True) == gradients(grid, False)
+
+    on_each_grid(comm, body, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([1])
+def test_what_forbids_it_is_refused_at_once(comm):
+    with pytest.raises(Pmm3dError, match="leave one of them out"):
+        nn.Overlap(shared_weights=True, reshard_after_forward=True)
+
+
+@pytest.mark.parallel([1])
+def test_a_dry_run_refuses_it(comm):
+    with Grid.dry((1, 1, 2)) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 12, 8, dtype="float64")
+        with pytest.raises(LayoutError, match="a dry run has no memory to share"):
+            net(DistMatrix.random(grid, (16, 12), layout=INPUT))
+
+
+@pytest.mark.parallel([2, 4])
+def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
+    def body(grid):
+        if grid.shape.z == 1:
+            return
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 12, 8, dtype="float64", library="torch")
+        x = spread(grid, np.ones((16, 12)), library="torch")
+        fails(LayoutError, "arrays of numpy", lambda: net(x))
+        net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)), library="numpy")
+        with monkeypatch.context() as patched:
+            patched.setattr(type(grid), "places", lambda self: np.arange(self.size))
+            fails(GridError, "on several nodes", lambda: net(x))
+        assert net(x).shape == (16, 8)
+
+    on_each_grid(comm, body, GRIDS[comm.size])
