@@ -47,16 +47,25 @@ class AdamStep(NamedTuple):
 
     def _by_expressions(self, library: NumpyLibrary, weight: Array, gradient: Array, mean: Array,
                         square: Array) -> None:
+        """With two arrays of the slice's size beside those that are given; three where the gradient is decayed."""
         rate, scale = self._rates()
         if self.decoupled and self.weight_decay:
             weight *= 1 - self.lr * self.weight_decay
         elif self.weight_decay:
             gradient = gradient + self.weight_decay * weight
+        work = (1 - self.first) * gradient
         mean *= self.first
-        mean += (1 - self.first) * gradient
+        mean += work
+        library.xp.multiply(gradient, 1 - self.second, out=work)
+        work *= gradient
         square *= self.second
-        square += (1 - self.second) * gradient * gradient
-        weight -= rate * mean / (library.xp.sqrt(square) / scale + self.eps)
+        square += work
+        library.xp.sqrt(square, out=work)
+        work /= scale
+        work += self.eps
+        change = rate * mean
+        change /= work
+        weight -= change
 
     def _by_torch(self, torch: Any, weight: Array, gradient: Array, mean: Array, square: Array) -> None:
         """By the kernel of torch.optim.AdamW(fused=True), or Adam's."""

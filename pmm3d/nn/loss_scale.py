@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import Pmm3dError
-from .optimizer import NonFiniteGradientError, Optimizer, check_clip, clipping
+from .clipping import NonFiniteGradientError, check_clip, clipping
+from .optimizer import Optimizer
 from .parallel import Parallel
 
 MOST_IN_A_ROW = 50

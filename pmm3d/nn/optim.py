@@ -9,9 +9,10 @@ from typing import Any
 from ..arrays import Array, library_of
 from ..errors import Pmm3dError
 from .adam import AdamStep
+from .clipping import NonFiniteGradientError
 from .kernels import OnePass
 from .loss_scale import LossScale
-from .optimizer import NonFiniteGradientError, Optimizer, Option, Parameters
+from .optimizer import Optimizer, Option, Parameters
 from .torch_kernels import has_kernel
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "NonFiniteGradientError", "Optimizer", "Schedule", "Step"]

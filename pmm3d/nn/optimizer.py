@@ -18,6 +18,7 @@ from ..comm import Pending
 from ..errors import Pmm3dError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
+from .clipping import check_clip, check_finite, clipping
 from .compute import PER_ELEMENT, array_namespace, chunks, computing
 from .gradients import State
 from .kernels import OnePass
@@ -28,10 +29,6 @@ from .torch_kernels import has_kernel
 Group = dict[str, Any]
 """"params", and the options that they are changed with: "lr", "weight_decay" and those of the kind of optimizer."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
-
-
-class NonFiniteGradientError(Pmm3dError):
-    """The gradient is infinite or not a number; no weight was changed by it."""
 
 
 class Option:
@@ -153,7 +150,7 @@ class Optimizer:
         if not 0 < factor < inf:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
         if check:
-            _check_finite(self.gradient_norm())
+            check_finite(self.gradient_norm())
         filled, gathers = set(self._filled()), []
         self.steps += 1
         self.missed.update(parameter for parameter in self.parameters if parameter not in filled)
@@ -277,7 +274,7 @@ class Optimizer:
         NonFiniteGradientError, on every rank, where that is infinite or NaN."""
         check_clip(norm)
         before = self.gradient_norm()
-        _check_finite(before)
+        check_finite(before)
         factor = clipping(before, norm)
         for parameter in self._filled() if factor != 1 else ():
             array, record = self._gradient(parameter), parameter.accumulated
@@ -396,20 +393,3 @@ def _versions(parameter: Parameter) -> tuple[int, int, int]:
     `out` its value is, and by torch's operations on its shard. What other libraries write to its memory is not seen:
     the remainder stays."""
     return parameter.version, parameter.stored.fills, getattr(parameter.shard, "_version", 0)
-
-
-def clipping(norm: float, clip: float | None) -> float:
-    """What a gradient of that 2-norm is multiplied with, so that it has at most the other one."""
-    return clip / norm if clip and norm > clip else 1.0
-
-
-def check_clip(norm: float) -> None:
-    """Raises Pmm3dError for what gradients cannot be clipped to."""
-    if not norm > 0:
-        raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
-
-
-def _check_finite(norm: float) -> None:
-    if not isfinite(norm):
-        raise NonFiniteGradientError(f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
-                                     "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")

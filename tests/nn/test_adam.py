@@ -1,7 +1,9 @@
 """An optimizer's change of a weight, in one pass of each library's kernel as by numpy's expressions."""
 
+import tracemalloc
 from contextlib import contextmanager, nullcontext
 from itertools import product
+from math import sqrt
 
 import numpy as np
 import pytest
@@ -35,6 +37,36 @@ def test_kernels_of_torch_take_adams_steps(dtype, error, library=AsOnDevice("cpu
             step.change(face, *there)
         for expected, found in zip(host, there):
             assert np.abs(to_numpy(found, library) - expected).max() <= error * max(1, np.abs(expected).max())
+
+
+def adam_as_written(step, weight, gradient, mean, square):
+    """The formula of the paper, each operation into an array of its own."""
+    rate, scale = step.lr / (1 - step.first**step.number), sqrt(1 - step.second**step.number)
+    if step.decoupled and step.weight_decay:
+        weight = weight * (1 - step.lr * step.weight_decay)
+    elif step.weight_decay:
+        gradient = gradient + step.weight_decay * weight
+    mean = mean * step.first + (1 - step.first) * gradient
+    square = square * step.second + (1 - step.second) * gradient * gradient
+    return weight - rate * mean / (np.sqrt(square) / scale + step.eps), gradient, mean, square
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("decoupled, decay", [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)])
+def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit(dtype, decoupled, decay):
+    drawn = np.random.default_rng(1)
+    weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
+    mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
+    for number in (1, 2, 3):
+        step = AdamStep(0.01, 0.9, 0.99, 1e-6, decay, decoupled, number)
+        expected = adam_as_written(step, weight, gradient, mean, square)
+        tracemalloc.start()
+        step.change(library_named("numpy"), weight, gradient, mean, square)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        for found, wanted in ((weight, expected[0]), (mean, expected[2]), (square, expected[3]), (gradient, before)):
+            assert found.tobytes() == wanted.tobytes()
+        assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
 
 
 class Still(optim.SGD):
