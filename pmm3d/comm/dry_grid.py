@@ -51,7 +51,9 @@ class DryGrid(Grid):
             self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
             setattr(self, name, self._axes[name])
         beside = -(-self.size // self.hosts)
-        self.spreads = dict(spreads_in_order(self.shape, self.shape.names, beside, Settings.chosen()[0].sums))
+        settings = Settings.chosen()[0]
+        self.overlap = settings.overlap
+        self.spreads = dict(spreads_in_order(self.shape, self.shape.names, beside, settings.sums))
         if self.hosts > 1:
             tell_axes(self._axes.values(), self.spreads, np.arange(self.size) // beside)
 

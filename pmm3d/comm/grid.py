@@ -107,7 +107,6 @@ class Grid:
     data: Axis
     dry_run: DryRun | None = None
     machine: Machine | None = None
-    overlap = "auto"
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
@@ -155,7 +154,7 @@ class Grid:
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
         self.ahead = Ahead()
-        self._check = settings.check
+        self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
         made.callback(self._watch.stop)
@@ -177,7 +176,7 @@ class Grid:
             machine = self._machine_here()
             cores = self._comm.bcast(usable_cores())
         with self.together("Grid", always=True):
-            return asked.chosen(machine, cores, self._processes, self.rank == 0)
+            return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
 
     def _machine_here(self) -> Machine | None:
         """The one that was measured here, or is named; looked up once. Collective."""
@@ -190,7 +189,7 @@ class Grid:
         return self.machine
 
     def _spread(self, settings: Settings) -> None:
-        self.spreads, self.overlap, self.run = dict[str, Spread](), settings.overlap, self._processes.run()
+        self.spreads, self.run = dict[str, Spread](), self._processes.run()
         if self.hosts > 1:
             from .spreading import spread_axes
 

@@ -17,6 +17,7 @@ from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
+from ..model.planning import PANELS_ACROSS_HOSTS
 from ..model.ranking import Product, nominal, rank_products, ranked_grids
 from .processes import Processes
 
@@ -65,7 +66,8 @@ class Auto:
         """That grid."""
         return GridShape(1, 1, 1, self.data, **self.axes)
 
-    def chosen(self, machine: Machine | None, cores: int, processes: Processes, note: bool) -> GridShape:
+    def chosen(self, machine: Machine | None, cores: int, processes: Processes, note: bool,
+               overlap: str = "auto") -> GridShape:
         """The fastest grid; of those within 3% of it, which no model tells apart, one whose axes fill nodes, and of
         these the one that leaves the fewest ranks idle. One of at most half of the ranks must be 10% faster still, as
         those of small products are. Raises GridError if none keeps the memory.
@@ -73,10 +75,11 @@ class Auto:
         machine   that was measured here; the nominal one if there is none
         cores     that the ranks of a node have between them
         note      whether to tell of the choice, and of the runner-up
+        overlap   PMM3D_OVERLAP: how communication is to run under the GEMM of its products
         """
         per_node, run = processes.per_node(), processes.run()
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
-        panels = 1 if processes.hosts == 1 else None
+        panels = {"none": 1, "panels": PANELS_ACROSS_HOSTS}.get(overlap, 1 if processes.hosts == 1 else None)
         limit = NO_LIMIT if self.memory is None else self.memory
         ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
                                 panels=panels, run=run, beside=self.ranks // self.left)

@@ -151,3 +151,11 @@ def test_what_is_no_way_is_refused_by_all(comm, monkeypatch, fails):
 def test_all_ranks_ask_for_the_same_way(comm, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_OVERLAP", "panels" if comm.rank == 1 else "auto")
     fails(DisagreementError, "different arguments", lambda: Grid(comm, (comm.size, 1, 1)))
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("asked, panels", [("auto", 4), ("none", 1), ("panels", 4)])
+def test_dry_grids_take_the_switch_too(monkeypatch, asked, panels):
+    monkeypatch.setenv("PMM3D_OVERLAP", asked)
+    with Grid.dry((2, 1, 1), hosts=2) as grid:
+        assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == panels
