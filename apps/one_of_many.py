@@ -15,7 +15,8 @@ from mpi4py import MPI
 
 from pmm3d import Grid
 from pmm3d.arrays import NumpyLibrary, Workspace
-from pmm3d.comm import communicator
+from pmm3d.comm import communicator, making_axes
+from pmm3d.comm import grid as grid_module
 from pmm3d.comm.algorithms import reduce_parts, sum_arrays
 from pmm3d.comm.processes import ROW
 from pmm3d.layout import Layout
@@ -155,8 +156,9 @@ def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
 @contextmanager
 def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
     """A Grid of that one rank."""
-    as_it_is = patch.multiple(Grid.__module__, OwnedComm=lambda made: made, check_communicator=lambda given: None)
-    with patch.object(communicator, "WatchedComm", lambda made: made), as_it_is, Grid(comm, shape) as grid:
+    unchecked = patch.object(grid_module, "check_communicator", lambda given: None)
+    as_it_is = patch.object(making_axes, "OwnedComm", lambda made: made)
+    with patch.object(communicator, "WatchedComm", lambda made: made), as_it_is, unchecked, Grid(comm, shape) as grid:
         yield grid
 
 

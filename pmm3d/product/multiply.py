@@ -11,7 +11,7 @@ from ..arrays import Array, Slab
 from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.plan import Operand, ProductPlan, RankPlan
-from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
+from ..model.planning import PANELS_ACROSS_HOSTS, plan_product
 from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
 from .kept import KeptProducts
@@ -168,9 +168,7 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     def make() -> tuple[ProductPlan, RankPlan | None]:
         way = overlap
         if panels is None:
-            way = way_of(grid, plan_with(), overlap, a.library.on_host)
-            if overlap in (None, AUTO) and way == "decomposed" and max_workspace is not None:
-                way = "panels"  # of which there may be more, until they fit
+            way = way_of(grid, plan_with(), overlap, by_model=a.library.on_host and max_workspace is None)
         wanted = int(panels or (PANELS_ACROSS_HOSTS if way == "panels" else 1))
         plan = plan_with(panels=wanted, max_workspace=max_workspace, decomposed=way == "decomposed")
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
