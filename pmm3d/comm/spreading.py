@@ -43,7 +43,7 @@ def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine 
     """
     found = dict.fromkeys((*shape.names, ALL), FLAT)
     for name, groups in _groups(shape, nodes):
-        alike = {spread_over(group.tolist(), sums) for group in np.unique(_numbered(groups), axis=0)}
+        alike = {spread_over(group.tolist(), sums) for group in _unlike(groups)}
         spread = alike.pop() if len(alike) == 1 else FLAT
         if spread.inside > 1 and machine is not None:
             sharers = max(1, int(np.bincount(nodes).max()) // spread.inside)
@@ -73,7 +73,7 @@ def tell_axes(axes: Iterable[Axis], spreads: Mapping[str, Spread], nodes: np.nda
 def _note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Spread]) -> None:
     """Note axes whose collectives are flat although nodes have several of their ranks."""
     for name, groups in _groups(shape, nodes):
-        parted = [group for group in groups if 1 < len(np.unique(group)) < len(group)]
+        parted = [group for group in _unlike(groups) if 1 < len(np.unique(group)) < len(group)]
         if name != ALL and spreads[name] is FLAT and parted:
             runs = [len(list(ranks)) for _, ranks in groupby(parted[0].tolist())]
             shown = ", ".join(map(str, runs[:8])) + (", ..." if len(runs) > 8 else "")
@@ -93,7 +93,7 @@ def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarr
         yield ALL, nodes[None, :]
 
 
-def _numbered(groups: np.ndarray) -> np.ndarray:
-    """The same groups, with the nodes of each numbered from the first one's: groups that lie alike are equal where
-    ranks fill nodes in order."""
-    return groups - groups[:, :1]
+def _unlike(groups: np.ndarray) -> list[np.ndarray]:
+    """The groups that differ, with the nodes of each numbered from the first one's: groups that lie alike are equal
+    where ranks fill nodes in order."""
+    return list({group.tobytes(): group for group in groups - groups[:, :1]}.values())
