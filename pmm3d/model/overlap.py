@@ -61,6 +61,7 @@ def _decomposed(costs: ProductCosts, part: Sizes, rows_come: bool) -> Clock:
     deep, pieces = part.depth, part.x if rows_come else 1
     coming_b = costs.begin_b(clock, part, deep)
     shares = max(1, pieces - 1)
+    clock.posts(shares - 1)
     coming = [costs.begin_a(clock, part, deep, shares) for _ in range(shares)]
     clock.wait(coming_b, "z")
     if pieces == 1:
@@ -77,6 +78,7 @@ def _decomposed(costs: ProductCosts, part: Sizes, rows_come: bool) -> Clock:
                     coming[index - 1] = NOTHING
                 costs.multiply(clock, high - low, part.cols, deep)
         if number < part.y:
+            clock.posts(number > 1)
             leaving.append(clock.begin(along_y, costs.sum_seconds(part, part.cols) / (part.y - 1)))
     for under in leaving:
         clock.wait(under, "y")

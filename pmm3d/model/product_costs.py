@@ -288,6 +288,10 @@ class Clock:
         ends = self._free[way.across] = max(self.now, self._free[way.across]) + hidden
         return Under(ends, seconds - hidden)
 
+    def posts(self, messages: int) -> None:
+        """So many more than a collective has at once."""
+        self._act(messages)
+
     def wait(self, under: Under, axis: str) -> None:
         if under is not NOTHING:
             begun = self.now

@@ -168,7 +168,7 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     def make() -> tuple[ProductPlan, RankPlan | None]:
         way = overlap
         if panels is None:
-            way = way_of(grid, plan_with(), overlap, by_model=a.library.on_host and max_workspace is None)
+            way = way_of(grid, plan_with(), overlap, on_host=a.library.on_host, limited=max_workspace is not None)
         wanted = int(panels or (PANELS_ACROSS_HOSTS if way == "panels" else 1))
         plan = plan_with(panels=wanted, max_workspace=max_workspace, decomposed=way == "decomposed")
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)

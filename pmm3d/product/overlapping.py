@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pmm3d.comm")
 
 
-def way_of(grid: Grid, plan: ProductPlan, asked: str | None, by_model: bool = True) -> str:
+def way_of(grid: Grid, plan: ProductPlan, asked: str | None, *, on_host: bool, limited: bool) -> str:
     """"none", "panels" or "decomposed", for a product whose plan in one panel this is; the same on every rank.
 
     asked     by the caller; None or "auto": as PMM3D_OVERLAP says, and if that leaves it open too, on one node "none",
               on several the fastest by the machine that was measured here, and "panels" where none was, or not how
               much it hides, or where operands or C are whole on the ranks that would exchange them
-    by_model  whether that machine says what the product takes: not of GEMMs on devices, nor of work memory that has a
-              limit, which is kept by more panels
+    on_host   whether the GEMM runs there: of devices nothing is measured, but a machine that is named may be of them
+    limited   whether work memory has a limit, which is kept by more panels
     """
     if asked not in (None, AUTO):
         return str(asked)
@@ -34,8 +34,9 @@ def way_of(grid: Grid, plan: ProductPlan, asked: str | None, by_model: bool = Tr
         return "none"
     m_axis, k_axis, n_axis = plan.roles
     held = (plan.a, n_axis), (plan.b, m_axis), (plan.c, k_axis)
-    machine = grid.machine if by_model else None
-    if machine is None or not machine.hidden or any(dim < 0 and getattr(grid.shape, axis) > 1 for dim, axis in held):
+    machine = grid.machine
+    if limited or machine is None or not machine.hidden or (machine.key and not on_host) or any(
+            dim < 0 and getattr(grid.shape, axis) > 1 for dim, axis in held):
         return "panels"
     return _fastest(grid, plan, machine)
 

@@ -74,7 +74,7 @@ def _memory(shown: Shown) -> Iterator[tuple[str, Table]]:
 
 def _table(columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> Table:
     """A line for each candidate; presets below a rule. Figures that do not fit are folded, not cut."""
-    headers = [Column(name, justify="right", overflow="fold") for name in columns]
+    headers = [Column(name, justify="right", overflow="fold", no_wrap=name == "overlap") for name in columns]
     table = Table(Column("", justify="right"), Column("grid", no_wrap=True), Column("preset", no_wrap=True), *headers,
                   box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for place, candidate in enumerate(shown.all, 1):
