@@ -91,8 +91,10 @@ class Auto:
                                run=run)
         others = [candidate for candidate in ranking.candidates if candidate is not best]
         if note and others:
-            logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms", best.grid,
-                        f"{self.ranks:,}", 1e3 * best.seconds, machine.name, others[0].grid, 1e3 * others[0].seconds)
+            few = "" if best in ranking.candidates else " if its ranks had a core each and did not wait for each other"
+            logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms%s", best.grid,
+                        f"{self.ranks:,}", 1e3 * best.seconds, machine.name, others[0].grid,
+                        1e3 * others[0].seconds, few)
         return self._whole(best)
 
     def _whole(self, candidate: Candidate) -> GridShape:
