@@ -115,7 +115,7 @@ def test_other_ways(comm, grids):
 def test_what_cannot_be_is_refused_on_every_rank(comm, fails, monkeypatch):
     with Grid(comm) as grid:
         a, b = operands(grid, (40, 40, 40))
-        fails(LayoutError, "overlap is one of none, panels, decomposed", lambda: matmul(a, b, overlap="ring"))
+        fails(LayoutError, "overlap is one of auto, none, panels, decomposed", lambda: matmul(a, b, overlap="ring"))
         fails(LayoutError, "do not go together", lambda: matmul(a, b, overlap="none", panels=2))
         if comm.size > 1:
             fails(LayoutError, "two ways", lambda: matmul(a, b, overlap="decomposed", panels=2))
