@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from numbers import Real
 from pathlib import Path
@@ -12,10 +12,6 @@ from typing import Any
 
 from ..errors import GridError, Pmm3dError
 from .spread import SUMS
-
-OVERLAPS_OF_ALL = ("auto", "none", "panels")
-"""Ways in which the communication of all products may run under the GEMM: what not all of them can is asked for one by
-one."""
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 """Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also
@@ -27,6 +23,9 @@ JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBI
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
 RENAMED = "PMM3D_DEVICE_TRANSPORT"
+OVERLAPS_OF_ALL = ("auto", "none", "panels")
+"""Ways in which the communication of all products may run under the GEMM: what not all of them can is asked for one by
+one."""
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
 """Where a rank that ends the job tells pmm3d.launcher, on whose node it is, the exit code."""
@@ -129,22 +128,13 @@ def _seconds(given: Any) -> float:
     return value
 
 
-def _transport(text: str) -> str:
-    if text not in TRANSPORTS:
-        raise ValueError(text)
-    return text
+def _one_of(words: Sequence[str]) -> Callable[[str], str]:
+    def kind(text: str) -> str:
+        if text not in words:
+            raise ValueError(text)
+        return text
 
-
-def _order_of_sums(text: str) -> str:
-    if text not in SUMS:
-        raise ValueError(text)
-    return text
-
-
-def _way_of_overlap(text: str) -> str:
-    if text not in OVERLAPS_OF_ALL:
-        raise ValueError(text)
-    return text
+    return kind
 
 
 def _argument(setting: Field, value: Any) -> Any:
@@ -175,17 +165,17 @@ class Settings:
                            "0 or 1: log each collective of each of the first 64 ranks (logger pmm3d.comm)")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
-    device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _transport,
+    device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _one_of(TRANSPORTS),
                                       f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
                                       TRANSPORTS_IN_WORDS)
     blas: str = _variable("PMM3D_BLAS", "scipy", str,
                           "the BLAS that multiplies on the host: scipy, auto (what pmm3d tune blas chose), mkl, blis, "
                           "openblas, flexiblas, libsci, nvpl, armpl, or the path of a shared library",
                           "the name of a BLAS, or the path of one")
-    sums: str = _variable("PMM3D_SUMS", "nodes", _order_of_sums,
+    sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
                           "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "
                           "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")
-    overlap: str = _variable("PMM3D_OVERLAP", "auto", _way_of_overlap,
+    overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
                              "auto, none or panels: how communication runs under the GEMM of products that do not say "
                              "so; auto: across nodes what is fastest by the machine that was measured here",
                              "auto, none or panels")
