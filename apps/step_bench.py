@@ -12,12 +12,20 @@ the one that it chooses itself; --kernels names others.
 limit = the step's GEMMs at the rate of a 2048 cubed GEMM of the same BLAS on one core, times two cores: the better of
 two medians, taken in the same process before and after the steps (torch: in a process of its own, each round).
 6 m n k operations a layer, 4 in the first, whose input needs no gradient.
+
+A second table says where the time of our steps goes, on rank 0: what is computed (GEMMs; elementwise functions; the
+weights' update), what is waited for, and what is left, which is Python's (and that of posting messages): a small
+network shows most of it,
+
+    python apps/step_bench.py --width 512 --batch 256 --grids 2x1x1 1x2x1 1x1x2 --rivals --steps 50
 """
 
 import argparse
 import json
 import os
 import sys
+import timeit
+from collections import Counter
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
@@ -26,6 +34,7 @@ import torch_rivals
 from measuring import Result, beside, interleaved, markdown, on_ranks, output_of, slowest
 from torch_rivals import GEMM, RIVALS, batch_of, weights
 
+from pmm3d.comm.ledger import Ledger
 from pmm3d.model import machine
 
 RANKS = 2
@@ -33,6 +42,7 @@ GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
 KERNEL = "OPENBLAS_CORETYPE"
 SIZES = ("layers", "width", "batch", "steps", "warm_up")
 BESIDE = ", beside"
+REST = "Python, and the rest"
 LEARNING_RATE = 10.0
 """Large, since the gradient of a mean over batch x width elements is small; yet three times as much, and one ReLU that
 rounding turns from 0 to 1e-8 changes the loss by more than 1e-6 within five steps."""
@@ -66,12 +76,26 @@ def ours(options: argparse.Namespace) -> None:
 
         case = bench.Case(GEMM, GEMM, GEMM, dtype="float32")
         before = bench.core_rate(grid, case, case.product)
-        seconds = [slowest(comm, step) for _ in range(options.warm_up + options.steps)]
+        for _ in range(options.warm_up):
+            step()
+        grid.ledger.reset()
+        own: list[float] = []
+        seconds = [slowest(comm, lambda: own.append(timeit.timeit(step, number=1))) for _ in range(options.steps)]
+        shares = shares_of(grid.ledger, sum(own))
         final_loss = losses[-1].item()
         core = max(before, bench.core_rate(grid, case, case.product))
         if grid.rank == 0:
-            print(json.dumps({"seconds": seconds[options.warm_up :], "final_loss": final_loss, "core_gflops": core,
+            print(json.dumps({"seconds": seconds, "final_loss": final_loss, "core_gflops": core, "shares": shares,
                               "kernel": machine.loaded_blas().kernel}))
+
+
+def shares_of(ledger: Ledger, seconds: float) -> dict[str, float]:
+    """What this rank did in so many seconds -> the part of them that it took."""
+    spent = Counter({"waiting": ledger.total().waited})
+    for key, entry in ledger.entries.items():
+        spent[key.operation] += entry.computed
+    shares = {name: took / seconds for name, took in spent.items() if took}
+    return {**shares, REST: 1 - sum(shares.values())}
 
 
 def blas_environment(kernel: str) -> dict[str, str]:
@@ -148,6 +172,15 @@ def ratios(found: dict[str, Any]) -> str:
     return markdown(rows)
 
 
+def whereabouts(found: dict[str, Any]) -> str:
+    """The medians over the rounds of what our steps consist of, in percent."""
+    ours = {name: [run["shares"] for run in runs] for name, runs in found["runs"].items() if "shares" in runs[0]}
+    kinds = list(dict.fromkeys(kind for runs in ours.values() for run in runs for kind in run if kind != REST))
+    rows = [[name, *(f"{100 * median(run.get(kind, 0) for run in runs):.1f}" for kind in (*kinds, REST))]
+            for name, runs in ours.items()]
+    return markdown([["% of a step", *kinds, REST], *rows])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds over everyone (5)")
@@ -170,6 +203,7 @@ def main() -> int:
     found = rounds_of(options)
     losses = {name: results[-1]["final_loss"] for name, results in found["runs"].items()}
     print(table(found, options))
+    print("\n" + whereabouts(found))
     if options.beside:
         print("\n" + ratios(found))
     print(f"\nloss of the last step: {'; '.join(f'{name} {loss:.7f}' for name, loss in losses.items())}")

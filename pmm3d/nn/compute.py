@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
@@ -184,9 +184,12 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
     gemm(form, ones, array, out, beta)
 
 
-def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
+def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise",
+              into: bool = False) -> None:
     """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice on the host. `out` may be
     one of them. In a dry run the function is not called: a pass of that name is written down.
+
+    into   whether the function writes its result where out= says, as numpy's do: else that is copied there
 
         >>> import numpy as np
         >>> array = np.arange(4.0)
@@ -199,15 +202,22 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: 
         library.passed(name, out, *arrays)
         return
     if _at_once(library, out):
-        out[...] = function(*arrays)
+        _fill(function, out, arrays, into)
         return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
     for chunk in chunks(library, flat_out.shape[0]):
-        flat_out[chunk] = function(*(array[chunk] for array in flat))
+        _fill(function, flat_out[chunk], [array[chunk] for array in flat], into)
+
+
+def _fill(function: Callable[..., Array], out: Array, arrays: Sequence[Array], into: bool) -> None:
+    if into:
+        function(*arrays, out=out)
+    else:
+        out[...] = function(*arrays)
 
 
 def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows: bool = False,
-                name: str = "elementwise") -> Array:
+                name: str = "elementwise", into: bool = False) -> Array:
     """A new array of this form: function(*arrays), as by `in_chunks`, or by rows; on a device the one that the function
     makes."""
     library = form.library
@@ -215,7 +225,10 @@ def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows
         made = function(*arrays)
         return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
     out = form.new()
-    (by_rows if rows else in_chunks)(function, out, *arrays, name=name)
+    if rows:
+        by_rows(function, out, *arrays, name=name)
+    else:
+        in_chunks(function, out, *arrays, name=name, into=into)
     return out
 
 

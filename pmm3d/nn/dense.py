@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..arrays import Array
@@ -13,8 +13,10 @@ from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
-from .forming import formed
+from .forming import Coming, formed
+from .functional import of_output
 from .parameter import Parameter
+from .pointwise import Pointwise, activated, slope_of
 from .tape import Tape
 from .tensor import Tensor, relayout
 
@@ -24,8 +26,8 @@ ACTIVATIONS = ("replicated", "sharded")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
-           tf32: bool | None = None) -> Tensor:
-    """O = I W + b by the schedule of AxoNN (Singh et al., SC'24).
+           tf32: bool | None = None, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """O = I W + b, or f(I W + b), by the schedule of AxoNN (Singh et al., SC'24).
 
     x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
                      also be over x (or y): then they are gathered
@@ -36,6 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
                      (sequence parallelism, Korthikanti et al. 2022)
     tf32             let a device round float32 factors to 10 bits of mantissa; None: as a Parameter's precision says,
                      and not for any other weight
+    activation       f: the result is that of f(linear(...)). `nn.relu`, `nn.tanh` and `nn.sigmoid` take the place of
+                     what they are of, on the host, as soon as each strip of it is summed; `Sequential` has them do so
 
     Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
     W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
@@ -90,14 +94,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
     output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32)
+                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32,
+                         of_output(activation))
     inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
     keep = [x.shard if schedule.regathers else inputs]
     keep += [full] if schedule.weight is None and schedule.wanted else []
-    return x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
+    keep += [] if schedule.activation is None else [out]
+    made = x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
                   shape=schedule.out.shape, layout=output)
+    return made if activation is None or schedule.activation is not None else activation(made)
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ class _Schedule:
     wanted      whether the gradient of I is;   weight   None if it is no parameter whose shards are gathered
     regathers   whether I is kept as it comes;   biased: whether there is a bias
     tf32        whether GEMMs may round float32 to it
+    activation  None, or that of which O is the result
     """
 
     came: Form
@@ -121,6 +129,7 @@ class _Schedule:
     regathers: bool
     biased: bool
     tf32: bool
+    activation: Pointwise | None
 
     @property
     def input(self) -> Layout:
@@ -144,7 +153,7 @@ class _Schedule:
             return relayout_array(form.grid, array, form.shape, held, layout).wait()
 
     def output(self, inputs: Array, full: Array, bias: Tensor | None) -> Array:
-        """O, in its layout."""
+        """O, in its layout, with the activation."""
         begins = None if bias is None or self.out.grid.axis(self.k).index else bias.shard
 
         def fill(out: Array, beta: int, part: slice) -> None:
@@ -155,10 +164,21 @@ class _Schedule:
 
         size = inputs.shape[0], full.shape[1]
         natural = layout_of(self.rows, (self.n,), (self.k,), self.out.layout.units)
-        return formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout).wait()
+        coming = formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout)
+        return coming.wait() if self.activation is None else self._activated(coming)
+
+    def _activated(self, coming: Coming) -> Array:
+        assert self.activation is not None
+        if self.out.library.slice_elements is None:
+            return activated(self.out, self.activation, coming.wait())
+        for strip in coming.each():
+            activated(self.out, self.activation, strip, in_place=True)
+        return coming.wait()
 
     def gradients(self, gradient: Array, inputs: Array, *full: Array) -> list[Product | None]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
+        if self.activation is not None:
+            gradient, full = slope_of(self.out, self.activation, gradient, full[-1]), full[:-1]
         kept = self.came.layout if self.regathers else self.input
         gradient = self.block(self.out, gradient, self.out.layout, self.result, "gather dO")
         inputs = self.block(self.came, inputs, kept, self.input, "gather I")

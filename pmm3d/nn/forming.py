@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import add as plus
 from typing import Any
 
@@ -19,8 +19,16 @@ from .parallel import Parallel
 class Coming:
     """A gradient that is there, or under way."""
 
-    def __init__(self, array: Array, pending: Sequence[Any] = ()):
-        self._array, self._pending = array, list(pending)
+    def __init__(self, array: Array, pending: Sequence[Any] = (), strips: Sequence[slice] = ()):
+        self._array, self._pending, self._strips = array, list(pending), strips
+
+    def each(self) -> Iterator[Array]:
+        """Its strips of rows, each as soon as it is there."""
+        for pending, strip in zip(self._pending, self._strips):
+            pending.wait()
+            yield self._array[strip]
+        if not self._strips:
+            yield self.wait()
 
     def wait(self) -> Array:
         for pending in self._pending:
@@ -81,7 +89,7 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
             sums.append(axis.sum_into(out[strip], out[strip]))
         if not parallel.overlap.oar:
             sums[-1].wait()
-    return Coming(out, sums)
+    return Coming(out, sums, strips)
 
 
 def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout) -> Coming:
@@ -105,4 +113,4 @@ def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout
         if not parallel.overlap.oar:
             sums[-1].wait()
     parallel.gradients.note_work("rows", work, 1)
-    return Coming(out, sums)
+    return Coming(out, sums, [slice(*part_range(owned[axis.index], strips, strip)) for strip in range(strips)])

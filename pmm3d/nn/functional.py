@@ -24,7 +24,18 @@ from .compute import (
     sums_along,
 )
 from .contract import Product
-from .pointwise import GELU, RELU, SIGMOID, SILU, TANH, Pointwise, in_one_kernel, in_one_pass, rounded
+from .pointwise import (
+    GELU,
+    RELU,
+    SIGMOID,
+    SILU,
+    TANH,
+    Pointwise,
+    activated,
+    in_one_kernel,
+    rounded,
+    slope_of,
+)
 from .statistics import moments, total
 from .tensor import Tensor, relayout, whole
 
@@ -88,16 +99,16 @@ def gelu(x: Tensor) -> Tensor:
 
 def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
     x = whole(x)
-    form, local, work = x.form, x.shard, PER_ELEMENT * prod(x.form.local_shape)
-    value, slope = in_one_pass(function, form.library)
-    with computing(form.grid, "elementwise", work, function.torch):
-        out = elementwise(form, value, local)
+    form, local = x.form, x.shard
+    out = activated(form, function, local)
+    return x.made(out, (x,), lambda gradient, kept: (slope_of(form, function, gradient, kept),),
+                  keep=[out if function.of_output else local])
 
-    def rule(gradient: Array, kept: Array) -> tuple[Array]:
-        with computing(form.grid, "elementwise", work, function.torch + " backward"):
-            return (elementwise(form, slope, gradient, kept),)
 
-    return x.made(out, (x,), rule, keep=[out if function.of_output else local])
+def of_output(function: Any) -> Pointwise | None:
+    """An activation whose slope its result says, which may take the place of what it is of; None for others."""
+    known = (relu, RELU), (tanh, TANH), (sigmoid, SIGMOID)
+    return next((found for activation, found in known if activation is function), None)
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:

@@ -52,10 +52,10 @@ class Module:
         """The layers as a tree, with sizes and layouts; the number of parameters last."""
         return printed(self)
 
-    def __call__(self, x: Tensor | DistMatrix) -> Tensor:
-        """The output for a batch: a Tensor or DistMatrix of shape (m, features)."""
+    def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
+        """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
         x = as_tensor(x)
-        out = self.forward(x)
+        out = self.forward(x, **options)
         if x.tape.inspect is not None:
             x.tape.inspect(self, out)
         return out

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import pi, sqrt
+from math import pi, prod, sqrt
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..arrays import Array, NumpyLibrary
 from ..layout import LOW_PRECISION
+from .compute import PER_ELEMENT, Form, computing, elementwise, in_chunks
 
 
 class Pointwise(NamedTuple):
@@ -18,12 +21,14 @@ class Pointwise(NamedTuple):
     slope      (g, kept, library): g times the derivative of f, by x, or by f(x)
     of_output  whether `kept` is f(x), which is then all that is kept; else x
     torch      the name of torch's own kernels: in torch.ops.aten, the slope's with "_backward"
+    into       (f, slope) for numpy's arrays, which also take out=: there is no array between them and the result
     """
 
     value: Callable[[Array, NumpyLibrary], Array]
     slope: Callable[[Array, Array, NumpyLibrary], Array]
     of_output: bool
     torch: str
+    into: tuple[Callable[..., Array], Callable[..., Array]] | None = None
 
 
 def _logistic(x: Array, library: NumpyLibrary) -> Array:
@@ -45,22 +50,28 @@ def _gelu_slope(g: Array, x: Array, library: NumpyLibrary) -> Array:
     return g * (_normal(x, library) + x * density)
 
 
-RELU = Pointwise(lambda x, library: library.xp.maximum(x, 0), lambda g, out, _: g * (out > 0), True, "relu")
-TANH = Pointwise(lambda x, library: library.xp.tanh(x), lambda g, out, _: g * (1 - out * out), True, "tanh")
+RELU = Pointwise(lambda x, library: library.xp.maximum(x, 0), lambda g, out, _: g * (out > 0), True, "relu",
+                 (lambda x, out=None: np.maximum(x, 0, out=out),
+                  lambda g, kept, out=None: np.multiply(g, kept > 0, out=out)))
+TANH = Pointwise(lambda x, library: library.xp.tanh(x), lambda g, out, _: g * (1 - out * out), True, "tanh",
+                 (np.tanh, lambda g, kept, out=None: np.multiply(g, 1 - kept * kept, out=out)))
 SIGMOID = Pointwise(_logistic, lambda g, out, _: g * (out * (1 - out)), True, "sigmoid")
 SILU = Pointwise(lambda x, library: x * _logistic(x, library), _silu_slope, False, "silu")
 GELU = Pointwise(lambda x, library: x * _normal(x, library), _gelu_slope, False, "gelu")
 
 
 class OnePass(NamedTuple):
-    """A Pointwise for arrays of one library: value(x), slope(gradient, kept)."""
+    """A Pointwise for arrays of one library: value(x), slope(gradient, kept); into: whether both take out=."""
 
-    value: Callable[[Array], Array]
-    slope: Callable[[Array, Array], Array]
+    value: Callable[..., Array]
+    slope: Callable[..., Array]
+    into: bool = False
 
 
-def in_one_pass(function: Pointwise, library: NumpyLibrary) -> OnePass:
+def in_one_pass(function: Pointwise, library: NumpyLibrary, dtype: str) -> OnePass:
     """torch's own kernels; a fused one where the library makes such (cupy); else the expression, of slices in cache."""
+    if library.name == "numpy" and library.has_data and function.into is not None and dtype not in LOW_PRECISION:
+        return OnePass(*function.into, into=True)
     return _of_library(function, library) if library.has_data else _expressions(function, library)
 
 
@@ -68,7 +79,7 @@ def in_one_pass(function: Pointwise, library: NumpyLibrary) -> OnePass:
 def _of_library(function: Pointwise, library: NumpyLibrary) -> OnePass:
     if library.name == "torch":
         return _of_torch(library.xp.ops.aten, function.torch)
-    value, slope = _expressions(function, library)
+    value, slope, _ = _expressions(function, library)
     return OnePass(library.fused(value), library.fused(slope))
 
 
@@ -105,3 +116,20 @@ def _of_torch(aten: Any, name: str) -> OnePass:
     if name == "relu":
         return OnePass(aten.relu, lambda g, out: aten.threshold_backward(g, out, 0))
     return OnePass(getattr(aten, name), getattr(aten, f"{name}_backward"))
+
+
+def activated(form: Form, function: Pointwise, array: Array, *, in_place: bool = False) -> Array:
+    """The function of a local array of that form: a new one, or, in place on the host, the same."""
+    apply, library = in_one_pass(function, form.library, form.dtype), form.library
+    with computing(form.grid, "elementwise", PER_ELEMENT * prod(array.shape), function.torch):
+        if in_place and library.slice_elements is not None:
+            in_chunks(apply.value, array, array, into=apply.into)
+            return array
+        return elementwise(form, apply.value, array, into=apply.into)
+
+
+def slope_of(form: Form, function: Pointwise, gradient: Array, kept: Array) -> Array:
+    """The gradient by the function's argument, of a new array."""
+    apply = in_one_pass(function, form.library, form.dtype)
+    with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), function.torch + " backward"):
+        return elementwise(form, apply.slope, gradient, kept, into=apply.into)
