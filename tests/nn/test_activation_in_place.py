@@ -74,7 +74,7 @@ def test_who_looks_at_each_layer_sees_what_it_gives(grid):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.numpy_only  # torch's kernels make arrays of torch's own
+@pytest.mark.numpy_only("torch's kernels make arrays of torch's own")
 def test_there_is_no_array_between_a_layer_and_its_activation(grid):
     layer = nn.Linear(grid, 512, 512, bias=False, seed=1)
     x = nn.Tensor(DistMatrix.random(grid, (512, 512), seed=3, dtype="float32", layout=Layout(("data", "z"), "y")))
