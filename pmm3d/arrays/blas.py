@@ -6,7 +6,8 @@ accumulate into a part of a matrix. Which BLAS that is: `blas_library`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from .blas_library import DTYPES as OF_ROUTINES
@@ -82,11 +83,18 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
     Raises ValueError for matrices that have no dim of stride 1, and for a conjugated one that lies as C does. Dims and
     leading dimensions are at most 2^31 - 1 (an LP64 BLAS) or 2^63 - 1 (ILP64). The GIL is free during the call.
     """
+    bound_gemm(dtype, a, b, c, alpha, beta, conjugated)()
+
+
+def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
+               conjugated: Conjugated = AS_THEY_ARE) -> Callable[[], None]:
+    """`gemm` of memory that stays where it is, to be called as often as wanted."""
     if 0 in c[1]:
-        return
+        return lambda: None
     call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated)
     a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
-    call.routine(*call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc, *LENGTHS)
+    return partial(call.routine, *call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc,
+                   *LENGTHS)
 
 
 @lru_cache(maxsize=1024)

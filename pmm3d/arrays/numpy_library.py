@@ -231,6 +231,14 @@ class NumpyLibrary:
         else:
             blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
 
+    def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+                   conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
+        """`gemm` of arrays of one type on the host, of no low precision, that stay where they are: to be called as
+        often as wanted."""
+        check_gemm_types(self.dtype(a), self.dtype(b), self.dtype(c))
+        return blas.bound_gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta,
+                               conjugated)
+
     @property
     def blas_file(self) -> str:
         """Of a library on the host: where its BLAS is from, if PMM3D_BLAS names one."""

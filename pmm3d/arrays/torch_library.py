@@ -187,6 +187,12 @@ class TorchLibrary(NumpyLibrary):
             else:
                 self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
 
+    def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+                   conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
+        if self.blas_file:
+            return super().bound_gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
+        return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
+
     def _multiply(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
         """All of one type: float32 is exact, or of tf32 on a device, whatever torch is set to."""
         if self.dtype(a) not in ("float32", "complex64"):

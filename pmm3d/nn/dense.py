@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from ..arrays import Array
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import Layout
+from ..layout import Layout, transitions
 from ..layout.layout import SINGLE, layout_of
 from ..product.checks import check_one_device, check_tf32
+from ..product.decomposed import ComingRows
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
 from .forming import Coming, formed
 from .functional import of_output
+from .parallel import Parallel
 from .parameter import Parameter
 from .pointwise import Pointwise, activated, slope_of
 from .tape import Tape
@@ -96,10 +98,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
                          sharded, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32,
                          of_output(activation))
-    inputs = schedule.block(x.form, x.shard, x.layout, schedule.input, "gather I")
+    inputs = schedule.rows_of(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full([weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep = [x.shard if schedule.regathers else inputs]
+    keep = [x.shard if schedule.regathers else inputs.wait()]
     keep += [full] if schedule.weight is None and schedule.wanted else []
     keep += [] if schedule.activation is None else [out]
     made = x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
@@ -145,14 +147,21 @@ class _Schedule:
         """The block of the weight: kept, or gathered."""
         return kept[0] if self.weight is None else Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
 
-    def block(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Array:
-        """The array, which is in the layout `held`, in another one: with its rows brought together."""
+    def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> ComingRows:
+        """The array, which is in the layout `held`, in another one, with its rows brought together: under way, if
+        rows that come are to be multiplied one rank's after the other."""
         if held == layout:
-            return array
-        with form.grid.ledger.phase(phase):
-            return relayout_array(form.grid, array, form.shape, held, layout).wait()
+            return ComingRows.here(array)
+        grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
+        overlap, axis = Parallel.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
+        with grid.ledger.phase(phase):
+            if (axis is None or len(steps) > 1 or (steps[0].kind, steps[0].dim) != ("gather", 0)
+                    or not overlap.decomposes(axis, grid.hosts) or not form.library.is_contiguous(array)):
+                return ComingRows.here(relayout_array(grid, array, form.shape, held, layout).wait())
+            counts = form.like(form.shape, held).counts(axis.name)
+            return ComingRows(axis, array, form.new((sum(counts), array.shape[1])), counts)
 
-    def output(self, inputs: Array, full: Array, bias: Tensor | None) -> Array:
+    def output(self, inputs: ComingRows, full: Array, bias: Tensor | None) -> Array:
         """O, in its layout, with the activation."""
         begins = None if bias is None or self.out.grid.axis(self.k).index else bias.shard
 
@@ -160,12 +169,18 @@ class _Schedule:
             if begins is not None:
                 with self.out.grid.ledger.passing("bias"):
                     out[...], beta = begins, 1
-            gemm(self.out, inputs[part], full, out, beta, tf32=self.tf32)
+            self._multiply(self.out, inputs, part, full, out, beta)
 
-        size = inputs.shape[0], full.shape[1]
+        size = inputs.whole.shape[0], full.shape[1]
         natural = layout_of(self.rows, (self.n,), (self.k,), self.out.layout.units)
         coming = formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout)
         return coming.wait() if self.activation is None else self._activated(coming)
+
+    def _multiply(self, form: Form, rows: ComingRows, part: slice, factor: Array, out: Array, beta: float) -> None:
+        """out = beta out + a part of the rows times the factor, as they come."""
+        start, stop, _ = part.indices(rows.whole.shape[0])
+        for low, high in rows.within(start, stop):
+            gemm(form, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
     def _activated(self, coming: Coming) -> Array:
         assert self.activation is not None
@@ -180,20 +195,20 @@ class _Schedule:
         if self.activation is not None:
             gradient, full = slope_of(self.out, self.activation, gradient, full[-1]), full[:-1]
         kept = self.came.layout if self.regathers else self.input
-        gradient = self.block(self.out, gradient, self.out.layout, self.result, "gather dO")
-        inputs = self.block(self.came, inputs, kept, self.input, "gather I")
-        (m, k), n, form = inputs.shape, gradient.shape[1], self.came
+        coming = self.rows_of(self.out, gradient, self.out.layout, self.result, "gather dO")
+        rows = self.rows_of(self.came, inputs, kept, self.input, "gather I")
+        (m, k), n, form = rows.whole.shape, gradient.shape[1], self.came
         units, outer = form.layout.units, self.out.layout.units[1]
         of_input = None
         if self.wanted:
             whole = self.full(full, "backward")
-            of_input = Product(layout_of(self.rows, (self.k,), (self.n,), units), (m, k), lambda out, beta, part: gemm(
-                form, gradient[part], whole.T, out, beta, tf32=self.tf32), "reduce dI")
+            of_input = Product(layout_of(self.rows, (self.k,), (self.n,), units), (m, k), lambda out, beta, part:
+                               self._multiply(form, coming, part, whole.T, out, beta), "reduce dI")
         weights = layout_of((self.k,), (self.n,), self.rows, (units[1], outer))
         of_weight = Product(weights, (k, n), lambda out, beta, _: gemm(
-            form, inputs.T, gradient, out, beta, tf32=self.tf32), "reduce dW")
+            form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
         of_bias = Product(layout_of((), (self.n,), self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
-            form, gradient, out, beta), "reduce dW")
+            form, coming.wait(), out, beta), "reduce dW")
         return [of_input, of_weight, of_bias] if self.biased else [of_input, of_weight]
 
 

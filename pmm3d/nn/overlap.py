@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..comm import Axis
 from ..errors import Pmm3dError
 from ..layout import itemsize, part_range
+from ..model.stages import DIRECT
 
 STRIPS_ACROSS_HOSTS = 8
 """Within one there is little to hide."""
@@ -35,6 +37,9 @@ class Overlap:
     shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
                             memory that they share: each writes its shard there, and none are sent. It stays for the
                             backward pass. For networks of numpy arrays; other grids and dry runs refuse it
+    decomposed              rows that come from other ranks ("sharded" activations) are multiplied as they come, one
+                            rank's after the other, the own ones first: those of the input, and of the output's
+                            gradient. None: across nodes. The bytes are those of the gather
     regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
                             the shard, and gather it again for the backward pass; False: keep what was gathered
 
@@ -50,6 +55,7 @@ class Overlap:
     bucket_bytes: int = 2**24
     reshard_after_forward: bool | None = None
     keep_bytes: int | None = None
+    decomposed: bool | None = None
     regather_inputs: bool = False
     shared_weights: bool = False
 
@@ -60,8 +66,13 @@ class Overlap:
 
     @classmethod
     def none(cls, **others: Any) -> Overlap:
-        """All four switches off."""
-        return cls(oar=False, ors=False, oag=False, buckets=False, **others)
+        """All four switches off, and nothing decomposed."""
+        return cls(**{"oar": False, "ors": False, "oag": False, "buckets": False, "decomposed": False, **others})
+
+    def decomposes(self, axis: Axis, hosts: int) -> bool:
+        """Whether rows that come along an axis are multiplied as they come."""
+        wanted = hosts > 1 if self.decomposed is None else self.decomposed
+        return wanted and axis.spread.inside == 1 and axis.size <= DIRECT
 
     def row_strips(self, rows: int, cols: int, dtype: str, hosts: int) -> list[slice]:
         """The strips that a product of this local shape is reduced in."""

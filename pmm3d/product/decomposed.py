@@ -7,11 +7,11 @@ and each rank's partial sums leave as soon as they are done. What travels, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from ..arrays import Array, sum_in_order
-from ..comm import Pending
+from ..arrays import Array, library_of, sum_in_order
+from ..comm import Axis, Pending
 from ..layout import offsets
 from ..model.plan import RankPlan
 from .panels import OperandPanels, ResultStrips
@@ -20,7 +20,7 @@ from .panels import OperandPanels, ResultStrips
 def multiply_decomposed(plan: RankPlan, a: OperandPanels, b: OperandPanels, strips: ResultStrips) -> None:
     """This rank's part of a product of one panel; collective."""
     coming = b.start(0)
-    rows, panel = ComingRows(a), coming.wait()
+    rows, panel = rows_of_a(a), coming.wait()
     b.conjugate(panel)
     sums = LeavingSums(plan, strips) if plan.reduces else None
     for start, stop in sums.blocks() if sums else [(0, plan.rows)]:
@@ -33,29 +33,41 @@ def multiply_decomposed(plan: RankPlan, a: OperandPanels, b: OperandPanels, stri
         sums.wait()
 
 
-class ComingRows:
-    """The rows of A's block, which other ranks bring: whole has them once `within` has given them."""
+def rows_of_a(panels: OperandPanels) -> ComingRows:
+    """Those of A's block."""
+    if panels.axis is None or panels.turned:
+        whole = panels.start(0).wait()
+        panels.conjugate(whole)
+        return ComingRows.here(whole)
+    part, whole, counts = panels.to_gather(0)
+    with panels.ledger.phase(panels.phase):
+        return ComingRows(panels.axis, part, whole, counts, panels.conjugate)
 
-    def __init__(self, panels: OperandPanels):
-        self._panels, self._coming = panels, dict[int, Pending]()
-        if panels.axis is None or panels.turned:
-            coming = panels.start(0)
-            self.whole: Array = coming.wait()
-            panels.conjugate(self.whole)
-            self._order, self._edges = [0], [0, self.whole.shape[0]]
-            return
-        axis, (part, self.whole, counts) = panels.axis, panels.to_gather(0)
-        self._edges = offsets(counts)
-        for distance in range(1, axis.size):
-            source = (axis.index - distance) % axis.size
-            with panels.ledger.phase(panels.phase):
-                self._coming[source] = axis.exchange_at(distance, part, self._rows_of(source), "all_gather")
-        own = self._rows_of(axis.index)
-        library = panels.library
+
+class ComingRows:
+    """Rows of a block that other ranks bring: `whole` has them once `within` has given them.
+
+    axis, counts   along which they come, and how many of each rank;   part   the own ones, without gaps
+    arrived        called with the rows of each rank as soon as they are here
+    """
+
+    def __init__(self, axis: Axis, part: Array, whole: Array, counts: Sequence[int],
+                 arrived: Callable[[Array], None] = lambda rows: None):
+        self.whole, self._edges, self._ready = whole, offsets(counts), arrived
+        self._order = [(axis.index - distance) % axis.size for distance in range(axis.size)]
+        self._coming = {source: axis.exchange_at(distance, part, self._rows_of(source), "all_gather")
+                        for distance, source in enumerate(self._order) if distance}
+        own, library = self._rows_of(axis.index), library_of(whole)
         if library.has_data and 0 not in own.shape and library.address(own) != library.address(part):
             own[...] = part
-        panels.conjugate(own)
-        self._order = [(axis.index - distance) % axis.size for distance in range(axis.size)]
+        arrived(own)
+
+    @classmethod
+    def here(cls, whole: Array) -> ComingRows:
+        """A block that is here."""
+        rows = cls.__new__(cls)
+        rows.whole, rows._order, rows._edges, rows._coming = whole, [0], [0, whole.shape[0]], {}
+        return rows
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The pieces of these rows, the own ones first, each once it is here."""
@@ -65,15 +77,16 @@ class ComingRows:
                 self._arrived(source)
                 yield low, high
 
-    def wait(self) -> None:
-        """For all messages."""
+    def wait(self) -> Array:
+        """All rows."""
         for source in list(self._coming):
             self._arrived(source)
+        return self.whole
 
     def _arrived(self, source: int) -> None:
         if source in self._coming:
             self._coming.pop(source).wait()
-            self._panels.conjugate(self._rows_of(source))
+            self._ready(self._rows_of(source))
 
     def _rows_of(self, source: int) -> Array:
         return self.whole[self._edges[source] : self._edges[source + 1]]

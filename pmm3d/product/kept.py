@@ -15,8 +15,9 @@ from ..model.plan import ProductPlan
 from .posted import Posted
 from .stored import StoredMatrix
 
-SMALL_BYTES = 2**20
-"""Of a product that is kept, with its operands, on the fullest rank: a larger one waits for its bytes."""
+KEPT_BYTES = 2**26
+"""Of all products that are kept, with their operands, on the fullest rank; one has half of it at most: a larger one
+waits for its bytes."""
 KEEP = 1
 """What a rank says in the agreement on a product that came before and may be kept."""
 RECENT = 64
@@ -55,7 +56,8 @@ class KeptProducts:
     """The small products of a grid that came twice, with the same matrices as out too: the same on all ranks.
 
     They hold their matrices. The one whose last use is longest ago goes first where there are more than can have
-    numbers (`pmm3d.comm.ahead`); all go when one rank does not know what others repeat, and with the grid.
+    numbers (`pmm3d.comm.ahead`), or take more than KEPT_BYTES; all go when one rank does not know what others repeat,
+    and with the grid.
     """
 
     def __init__(self, grid: Grid):
@@ -84,7 +86,7 @@ class KeptProducts:
 
     def wish(self, key: Hashable | None, product: Product) -> int:
         """What this rank says in the agreement on a product that it has not kept."""
-        if key is None or not product.can_post or product.plan.memory > SMALL_BYTES:
+        if key is None or not product.can_post or 2 * product.plan.memory > KEPT_BYTES:
             return 0
         again = key in self._recent
         self._recent[key] = None
@@ -100,10 +102,8 @@ class KeptProducts:
         if vote.common != KEEP:
             return
         ahead = self._grid.ahead
-        if (number := ahead.free_number()) is None:
-            _, oldest = self._kept.popitem(last=False)
-            self._free(oldest)
-            number = oldest.number
+        while (number := ahead.free_number()) is None or product.plan.memory + self._bytes() > KEPT_BYTES:
+            self._free(self._kept.popitem(last=False)[1])
         held = borrowed.pop_all()
         posted = product.posted(held, number)
         ahead.keep(number, [] if posted is None else posted.exchanges)
@@ -126,6 +126,9 @@ class KeptProducts:
             known.product.multiply()
             self.clear()
         return known.product.out
+
+    def _bytes(self) -> int:
+        return sum(kept.product.plan.memory for kept in self._kept.values())
 
     def clear(self) -> None:
         """Keep none. Collective."""

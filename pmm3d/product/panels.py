@@ -3,12 +3,13 @@ summed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
-from ..comm.ledger import Ledger
+from ..comm.ledger import Ledger, clock
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
 from .stored import StoredMatrix
@@ -89,6 +90,11 @@ class OperandPanels:
             start, stop = offsets(counts)[self.axis.index :][:2]
             part = self._packed(pieces, whole[start:stop])
         return part, whole, counts
+
+    @property
+    def copies(self) -> bool:
+        """Whether a panel that needs no message is a copy."""
+        return self.axis is None and (self._packs or any(len(slices) != 1 for _, slices in self._cuts))
 
     def _pieces(self, panel: int) -> tuple[list[Array], int, list[int]]:
         counts, slices = self._cuts[panel]
@@ -198,6 +204,26 @@ class ResultStrips:
                 c[...] = 0
             elif beta != 1:
                 c *= beta
+
+    def bound(self, a: Array, b: Array) -> Callable[[], None]:
+        """`add` to the first strip the first time, of arrays on the host that stay where they are."""
+        if not a.shape[1]:
+            return partial(self.add, 0, a, b, first=True)
+        ledger, engine, beta = self._grid.ledger, self._grid.engine, 0 if self._plan.reduces else self.beta
+        gemm = self.library.bound_gemm(a, b, self._sums[0], self._alpha, beta, self._work,
+                                       conjugated=self._conjugated)
+
+        def add() -> None:
+            with ledger.phase("multiply"):
+                begun, helped = clock(), engine.computes()
+                try:
+                    gemm()
+                finally:
+                    if helped:
+                        engine.computed()
+                    ledger.computed("gemm", begun)
+
+        return add
 
     def finish(self, strip: int) -> None:
         """All products of the strip are in it: round it, begin its reduction; at most two reductions are under way."""

@@ -52,6 +52,7 @@ class Posted:
         conjugated = self._panels[0].conjugated, self._panels[1].conjugated
         self._strips = ResultStrips(plan, c, factors.alpha, factors.beta, factors.tf32, conjugated, work)
         self._gathers = [Gather(panels, held, number) for panels in self._panels]
+        self._add = self._strips.bound(*(gather.panel for gather in self._gathers))
         self._reduction = Reduction(plan, factors, self._strips, held) if plan.reduces else None
 
     @property
@@ -78,27 +79,29 @@ class Posted:
         self._finish()
 
     def _finish(self) -> None:
-        a, b = (gather.wait() for gather in self._gathers)
-        for panels, panel in zip(self._panels, (a, b)):
-            panels.conjugate(panel)
-        self._strips.add(0, a, b, first=True)
+        for gather in self._gathers:
+            gather.wait()
+        self._add()
         if self._reduction is not None:
             self._reduction.run()
 
 
 class Gather:
-    """The panel of A or of B. `exchange`: its messages; None where the shard is the block."""
+    """The panel of A or of B, whose memory is always the same. `exchange`: its messages; None where the shard is the
+    block."""
 
     def __init__(self, panels: OperandPanels, held: ExitStack, number: int):
-        self._panels = panels
+        self._panels, self._copies = panels, panels.copies
         self.exchange: Exchange | None = None
         if panels.axis is None:
+            self.panel = _turned(panels, panels.here(0))
             return
         part, whole, counts = panels.to_gather(0)
         rows = [whole[low:high] for low, high in pairwise(offsets(counts))]
         own, axis = rows[panels.axis.index], panels.axis
-        self._whole, self._packs = whole, panels.library.address(part) == panels.library.address(own) and own.size > 0
-        self._part, self._own = part, own
+        address = panels.library.address
+        self._packs = address(part) == address(own) and own.size > 0
+        self.panel, self._part, self._own = _turned(panels, whole), part, own
         peers = [peer for peer in range(axis.size) if peer != axis.index]
         self.exchange = axis.repeated("all_gather", panels.phase, panels.library, [(peer, part) for peer in peers],
                                       [(peer, rows[peer]) for peer in peers], number)
@@ -117,13 +120,18 @@ class Gather:
         if not self._packs:
             self._own[...] = self._part
 
-    def wait(self) -> Array:
-        if self.exchange is None:
-            panel = self._panels.here(0)
-        else:
+    def wait(self) -> None:
+        """Until the panel has what it is of."""
+        if self.exchange is not None:
             self.exchange.wait()
-            panel = self._whole
-        return panel.T if self._panels.turned else panel
+        elif self._copies:
+            self._panels.here(0)
+        self._panels.conjugate(self.panel)
+
+
+def _turned(panels: OperandPanels, panel: Array) -> Array:
+    turned: Array = panel.T if panels.turned else panel
+    return turned
 
 
 class Reduction:

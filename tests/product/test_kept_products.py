@@ -9,7 +9,7 @@ import pytest
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, GridError, Layout, matmul
 from pmm3d.comm.requests import MOST_AHEAD
-from pmm3d.product.kept import KeptProducts
+from pmm3d.product.kept import KEPT_BYTES, KeptProducts
 
 pytestmark = pytest.mark.parallel([1, 2, 4, 8])
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (1, 4, 1), (2, 1, 2)],
@@ -161,7 +161,22 @@ def test_no_more_are_kept_than_have_numbers(comm):
             np.testing.assert_allclose(c.gather(), a.gather() @ b.gather(), rtol=1e-12)
 
 
-def test_large_ones_and_new_results_are_not_kept(comm):
+def test_the_oldest_goes_where_all_take_too_much(comm, monkeypatch):
+    with Grid(comm) as grid:
+        products = [operands(grid, size=(5, 9 - number, 7)) for number in range(4)]
+        for count, (a, b, c) in enumerate(products, 1):
+            repeated(a, b, c, 2)
+            assert kept(grid) == min(count, 3)
+            if count == 3:
+                monkeypatch.setattr("pmm3d.product.kept.KEPT_BYTES", KeptProducts.of(grid)._bytes())
+        assert KeptProducts.of(grid)._bytes() <= KEPT_BYTES
+        first, last = products[0], products[-1]
+        assert not any(each.product.out is first[2] for each in KeptProducts.of(grid)._kept.values())
+        assert any(each.product.out is last[2] for each in KeptProducts.of(grid)._kept.values())
+
+
+def test_large_ones_and_new_results_are_not_kept(comm, monkeypatch):
+    monkeypatch.setattr("pmm3d.product.kept.KEPT_BYTES", 2**20)
     with Grid(comm) as grid:
         a, b, c = operands(grid, size=(700, 300, 300))
         repeated(a, b, c, 4)
