@@ -46,7 +46,7 @@ class NumpyLibrary:
     gemm_copies: ClassVar[bool] = True
     """Whether `gemm` takes work arrays where operands are of low precision; the BLAS of a device takes them as they
     are."""
-    slice_elements: ClassVar[int | None] = 2**15
+    slice_elements: ClassVar[int | None] = 2**16
     """Elements that elementwise loops work through at a time, so that they and their temporaries stay in the cache of a
     core; None: all of them, since each call on a device costs as much as a million elements do."""
     has_data: ClassVar[bool] = True

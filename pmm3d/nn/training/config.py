@@ -174,7 +174,8 @@ class TrainingSection(Section):
 
 
 class OverlapSection(Section):
-    """What is sent while something is computed. None of it changes a weight by a bit."""
+    """What is sent while something is computed. None of it changes a weight by a bit, but as a BLAS may round what is
+    cut into more GEMMs."""
 
     oar: bool = True
     """sums of a layer's output and of its input's gradient"""
@@ -188,6 +189,8 @@ class OverlapSection(Section):
     """bytes of gradients that are summed over data at a time"""
     reshard_after_forward: bool | None = None
     """whether gathered weights are dropped after the forward pass; left out: where memory is short"""
+    decomposed: bool | None = None
+    """whether rows of sharded activations are multiplied as they come, one rank's after the other; left out: across nodes"""
     regather_inputs: bool = False
     """whether layers keep only their shard of sharded activations, and gather it again"""
 
@@ -229,9 +232,9 @@ class Config(Section):
         if self.training.evaluate_every and not (self.data.validation or self.data.validation_file):
             problems.append("training.evaluate_every has no effect here: it counts where data.validation is above "
                             "0 or data.validation_file is given")
-        if self.overlap.regather_inputs and not self.network.build and self.network.activations != "sharded":
-            problems.append("overlap.regather_inputs has no effect here: it counts where network.activations is "
-                            "sharded")
+        for key in ("decomposed", "regather_inputs"):
+            if getattr(self.overlap, key) and not self.network.build and self.network.activations != "sharded":
+                problems.append(f"overlap.{key} has no effect here: it counts where network.activations is sharded")
         if self.network.dtype != "float32" and self.training.precision != "float32":
             problems.append("training.precision has no effect here: it counts where network.dtype is float32")
         if self.training.precision == "bfloat16" and self.network.library.partition(":")[0] != "torch":
