@@ -7,7 +7,6 @@ ones are to rounding, by each library's inverse of the distribution function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..errors import Pmm3dError
 from ..layout import LOW_PRECISION, Box
 from .libraries import library_of
 from .numpy_library import DEVICE_ELEMENTS, Array, NumpyLibrary
+from .threads import each_slice
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
@@ -70,14 +70,16 @@ def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribut
     return 2 * unit - 1 if distribution == "uniform" else library.special("ndtri")(unit)
 
 
-def _pieces(library: NumpyLibrary, out: Array, box: Box, columns: int) -> Iterator[tuple[Array, Array]]:
-    """(Some rows of `out`, the indices of their elements), one after the other."""
-    cols, most = library.words(box.c0, box.c1), library.slice_elements or DEVICE_ELEMENTS
-    step = max(1, most // max(1, box.c1 - box.c0))
-    for start in range(0, out.shape[0], step):
-        part = out[start : start + step]
-        rows = library.words(box.r0 + start, box.r0 + start + part.shape[0])[:, None]
-        yield part, rows * _word(rows, columns) + cols
+def _pieces(library: NumpyLibrary, out: Array) -> list[slice]:
+    """The rows of `out`, some at a time."""
+    step = max(1, (library.slice_elements or DEVICE_ELEMENTS) // max(1, out.shape[1]))
+    return [slice(start, min(start + step, out.shape[0])) for start in range(0, out.shape[0], step)]
+
+
+def _piece(library: NumpyLibrary, out: Array, box: Box, columns: int, chosen: slice) -> tuple[Array, Array]:
+    """Those rows of `out`, and the indices of their elements."""
+    rows = library.words(box.r0 + chosen.start, box.r0 + chosen.stop)[:, None]
+    return out[chosen], rows * _word(rows, columns) + library.words(box.c0, box.c1)
 
 
 def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> None:
@@ -98,11 +100,15 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
         raise Pmm3dError(f"unknown distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
     library = library_of(out)
     dtype = library.dtype(out)
-    for part, index in _pieces(library, out, box, columns):
+
+    def draw(rows: slice) -> None:
+        part, index = _piece(library, out, box, columns, rows)
         values = _real(library, index, seed, 0, distribution)
         if dtype.startswith("complex"):
             values = values + 1j * _real(library, index, seed, 1, distribution)
         part[...] = library.astype(values, "float32") if dtype in LOW_PRECISION else values
+
+    each_slice(library, draw, _pieces(library, out))
 
 
 def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
@@ -113,12 +119,16 @@ def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: i
         numbers = columns, GOLDEN, _start(seed, stream), *FACTORS, limit
         _kept_kernel(library)(rows, cols, *map(np.uint64, numbers), out)
         return
-    for part, index in _pieces(library, out, box, columns):
+
+    def draw(chosen: slice) -> None:
+        part, index = _piece(library, out, box, columns, chosen)
         drawn = bits(index, seed, stream)
         if _unsigned(drawn):
             part[...] = drawn >= np.uint64(limit)
         else:
             part[...] = (drawn ^ -(2**63)) >= limit - 2**63
+
+    each_slice(library, draw, _pieces(library, out))
 
 
 @cache

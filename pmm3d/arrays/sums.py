@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..layout import LOW_PRECISION
 from .low_precision import WorkArrays, scale
 from .numpy_library import Array, NumpyLibrary
+from .threads import each_slice
 
 
 def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
@@ -30,9 +31,8 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     if rows <= step:
         add(library, parts, out, beta)
         return
-    for start in range(0, rows, step):
-        chunk = slice(start, start + step)
-        add(library, [part[chunk] for part in parts], out[chunk], beta)
+    chunks = [slice(start, start + step) for start in range(0, rows, step)]
+    each_slice(library, lambda chunk: add(library, [part[chunk] for part in parts], out[chunk], beta), chunks)
 
 
 def add_up(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:

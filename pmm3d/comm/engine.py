@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from ..arrays import LoneThread
 from ..errors import Pmm3dError
 from .guard import Guard
 from .ledger import Ledger, Record
@@ -199,8 +200,8 @@ class Engine:
         if not self._active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
         if self._helper is None:
-            self._helper = threading.Thread(target=_drive, args=(weakref.ref(self), self._computing),
-                                            name="pmm3d progress", daemon=True)
+            self._helper = LoneThread(target=_drive, args=(weakref.ref(self), self._computing),
+                                      name="pmm3d progress", daemon=True)
             self._helper.start()
             weakref.finalize(self, self._computing.set).atexit = False
         self._computing.set()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of
+from ..arrays import Array, NumpyLibrary, each_slice, library_of
 from ..comm import Axis, Grid
 from ..comm.ledger import clock
 from ..errors import DTypeError, needs
@@ -191,6 +191,8 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: 
 
     into   whether the function writes its result where out= says, as numpy's do: else that is copied there
 
+    Slices of arrays of numpy are dealt out to as many threads as the BLAS has, which call the function at once.
+
         >>> import numpy as np
         >>> array = np.arange(4.0)
         >>> in_chunks(lambda part: part * part, array, array)
@@ -205,8 +207,8 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: 
         _fill(function, out, arrays, into)
         return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
-    for chunk in chunks(library, flat_out.shape[0]):
-        _fill(function, flat_out[chunk], [array[chunk] for array in flat], into)
+    each_slice(library, lambda chunk: _fill(function, flat_out[chunk], [array[chunk] for array in flat], into),
+               chunks(library, flat_out.shape[0]))
 
 
 def _fill(function: Callable[..., Array], out: Array, arrays: Sequence[Array], into: bool) -> None:
@@ -246,7 +248,8 @@ def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> li
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
-    """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them."""
+    """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them. On
+    threads as `in_chunks`."""
     library = library_of(out)
     if not library.has_data:
         library.passed(name, out, *arrays)
@@ -256,9 +259,12 @@ def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: st
         out[...] = function(*arrays)
         return
     rows = max(1, (library.slice_elements or 1) // max(1, out.shape[1]))
-    for start in range(0, out.shape[0], rows):
-        part = slice(start, start + rows)
+    parts = [slice(start, start + rows) for start in range(0, out.shape[0], rows)]
+
+    def work(part: slice) -> None:
         out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
+
+    each_slice(library, work, parts)
 
 
 def _at_once(library: NumpyLibrary, out: Array) -> bool:

@@ -27,7 +27,7 @@ class SGD(Optimizer):
         ('momentum',)
     """
 
-    takes_remainders = True
+    takes_remainders = in_threads = True
     momentum, nesterov = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, *, nesterov: bool = False,
@@ -78,7 +78,7 @@ class Adam(Optimizer):
     """
 
     state_names = ("mean", "square")
-    takes_remainders = True
+    takes_remainders = in_threads = True
     betas, eps = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),

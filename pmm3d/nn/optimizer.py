@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, each_slice
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError
@@ -77,6 +77,9 @@ class Optimizer:
     """Whether `update` reads the weight for nothing but weight_decay, and only adds to it: it is then given, on devices
     of torch, what a weight of low precision lacks in its place. Of a subclass that defines `update` again it is to be
     said again."""
+    in_threads = False
+    """Whether `update` may be called on several threads at once, for slices of arrays of numpy: it then changes nothing
+    but what it is given. Of a subclass that defines `update` again it is to be said again."""
     lr, weight_decay = Option(), Option()
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = False,
@@ -102,7 +105,7 @@ class Optimizer:
         """What a class says of its update does not hold for one that comes before it, be it from a mixin: that is what
         is done on a device too, with the weights themselves."""
         super().__init_subclass__()
-        for name in ("one_pass", "takes_remainders"):
+        for name in ("one_pass", "takes_remainders", "in_threads"):
             first = next(each for each in cls.__mro__ if {"update", name} & vars(each).keys())
             if name not in vars(first):
                 setattr(cls, name, getattr(Optimizer, name))
@@ -317,10 +320,18 @@ class Optimizer:
             library.passed(type(self).__name__.lower(), gradient, *changed, *changed)
             return
         written = self._left.get(parameter) != _versions(parameter)
-        for chunk in chunks(library, weight.shape[0], DEVICE_ELEMENTS):
+
+        def change(chunk: slice) -> None:
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
                                None if remainder is None else remainder[chunk], [array[chunk] for array in states],
                                written)
+
+        slices = chunks(library, weight.shape[0], DEVICE_ELEMENTS)
+        if self.in_threads:
+            each_slice(library, change, slices)
+        else:
+            for chunk in slices:
+                change(chunk)
 
     def _change_slice(self, parameter: Parameter, factor: float, weight: Array, gradient: Array,
                       remainder: Array | None, states: list[Array], written: bool) -> None:

@@ -10,6 +10,7 @@ from ..layout import AXES
 from ..model.notes import show_notes
 from ..model.plan import ProductPlan
 from ..model.planning import AUTO
+from ..model.stages import DIRECT
 
 if TYPE_CHECKING:
     from ..model.machines import Machine
@@ -21,8 +22,9 @@ def way_of(grid: Grid, plan: ProductPlan, asked: str | None, *, on_host: bool, l
     """"none", "panels" or "decomposed", for a product whose plan in one panel this is; the same on every rank.
 
     asked     by the caller; None or "auto": as PMM3D_OVERLAP says, and if that leaves it open too, on one node "none",
-              on several the fastest by the machine that was measured here, and "panels" where none was, or not how
-              much it hides, or where operands or C are whole on the ranks that would exchange them
+              on several the fastest by the machine that was measured here. Where none was, or not how much it hides,
+              "decomposed" if axes are flat and on the host, which measured best there; else "panels", as where
+              operands or C are whole on the ranks that would exchange them
     on_host   whether the GEMM runs there: of devices nothing is measured, but a machine that is named may be of them
     limited   whether work memory has a limit, which is kept by more panels
     """
@@ -35,10 +37,18 @@ def way_of(grid: Grid, plan: ProductPlan, asked: str | None, *, on_host: bool, l
     m_axis, k_axis, n_axis = plan.roles
     held = (plan.a, n_axis), (plan.b, m_axis), (plan.c, k_axis)
     machine = grid.machine
-    if limited or machine is None or not machine.hidden or (machine.key and not on_host) or any(
-            dim < 0 and getattr(grid.shape, axis) > 1 for dim, axis in held):
+    if limited or any(dim < 0 and getattr(grid.shape, axis) > 1 for dim, axis in held):
         return "panels"
+    if machine is None or not machine.hidden or (machine.key and not on_host):
+        return "decomposed" if on_host and _can_decompose(grid, plan) else "panels"
     return _fastest(grid, plan, machine)
+
+
+def _can_decompose(grid: Grid, plan: ProductPlan) -> bool:
+    """Whether rows of A come along a flat axis, or rows of C leave along one."""
+    sizes = [getattr(grid.shape, axis) for axis in plan.roles]
+    flat = all(grid.spread_of(axis).inside == 1 for axis in "xyz")
+    return flat and max(sizes) <= DIRECT and (sizes[2] > 1 and plan.a == 0 or sizes[1] > 1)
 
 
 def _fastest(grid: Grid, plan: ProductPlan, machine: Machine) -> str:

@@ -190,7 +190,7 @@ class OverlapSection(Section):
     reshard_after_forward: bool | None = None
     """whether gathered weights are dropped after the forward pass; left out: where memory is short"""
     decomposed: bool | None = None
-    """whether rows of sharded activations are multiplied as they come, one rank's after the other; left out: across nodes"""
+    """whether rows of sharded activations are multiplied as they come, rank by rank; left out: across nodes"""
     regather_inputs: bool = False
     """whether layers keep only their shard of sharded activations, and gather it again"""
 

@@ -1,0 +1,85 @@
+"""Loops over slices of arrays on as many threads as the BLAS has: where a GEMM has all cores of a rank, sums, casts and
+elementwise functions on one of them would take most of the time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import cache
+from itertools import pairwise
+from typing import TypeVar
+
+from ..layout import offsets, part_sizes
+from .numpy_library import NumpyLibrary
+
+COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables that say how many threads a BLAS has; if none does, it has as many as the process has cores."""
+LEAST_SLICES = 4
+"""Of a loop that is shared out: a shorter one is over before other threads have begun."""
+PREFIX = "pmm3d loop"
+Slice = TypeVar("Slice")
+
+
+class LoneThread(threading.Thread):
+    """A thread whose loops stay on it, since others compute beside it."""
+
+
+def in_threads(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
+    """work(slice) for each, consecutive ones on the same thread; the caller's is one of them. What `work` raises is
+    raised once no thread works any more.
+
+        >>> found = [0, 0, 0]
+        >>> in_threads(lambda index: found.__setitem__(index, index), range(3))
+        >>> found
+        [0, 1, 2]
+    """
+    every = list(slices)
+    number = min(blas_threads(), len(every)) if len(every) >= LEAST_SLICES and _may_share() else 1
+    if number == 1:
+        _each(work, every)
+        return
+    first, *others = [every[start:stop] for start, stop in pairwise(offsets(part_sizes(len(every), number)))]
+    pool = _pool(blas_threads() - 1, os.getpid())
+    under_way = [pool.submit(copy_context().run, _each, work, share) for share in others]
+    try:
+        _each(work, first)
+    finally:
+        problems = [done.exception() for done in under_way]
+    for problem in problems:
+        if problem is not None:
+            raise problem
+
+
+def each_slice(library: NumpyLibrary, work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
+    """As `in_threads`, for arrays of numpy; those of torch, whose functions have threads of their own, one by one."""
+    if library.name == "numpy":
+        in_threads(work, slices)
+    else:
+        _each(work, slices)
+
+
+@cache
+def blas_threads() -> int:
+    """Threads of this rank's BLAS, by the variables that it reads; no more than the rank has cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = [int(text) for text in map(os.environ.get, COUNTS) if text and text.isdecimal()]
+    return max(1, min([*asked[:1], cores]))
+
+
+def _each(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
+    for each in slices:
+        work(each)
+
+
+def _may_share() -> bool:
+    here = threading.current_thread()
+    return not isinstance(here, LoneThread) and not here.name.startswith(PREFIX)
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Of one process: a fork has none of its threads."""
+    return ThreadPoolExecutor(threads, PREFIX)

@@ -1,0 +1,156 @@
+"""Loops over slices on several threads: everything once, the same bits, and errors of every thread."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.arrays import LoneThread, NumpyLibrary, library_named, random, sum_in_order, threads
+from pmm3d.layout import Box
+from pmm3d.nn import optim
+
+
+@pytest.fixture(params=[1, 3])
+def number(request, monkeypatch):
+    """Of threads that the BLAS has."""
+    monkeypatch.setattr(threads, "blas_threads", lambda: request.param)
+    return request.param
+
+
+def who(count):
+    """For each slice of a loop, the thread that had it."""
+    found = {}
+
+    def work(index):
+        found[index] = threading.get_ident()
+        time.sleep(0.001)
+
+    threads.in_threads(work, range(count))
+    assert list(sorted(found)) == list(range(count))
+    return [found[index] for index in range(count)]
+
+
+def test_slices_are_dealt_out_in_order(number):
+    found = who(10)
+    assert found[0] == threading.get_ident() and len(set(found)) <= number
+    shares = [found[0:4], found[4:7], found[7:10]] if number == 3 else [found]
+    assert all(len(set(share)) == 1 for share in shares)
+    if number == 3:
+        assert threading.get_ident() not in found[4:]
+
+
+def test_short_loops_and_those_of_other_threads_stay_where_they_are(number):
+    assert set(who(threads.LEAST_SLICES - 1)) == {threading.get_ident()}
+    seen = []
+    lone = LoneThread(target=lambda: seen.append((set(who(10)), threading.get_ident())))
+    lone.start()
+    lone.join()
+    assert seen[0][0] == {seen[0][1]}
+    inside = []
+    threads.in_threads(lambda _: inside.append(set(who(10))), range(4))
+    assert len(inside) == 4
+
+
+def test_an_error_is_raised_when_all_threads_have_ended(number):
+    done = []
+
+    def work(index):
+        if index == 8:
+            raise ValueError("the ninth")
+        time.sleep(0.001 * (index < 4))
+        done.append(index)
+
+    with pytest.raises(ValueError, match="the ninth"):
+        threads.in_threads(work, range(9))
+    assert sorted(done) == list(range(8))
+    done.clear()
+    with pytest.raises(ValueError, match="the first"):
+        threads.in_threads(lambda index: done.append(index) if index else (_ for _ in ()).throw(
+            ValueError("the first")), range(9))
+    assert set(done) >= {4, 5, 6, 7, 8} or number == 1
+
+
+def test_what_numpy_warns_of_is_the_callers(number):
+    huge = np.full(2**20, 3e38, "float32")
+    with np.errstate(over="ignore"):
+        nn.in_chunks(lambda part: part * 10, huge, huge)
+    assert np.isinf(huge).all()
+    with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+        nn.in_chunks(lambda part: part * 10, np.full(2**20, 3e38, "float32"), np.full(2**20, 3e38, "float32"))
+
+
+def test_a_fork_has_threads_of_its_own(number):
+    who(10)
+    child = os.fork()
+    if not child:
+        os._exit(0 if len(set(who(10))) <= number else 1)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
+def test_threads_are_those_of_the_blas(monkeypatch):
+    for name in threads.COUNTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    count = threads.blas_threads.__wrapped__
+    assert count() == 6
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert count() == 4
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    assert count() == 2
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "64")
+    assert count() == 6
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "none")
+    assert count() == 4
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_bits_do_not_depend_on_the_number(monkeypatch, library):
+    found = []
+    for number in (1, 2, 5):
+        monkeypatch.setattr(threads, "blas_threads", lambda number=number: number)
+        out = NumpyLibrary().empty((1000, 700), "float32")
+        random.fill(out, Box(3, 1003, 2, 702), 900, 5, "normal")
+        parts = [library_named(library).from_numpy(out * np.float32(factor), "float32") for factor in (1, 0.3, 7)]
+        total = library_named(library).from_numpy(out, "float32")
+        sum_in_order(library_named(library), parts, total, 2)
+        found.append((out.tobytes(), np.asarray(total).tobytes()))
+    assert found[0] == found[1] == found[2]
+
+
+class Counting(optim.SGD):
+    """Of somebody who counts in `update`: it is not called on two threads at once."""
+
+    seen: set[int]
+
+    def update(self, xp, weight, gradient, *state):
+        self.seen = getattr(self, "seen", set()) | {threading.get_ident()}
+        super().update(xp, weight, gradient, *state)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.numpy_only("torch's kernels have threads of torch's own")
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, Counting])
+def test_an_update_in_threads_is_the_same(comm, monkeypatch, kind):
+    weights = []
+    for number in (1, 3):
+        monkeypatch.setattr(threads, "blas_threads", lambda number=number: number)
+        with Grid(comm) as grid:
+            net = nn.Linear(grid, 1100, 900, seed=1)
+            optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)
+            for step in range(2):
+                x = DistMatrix.random(grid, (8, 1100), seed=step, dtype="float32")
+                nn.mse(net(x), DistMatrix.random(grid, (8, 900), seed=step, dtype="float32")).backward()
+                optimizer.step()
+            weights.append(net.weight.local.tobytes())
+            if kind is Counting:
+                assert optimizer.seen == {threading.get_ident()}
+    assert weights[0] == weights[1]
