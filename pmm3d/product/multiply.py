@@ -46,7 +46,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                     "decomposed": the rows of A are multiplied as they come, one rank's after the other, and the rows
                     of C that others keep are sent to them as they are done; bytes, and the order of sums, are those
                     of one panel. "auto", or left out: as PMM3D_OVERLAP says, or else none on one node, across nodes
-                    the fastest by the machine that was measured here (rank 0 notes which), in panels where none was
+                    the fastest by the machine that was measured here (rank 0 notes which); where none was, decomposed
+                    on the host where it can be, else in panels
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may

@@ -1,6 +1,8 @@
 """Machines that were measured: found again by the same kind of job only, damaged files left aside and told of."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -32,6 +34,16 @@ def test_what_was_measured_is_found_by_the_same_kind_of_job_only(comm):
     assert machine_here(comm, 4, 1).name == "measured"
     assert machine_here(comm, 8, 1) is None
     assert machine_here(comm, 4, 2) is None
+
+
+def test_the_key_is_the_same_before_and_after_the_first_product():
+    """The BLAS that multiplies is loaded with the first product, beside the one that numpy has loaded."""
+    program = ("import mpi4py; mpi4py.rc(initialize=False, finalize=False)\n"
+               "from pmm3d.comm.machine_cache import key_of\n"
+               "before = key_of(1, 2)\n"
+               "from pmm3d.arrays.blas_library import chosen; chosen()\n"
+               "assert key_of(1, 2) == before, (before, key_of(1, 2))")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parallel([1])

@@ -109,15 +109,18 @@ def test_one_switch_for_all_products(comm, measured, monkeypatch, asked, panels)
         assert plan_for(a, b, None, 2, None).panels == 2
 
 
-def test_in_panels_where_nothing_was_measured_and_plain_on_one_node(comm, own_nodes, monkeypatch):
+def test_decomposed_where_nothing_was_measured_and_plain_on_one_node(comm, own_nodes, monkeypatch):
     monkeypatch.setenv("PMM3D_MACHINE", "nominal")
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == 4
+        assert plan_for(*operands(grid, SIZES[0]), None, None, None).decomposed
     monkeypatch.setenv("PMM3D_MACHINE", "auto")
     with Grid(comm, (comm.size, 1, 1)) as grid:
         assert grid.machine is None
-        assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == 4
-        assert plan_for(*operands(grid, SIZES[0]), None, None, None).decomposed is False
+        plan = plan_for(*operands(grid, SIZES[0]), None, None, None)
+        assert plan.decomposed and plan.panels == 1
+    with Grid(comm, (1, 1, comm.size)) as grid:  # B comes whole, and no C leaves: nothing to take apart
+        plan = plan_for(*operands(grid, SIZES[0]), None, None, None)
+        assert plan.panels == 4 and not plan.decomposed
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "node0")
     with Grid(comm, (comm.size, 1, 1)) as grid:
         assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == 1
@@ -154,8 +157,9 @@ def test_all_ranks_ask_for_the_same_way(comm, monkeypatch, fails):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("asked, panels", [("auto", 4), ("none", 1), ("panels", 4)])
-def test_dry_grids_take_the_switch_too(monkeypatch, asked, panels):
+@pytest.mark.parametrize("asked, way", [("auto", (1, True)), ("none", (1, False)), ("panels", (4, False))])
+def test_dry_grids_take_the_switch_too(monkeypatch, asked, way):
     monkeypatch.setenv("PMM3D_OVERLAP", asked)
     with Grid.dry((2, 1, 1), hosts=2) as grid:
-        assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == panels
+        plan = plan_for(*operands(grid, SIZES[0]), None, None, None)
+        assert (plan.panels, plan.decomposed) == way
