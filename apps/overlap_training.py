@@ -1,6 +1,8 @@
-"""What the overlaps hide: the time of a training step with none, then OAR, ORS, OAG and the data-axis buckets added.
+"""What the overlaps hide: the time of a training step with none, then OAR, ORS, OAG and the data-axis buckets added;
+with sharded activations also that of rows multiplied as they come.
 
     python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 1x1x2x1 1x1x1x2
+    python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 --activations sharded
 
 Worth running across nodes: within one node there is little to hide. Prints a table for each grid: the step, computing,
 and waiting per kind of collective, in ms of the mean rank; and the share of the waiting that the overlaps hide.
@@ -26,15 +28,16 @@ STAGES = {
     "+ OAG": replace(NONE, oar=True, ors=True, oag=True),
     "+ buckets": replace(NONE, oar=True, ors=True, oag=True, buckets=True),
 }
-KINDS = ("gather W", "reduce O", "reduce dI", "reduce dW", "reduce data")
+SHARDED = STAGES | {"+ decomposed": replace(STAGES["+ buckets"], decomposed=True)}
+KINDS = ("gather W", "gather I", "gather dO", "reduce O", "reduce dI", "reduce dW", "reduce data")
 
 
 class Training:
     """A network and one batch on a grid, the same numbers every time."""
 
-    def __init__(self, grid: Grid, layers: int, width: int, batch: int):
-        self.grid = grid
-        self.net = nn.MLP(grid, [width] * (layers + 1), nn.relu, bias=False, seed=1)
+    def __init__(self, grid: Grid, activations: str, layers: int, width: int, batch: int):
+        self.grid, self.stages = grid, SHARDED if activations == "sharded" else STAGES
+        self.net = nn.MLP(grid, [width] * (layers + 1), nn.relu, bias=False, seed=1, activations=activations)
         self.optimizer = optim.SGD(self.net.parameters(), lr=0.1)
         self.x = DistMatrix.random(grid, (batch, width), seed=2, dtype="float32", layout=batch_layout("y"))
         self.y = DistMatrix.random(grid, (batch, width), seed=3, dtype="float32", layout=self.net.output_layout)
@@ -42,7 +45,7 @@ class Training:
     def step(self, stage: str) -> Figures:
         """One step; its figures: seconds of the slowest rank, the others means over the ranks."""
         comm, ledger = self.grid.comm, self.grid.ledger
-        nn.Tape.of(self.grid).parallel.overlap = STAGES[stage]
+        nn.Tape.of(self.grid).parallel.overlap = self.stages[stage]
         ledger.entries.clear()
         seconds = slowest(comm, self._step)
         spent = {"computing": ledger.total().computed, **{kind: ledger.total(phase=kind).waited for kind in KINDS}}
@@ -59,18 +62,18 @@ class Training:
 
 def measure(training: Training, rounds: int) -> dict[str, Figures]:
     """Stage -> medians of the figures, in ms, and the waiting in sum."""
-    results = in_turns(STAGES, training.step, rounds)
+    results = in_turns(training.stages, training.step, rounds)
     for figures in results.values():
         figures["waiting"] = sum(figures[kind] for kind in KINDS)
     return {stage: {name: 1e3 * seconds for name, seconds in figures.items()} for stage, figures in results.items()}
 
 
-def same_weights(comm: MPI.Intracomm, shape: GridShape, *sizes: int) -> bool:
+def same_weights(comm: MPI.Intracomm, shape: GridShape, activations: str, *sizes: int) -> bool:
     """Whether three steps in every stage, from the same start, give the same bits on every rank."""
     digests = set()
-    for stage in STAGES:
+    for stage in SHARDED if activations == "sharded" else STAGES:
         with Grid(comm, shape[:3], shape.data) as grid:
-            training = Training(grid, *sizes)
+            training = Training(grid, activations, *sizes)
             for _ in range(3):
                 training.step(stage)
             digests.add(tuple(comm.allgather(training.digest())))
@@ -82,7 +85,7 @@ def show(results: dict[str, Figures]) -> None:
     rows = [[stage, *(f"{figures[name]:.1f}" for name in ("step", "computing", *kinds, "waiting"))]
             for stage, figures in results.items()]
     print(markdown([["overlap", "step", "computing", *(f"wait {kind}" for kind in kinds), "waiting"], *rows]))
-    first, last = results["none"], results["+ buckets"]
+    first, last = results["none"], list(results.values())[-1]
     print(f"communication {first['waiting'] / first['step']:.0%} of the step without overlap; "
           f"{1 - last['waiting'] / max(1e-9, first['waiting']):.0%} of it hidden; the step is "
           f"{1 - last['step'] / first['step']:.1%} shorter", flush=True)
@@ -93,7 +96,7 @@ def trace(training: Training, path: str) -> None:
     grid = training.grid
     for _ in range(2):
         grid.ledger.reset()
-        training.step("+ buckets")
+        training.step(list(training.stages)[-1])
     events = grid.ledger.events
     spans = lambda chosen: [(event["ts"], event["ts"] + event["dur"]) for event in events if chosen(event)]
     flights, gemms = spans(lambda event: event["tid"].startswith("axis")), spans(lambda event: event["name"] == "gemm")
@@ -133,6 +136,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1024, help="of the whole grid (1024)")
+    parser.add_argument("--activations", choices=("replicated", "sharded"), default="replicated",
+                        help="over the axis that a layer sums over (replicated)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each kind; medians are printed (5)")
     parser.add_argument("--check", action="store_true", help="compare the weights of all stages, bit for bit")
     parser.add_argument("--plot", help="draw stacked bars here")
@@ -142,7 +147,8 @@ def main() -> None:
     for text in options.grids:
         grid_text, *sizes = text.split(":")
         width, batch = map(int, sizes or (options.width, options.batch))
-        shape, sizes = GridShape(*map(int, grid_text.split("x"))), (options.layers, width, batch)
+        shape = GridShape(*map(int, grid_text.split("x")))
+        sizes = options.activations, options.layers, width, batch
         with Grid(comm, shape[:3], shape.data, trace=bool(options.trace)) as grid:
             training = Training(grid, *sizes)
             results[text] = measure(training, options.rounds)
