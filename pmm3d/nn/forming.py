@@ -7,9 +7,10 @@ from operator import add as plus
 from typing import Any
 
 from ..arrays import Array
-from ..comm import Pending
+from ..comm import Axis, Pending
 from ..layout import Layout, offsets, part_range, part_sizes
 from ..model.volumes import all_reduce_volume, reduce_volume
+from ..product.decomposed import LeavingRows
 from ..product.relayout import relayout
 from .compute import Form, elementwise
 from .contract import EVERYTHING, Part, Product, natural, route
@@ -66,6 +67,8 @@ def formed(form: Form, product: Product, wanted: Layout) -> Coming:
         Parallel.of(grid).gradients.agree()
     if kind == "all_reduce":
         return _summed_in_strips(form, product, axis)
+    if kind == "reduce_scatter" and Parallel.of(grid).overlap.decomposes(grid.axis(axis), grid.hosts):
+        return _scattered_by_ranks(form, product, axis, wanted)
     if kind == "reduce_scatter":
         return _scattered_in_strips(form, product, axis, wanted)
     out = form.new(product.shape)
@@ -92,11 +95,33 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
     return Coming(out, sums, strips)
 
 
+def _owned(form: Form, product: Product, axis: Axis, wanted: Layout) -> list[int]:
+    """Rows of a product that each rank of the axis keeps."""
+    unit = wanted.units[0]
+    return [unit * units for units in part_sizes(product.shape[0] // unit, axis.size)]
+
+
+def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout) -> Coming:
+    """The rows of other ranks are multiplied first, and each rank's leave as soon as they are done."""
+    grid, axis, cols = form.grid, form.grid.axis(name), product.shape[1]
+    owned = _owned(form, product, axis, wanted)
+    own = owned[axis.index]
+    landed = form.new(((axis.size - 1) * own, cols)).reshape((axis.size - 1, own, cols))
+    rows = LeavingRows(axis, form.new(product.shape), owned, landed, form.new((own, cols)))
+    for start, stop in rows.blocks():
+        product.fill(rows.partial[start:stop], 0, slice(start, stop))
+        with grid.ledger.phase(product.phase):
+            rows.done(start, stop)
+    if not Parallel.of(grid).overlap.oar:
+        rows.wait()
+        return Coming(rows.out)
+    return Coming(None, [rows])
+
+
 def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout) -> Coming:
     """Each strip has a piece of the rows of every rank of the axis, so that all of them receive all the time."""
     grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
-    parallel, unit, sums, work = Parallel.of(grid), wanted.units[0], list[Pending](), list[int]()
-    owned = [unit * units for units in part_sizes(rows // unit, axis.size)]
+    parallel, sums, work, owned = Parallel.of(grid), list[Pending](), list[int](), _owned(form, product, axis, wanted)
     out, starts = form.new((owned[axis.index], cols)), offsets(owned)
     strips = len(parallel.overlap.row_strips(rows, cols, form.dtype, grid.hosts))
     for strip in range(strips):

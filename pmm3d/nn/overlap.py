@@ -37,9 +37,10 @@ class Overlap:
     shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
                             memory that they share: each writes its shard there, and none are sent. It stays for the
                             backward pass. For networks of numpy arrays; other grids and dry runs refuse it
-    decomposed              rows that come from other ranks ("sharded" activations) are multiplied as they come, one
-                            rank's after the other, the own ones first: those of the input, and of the output's
-                            gradient. None: across nodes. The bytes are those of the gather
+    decomposed              with "sharded" activations, rows that come from other ranks are multiplied as they come, one
+                            rank's after the other, the own ones first; and rows that others keep are multiplied first
+                            and sent as they are done, one rank's after the other, in place of strips. None: across
+                            nodes. The bytes, and the order of sums, are those of the gathers and reduce-scatters
     regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
                             the shard, and gather it again for the backward pass; False: keep what was gathered
 

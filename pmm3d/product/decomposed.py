@@ -22,12 +22,13 @@ def multiply_decomposed(plan: RankPlan, a: OperandPanels, b: OperandPanels, stri
     coming = b.start(0)
     rows, panel = rows_of_a(a), coming.wait()
     b.conjugate(panel)
-    sums = LeavingSums(plan, strips) if plan.reduces else None
+    sums = rows_of_c(plan, strips) if plan.reduces else None
     for start, stop in sums.blocks() if sums else [(0, plan.rows)]:
         for low, high in rows.within(start, stop):
             strips.add(0, rows.whole[low:high], panel, first=True, rows=slice(low, high))
         if sums:
-            sums.done(start, stop)
+            with strips.ledger.phase("reduce C"):
+                sums.done(start, stop)
     rows.wait()
     if sums:
         sums.wait()
@@ -92,17 +93,19 @@ class ComingRows:
         return self.whole[self._edges[source] : self._edges[source + 1]]
 
 
-class LeavingSums:
-    """The partial sums of C: those of other ranks' rows leave, those of the own rows come."""
+class LeavingRows:
+    """Partial sums whose rows belong to the ranks of an axis: those of other ranks leave, those of the own rows come.
 
-    def __init__(self, plan: RankPlan, strips: ResultStrips):
-        self._strips, self._axis = strips, strips.axis
-        self._partial, self._out, landing = strips.posted()
-        edges, axis = offsets(plan.c_counts), self._axis
-        self._edges = list(pairwise(edges))
+    partial   of all rows;   counts   those of each rank
+    landed    (ranks - 1, own rows, columns): memory for what comes
+    out       the own rows of the sum: beta out + all parts, in the order of the ranks
+    """
+
+    def __init__(self, axis: Axis, partial: Array, counts: Sequence[int], landed: Array, out: Array, beta: complex = 0):
+        self._axis, self.partial, self.out, self._beta = axis, partial, out, beta
+        self._edges = list(pairwise(offsets(counts)))
         low, high = self._edges[axis.index]
-        landed = landing.array((axis.size - 1, high - low, self._partial.shape[1]), plan.plan.dtype)
-        self._parts = [*landed[: axis.index], self._partial[low:high], *landed[axis.index :]]
+        self._parts = [*landed[: axis.index], partial[low:high], *landed[axis.index :]]
         self._under_way: list[Pending] = []
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -113,14 +116,21 @@ class LeavingSums:
     def done(self, start: int, stop: int) -> None:
         """The next of the blocks is multiplied."""
         axis, distance = self._axis, len(self._under_way) + 1
-        if distance == axis.size:
-            return
-        landing = self._parts[(axis.index - distance) % axis.size]
-        with self._strips.ledger.phase("reduce C"):
-            self._under_way.append(axis.exchange_at(distance, self._partial[start:stop], landing, "reduce_scatter"))
+        if distance < axis.size:
+            landing = self._parts[(axis.index - distance) % axis.size]
+            self._under_way.append(axis.exchange_at(distance, self.partial[start:stop], landing, "reduce_scatter"))
 
-    def wait(self) -> None:
-        """For all messages; and add up, in the order of the ranks."""
+    def wait(self) -> Array:
+        """For all messages; add up."""
         for pending in self._under_way:
             pending.wait()
-        sum_in_order(self._strips.library, self._parts, self._out, self._strips.beta)
+        sum_in_order(library_of(self.out), self._parts, self.out, self._beta)
+        return self.out
+
+
+def rows_of_c(plan: RankPlan, strips: ResultStrips) -> LeavingRows:
+    """The partial sums of C."""
+    partial, out, landing = strips.posted()
+    own = plan.c_counts[strips.axis.index]
+    landed = landing.array((strips.axis.size - 1, own, partial.shape[1]), plan.plan.dtype)
+    return LeavingRows(strips.axis, partial, plan.c_counts, landed, out, strips.beta)
