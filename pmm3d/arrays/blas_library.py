@@ -60,6 +60,9 @@ ARGUMENTS = [ctypes.c_void_p] * 13 + [ctypes.c_size_t] * 2
 LENGTHS = ctypes.c_size_t(1), ctypes.c_size_t(1)
 LOADED_BYTES, THREAD_BYTES = 2**26, 3 * 2**25
 """Address space that an OpenBLAS takes when it is loaded, besides for each thread."""
+SHORT_SPIN = "OPENBLAS_THREAD_TIMEOUT", "16"
+"""Threads of OpenBLAS wait for the next GEMM on their cores for so many cycles, as a power of 2, unless the environment
+says otherwise: 20 us. With the 20 ms that it takes by itself no other thread of the rank has a core between GEMMs."""
 THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 SIZES = 37, 29, 131
 """m, n and k of the GEMMs by which a BLAS is checked: odd, beyond the registers of any kernel."""
@@ -88,6 +91,7 @@ def asked_for() -> str:
 def chosen() -> BlasLibrary:
     """The BLAS of this process, for as long as it lives. Raises Pmm3dError as `named_blas` does, and MemoryError where
     a limit leaves it too little address space."""
+    os.environ.setdefault(*SHORT_SPIN)
     asked = asked_for()
     return scipy_blas() if asked == SCIPY else named_blas(asked)
 
