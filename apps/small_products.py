@@ -1,6 +1,7 @@
 """Small products beside ScaLAPACK's p?gemm, in turns on this machine.
 
-    python apps/small_products.py         (as root: apt-get install libscalapack-openmpi-dev libopenblas-dev)
+    apt-get install libscalapack-openmpi-dev libopenmpi-dev libopenblas-dev       (as root)
+    python apps/small_products.py
     python apps/small_products.py --sizes 64,256 --ranks 2,8 --passes 5
 
 Both multiply with Debian's OpenBLAS, one thread a rank, under an Open MPI each: ScaLAPACK under Debian's, pmm3d under
@@ -43,7 +44,8 @@ def compiled(folder: str) -> str:
     """The driver of p?gemm. Raises ProgramError where its libraries are missing."""
     compiler = shutil.which("mpicc.openmpi") or ""
     if not compiler or not Path(OPENBLAS).exists():
-        raise ProgramError("ScaLAPACK is not here: apt-get install libscalapack-openmpi-dev libopenblas-dev")
+        raise ProgramError("ScaLAPACK is not here: apt-get install libscalapack-openmpi-dev libopenmpi-dev "
+                           "libopenblas-dev")
     program = str(Path(folder) / "pgemm")
     output_of([compiler, "-O2", str(SOURCE), "-o", program, "-lscalapack-openmpi", "-lm"], os.environ)
     return program

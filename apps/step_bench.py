@@ -18,6 +18,10 @@ weights' update), what is waited for, and what is left, which is Python's (and t
 network shows most of it,
 
     python apps/step_bench.py --width 512 --batch 256 --grids 2x1x1 1x2x1 1x1x2 --rivals --steps 50
+
+With --ranks 1 ours is one process with a thread of the BLAS for each core: what else it computes runs on them too.
+
+    python apps/step_bench.py --ranks 1 --grids 1x1x1 --rivals threads --beside ../before/.venv/bin/python
 """
 
 import argparse
@@ -37,7 +41,7 @@ from torch_rivals import GEMM, RIVALS, batch_of, weights
 from pmm3d.comm.ledger import Ledger
 from pmm3d.model import machine
 
-RANKS = 2
+CORES = 2
 GRIDS = ("1x1x1", "2x1x1", "1x2x1", "1x1x2")
 KERNEL = "OPENBLAS_CORETYPE"
 SIZES = ("layers", "width", "batch", "steps", "warm_up")
@@ -112,10 +116,10 @@ def kernels() -> list[str]:
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 
 
-def run_ours(shape: str, kernel: str, sizes: dict[str, Any], python: str = sys.executable) -> Result:
+def run_ours(ranks: int, shape: str, kernel: str, sizes: dict[str, Any], python: str = sys.executable) -> Result:
     """What `ours` prints, of a run on a grid with a kernel of OpenBLAS."""
     words = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
-    output = on_ranks(RANKS, [__file__, "--ours", shape, *words], blas_environment(kernel), python)
+    output = on_ranks(ranks, [__file__, "--ours", shape, *words], blas_environment(kernel), python)
     return json.loads(output.splitlines()[-1])
 
 
@@ -123,7 +127,7 @@ def contestants(options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     """Name -> what runs it once and returns {"seconds", "final_loss", ...}."""
     sizes = {name: getattr(options, name) for name in SIZES}
     everyone = {f"{shape}, {kernel}{where}":
-                lambda shape=shape, kernel=kernel, python=python: run_ours(shape, kernel, sizes, python)
+                lambda shape=shape, kernel=kernel, python=python: run_ours(options.ranks, shape, kernel, sizes, python)
                 for kernel in options.kernels or kernels() for shape in options.grids
                 for where, python in [("", sys.executable), *([(BESIDE, options.beside)] if options.beside else [])]}
     task = {**sizes, "lr": LEARNING_RATE}
@@ -148,7 +152,7 @@ def row(name: str, found: dict[str, Any], options: argparse.Namespace, rivals: l
     results, (milliseconds, *ratios) = found["runs"][name], beside(name, found["runs"], rivals)
     rates = found["torch_gflops"] if name in rivals else [result["core_gflops"] for result in results]
     flop = (6 * options.layers - 2) * options.batch * options.width**2
-    of_limit = median(flop / (RANKS * rate * 1e9) / median(result["seconds"]) for rate, result in zip(rates, results))
+    of_limit = median(flop / (CORES * rate * 1e9) / median(result["seconds"]) for rate, result in zip(rates, results))
     return [f"torch {name}" if name in rivals else f"{name} ({results[0]['kernel']})", milliseconds,
             f"{of_limit:.3f}", f"{median(rates):.0f}", *ratios]
 
@@ -157,7 +161,7 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     rivals = [rival for rival in options.rivals if rival in found["runs"]]
     heading = ["", "ms (min to max)", "of the limit", "core GFLOP/s", *(f"{rival} / ours" for rival in rivals)]
     rows = [row(name, found, options, rivals) for name in found["runs"]]
-    sizes = f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {RANKS} ranks"
+    sizes = f"{options.layers} layers, width {options.width}, batch {options.batch}, float32, {options.ranks} ranks"
     return (f"{sizes}; medians of {options.rounds} rounds of {options.steps} steps. rival / ours above 1: ours is "
             f"faster.\n\n{markdown([heading, *rows])}")
 
@@ -191,6 +195,7 @@ def main() -> int:
     parser.add_argument("--rivals", nargs="*", default=RIVALS, choices=RIVALS, metavar="R", help=", ".join(RIVALS))
     parser.add_argument("--kernels", nargs="+", metavar="K",
                         help="values of OPENBLAS_CORETYPE for ours, as SkylakeX or Haswell; default: not set")
+    parser.add_argument("--ranks", type=int, default=CORES, choices=range(1, CORES + 1), help="of ours (2)")
     parser.add_argument("--layers", type=int, default=8, help="linear layers (8)")
     parser.add_argument("--width", type=int, default=2048, help="inputs and outputs of each (2048)")
     parser.add_argument("--batch", type=int, default=1024, help="rows, over all ranks (1024)")
