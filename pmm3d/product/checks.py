@@ -68,6 +68,15 @@ def compared_dtype(dtype: Any) -> Any:
         return dtype
 
 
+def check_order(order: Any, shared: bool = False) -> None:
+    """Raises LayoutError unless it is an order of shards, that memory which ranks share can have."""
+    if order not in ("C", "F"):
+        raise LayoutError(f'the order of a shard is "C", by rows, or "F", by columns; got {order!r}')
+    if shared and order == "F":
+        raise LayoutError('shards in shared memory lie by rows: leave out shared=True for order="F", or take the '
+                          "transpose (.T) of a shared matrix")
+
+
 def check_root(what: str, root: Any, grid: Grid) -> None:
     """Raises GridError unless root is a rank of the grid."""
     try:

@@ -25,6 +25,7 @@ from ..layout import EMPTY, Layout, Whole
 from ..model.move import Move
 from .checks import (
     array_signature,
+    check_order,
     check_root,
     compared_dtype,
     contents,
@@ -53,8 +54,9 @@ class DistMatrix(StoredMatrix):
     labels_below   of integers that all ranks know to be at least 0 and below: how many classes; else None
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
-    `library`: "numpy", "torch", "torch:DEVICE" or "cupy". With `shared` the shards lie in memory that the ranks of a
-    node share (see `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
+    `library`: "numpy", "torch", "torch:DEVICE" or "cupy". With order="F" the shards lie by columns, which some BLAS
+    multiply faster (`pmm3d tune blas` tells). With `shared` they lie in memory that the ranks of a node share (see
+    `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
     Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
     In a layout with `sums` the matrix is the sum of what the ranks along those axes hold. `from_local` takes each
@@ -72,7 +74,7 @@ class DistMatrix(StoredMatrix):
 
     @classmethod
     def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-              library: Library = "numpy", shared: bool = False) -> DistMatrix:
+              library: Library = "numpy", order: str = "C", shared: bool = False) -> DistMatrix:
         """Arbitrary contents.
 
         shared   the shards lie in memory that the ranks along the axis over which a product gathers them share: those
@@ -83,17 +85,18 @@ class DistMatrix(StoredMatrix):
         Raises with shared, besides: GridError if ranks of that axis are on several nodes, LayoutError for a layout that
         shards no rows, OutOfMemoryError where a node has no such memory.
         """
-        passed = shape, compared_dtype(dtype), layout, library_kind(library), shared
+        passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
         with together(grid, "DistMatrix.empty", *passed):
+            check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
             kind = check_matrix_dtype(dtype_named(dtype), library)
             axis = sharing_axis(grid, layout, library) if shared else ""
-            local = None if shared else library.empty(box.shape, kind)
+            local: Array = None if shared else library.empty(box.shape if order == "C" else box.shape[::-1], kind)
         if shared:
             return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, lambda room: None)
-        return cls(grid, local, shape, layout)
+        return cls(grid, local if order == "C" else local.T, shape, layout, order)
 
     @classmethod
     def _in_window(cls, grid: Grid, what: str, axis: str, shape: Shape, layout: Layout, dtype: str,
@@ -108,7 +111,7 @@ class DistMatrix(StoredMatrix):
 
     @classmethod
     def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None,
-                    shared: bool = False) -> DistMatrix:
+                    order: str = "C", shared: bool = False) -> DistMatrix:
         """From the whole matrix: the same on all ranks (each copies its shard), or, with root, on that rank alone.
 
         Integers (int64) are labels, for losses and accuracy: moved, gathered, and never multiplied.
@@ -116,23 +119,26 @@ class DistMatrix(StoredMatrix):
         compared with PMM3D_DEBUG=1 only.
         """
         if root is not None:
-            return cls._scattered(grid, array, layout, root, shared)
-        with together(grid, "DistMatrix.from_global", *array_signature(array), layout, *_contents(grid, array), shared):
+            return cls._scattered(grid, array, layout, root, order, shared)
+        passed = *array_signature(array), layout, *_contents(grid, array), order, shared
+        with together(grid, "DistMatrix.from_global", *passed):
+            check_order(order, shared)
             library = grid.library(library_of(array))
             grid.transport.check_place(library, array)
             kind = check_matrix_dtype(library.dtype(array), library, labels=True)
             part = array[shards(tuple(array.shape), layout, grid).box(grid.rank).within(EMPTY)]
             axis = sharing_axis(grid, layout, library) if shared else ""
-            local = part if shared else library.copy(part)
+            local = part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
         if shared:
             return cls._in_window(grid, "DistMatrix.from_global", axis, tuple(array.shape), layout, kind,
                                   lambda room: np.copyto(room, local))
-        return cls(grid, local, array.shape, layout).keep_one()
+        return cls(grid, local, array.shape, layout, order).keep_one()
 
     @classmethod
-    def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, shared: bool) -> DistMatrix:
+    def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
         described = None
-        with together(grid, "DistMatrix.from_global", layout, root, shared):
+        with together(grid, "DistMatrix.from_global", layout, root, order, shared):
+            check_order(order, shared)
             check_root("DistMatrix.from_global", root, grid)
             has_array = grid.rank == root or grid.dry_run is not None
             if has_array:
@@ -155,18 +161,26 @@ class DistMatrix(StoredMatrix):
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
                 grid.everyone.begin("scatter", scattering, library=library).wait()
-        return matrix.keep_one()
+        return matrix._in_order(order).keep_one()
+
+    def _in_order(self, order: str) -> DistMatrix:
+        """The same, its shard by columns if order is "F": then a copy."""
+        if order == "C":
+            return self
+        by_columns = self.library.plain(self.memory.T).T
+        return type(self)(self.grid, by_columns, self.shape, self.layout, order)
 
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
                       dtype: Any = "float64", layout: Layout = Layout.A, library: Library = "numpy",
-                      shared: bool = False) -> DistMatrix:
+                      order: str = "C", shared: bool = False) -> DistMatrix:
         """From function(i, j) of global row indices (a column) and column indices (a row).
 
         It gives the values, of two dims that numpy broadcasts to those of i and j together, or one number for all.
         """
-        passed = shape, compared_dtype(dtype), layout, library_kind(library), shared
+        passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
         with together(grid, "DistMatrix.from_function", *passed):
+            check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
@@ -176,13 +190,15 @@ class DistMatrix(StoredMatrix):
         if shared:
             return cls._in_window(grid, "DistMatrix.from_function", axis, shape, layout, dtype,
                                   lambda room: np.copyto(room, local))
-        return cls(grid, local, shape, layout).keep_one()
+        return cls(grid, local, shape, layout)._in_order(order).keep_one()
 
     @classmethod
-    def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A) -> DistMatrix:
-        """From each rank's shard, which is used in place if it is C-contiguous and copied if not; integers (int64) are
-        labels, as in `from_global`."""
-        with together(grid, "DistMatrix.from_local", shape, layout, *array_signature(local)[1:]):
+    def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
+                   order: str = "C") -> DistMatrix:
+        """From each rank's shard, which is used in place if it lies in that order, "C" by rows or "F" by columns
+        (Fortran), without gaps, and copied if not; integers (int64) are labels, as in `from_global`."""
+        with together(grid, "DistMatrix.from_local", shape, layout, order, *array_signature(local)[1:]):
+            check_order(order)
             library = grid.library(library_of(local))
             grid.transport.check_place(library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
@@ -193,15 +209,17 @@ class DistMatrix(StoredMatrix):
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
-            local = library.plain(local)
-        return cls(grid, local, shape, layout)
+            local = library.plain(local) if order == "C" else library.plain(local.T).T
+        return cls(grid, local, shape, layout, order)
 
     @classmethod
     def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
-                  layout: Layout = Layout.A, library: Library = "numpy", shared: bool = False) -> DistMatrix:
+                  layout: Layout = Layout.A, library: Library = "numpy", order: str = "C",
+                  shared: bool = False) -> DistMatrix:
         """From a 2D array in a .npy file or a data set in an HDF5 file; each rank reads its own slice, no other."""
         shape = 0, 0
-        with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), shared):
+        with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), order, shared):
+            check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)
             with _opened(path, dataset) as source:
@@ -215,14 +233,16 @@ class DistMatrix(StoredMatrix):
         if shared:
             return cls._in_window(grid, "DistMatrix.from_file", axis, shape, layout, dtype,
                                   lambda room: np.copyto(room, local))
-        return cls(grid, local, shape, layout).keep_one()
+        return cls(grid, local, shape, layout)._in_order(order).keep_one()
 
     @classmethod
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
-               library: Library = "numpy", distribution: str = "uniform", shared: bool = False) -> DistMatrix:
+               library: Library = "numpy", distribution: str = "uniform", order: str = "C",
+               shared: bool = False) -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
-        passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, shared
+        passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, order, shared
         with together(grid, "DistMatrix.random", *passed):
+            check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)
             dtype = check_matrix_dtype(dtype_named(dtype), library)
@@ -232,7 +252,7 @@ class DistMatrix(StoredMatrix):
         if shared:
             return cls._in_window(grid, "DistMatrix.random", axis, shape, layout, dtype,
                                   lambda room: random.fill(room, box, int(shape[1]), seed, distribution))
-        return cls(grid, local, shape, layout).keep_one()
+        return cls(grid, local, shape, layout)._in_order(order).keep_one()
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         """C = A B; see `pmm3d.matmul`."""
