@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pmm3d import DistMatrix, Grid, GridError, Layout
+from pmm3d import DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.comm import machine_cache
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.replay import tasks
@@ -27,14 +27,14 @@ def on_hosts(hosts):
 
 
 def replayed(shape, size, dtype, machine, data=1):
-    """(seconds, bytes received along x, y and z) of the first rank, from what a dry run writes down."""
+    """(seconds, bytes received along x, y and z) of the first rank, from what a dry run in panels writes down."""
     hosts = -(-GridShape(*shape, data).size // machine.ranks_per_node)
     with Grid.dry(shape, data, hosts=hosts) as grid:
         m, n, k = size
         a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
                 for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
         before = len(grid.dry_run.actions)
-        a @ b
+        matmul(a, b, overlap="panels" if hosts > 1 else "none")
         done = grid.dry_run.actions[before:]
     alone = [replace(task, meets=None) for task in tasks(done, machine, groups_of(grid.shape, machine.ranks_per_node))]
     return simulate([alone]).seconds, sum(action.received for action in done)

@@ -14,6 +14,7 @@ from pmm3d.layout import AXES, GridShape
 from pmm3d.model import ranking
 from pmm3d.model.grid_search import NO_LIMIT, shapes_of, shapes_up_to
 from pmm3d.model.machines import groups_of, load
+from pmm3d.model.overlap import priced
 from pmm3d.model.plan import ProductPlan
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import rank_products
@@ -135,9 +136,11 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
     for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
         for ranks in (*range(1, 20), 31, 47, 64):
             costs = ProductCosts(size, ranks, "float64", MACHINES[name])
-            best = rank_products(size, ranks, "float64", MACHINES[name], exact=False, top=1).candidates[0]
+            ways = bool(MACHINES[name].hidden) and costs.panels > 1  # then those in detail have the best way to overlap
+            taken = (lambda shape: priced(costs, shape).seconds) if ways else (lambda shape: costs.seconds(*shape))
+            best = rank_products(size, ranks, "float64", MACHINES[name], exact=False).candidates[0]
             all_of_them = [shape for used in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(used)]
-            assert best.seconds <= min(costs.seconds(*shape) for shape in all_of_them) * (1 + 1e-8)
+            assert best.seconds <= min(map(taken, all_of_them)) * (1.05 if ways else 1 + 1e-8)
             assert ranks // 2 < best.grid.size <= ranks
 
 
