@@ -42,6 +42,13 @@ def priced(costs: ProductCosts, grid: Sizes3) -> Candidate:
     return costs.priced(*grid, panels=PANELS_ACROSS_HOSTS if way == "panels" else 1, clock=clocks[way], overlap=way)
 
 
+def at_most(costs: ProductCosts, grid: Sizes3) -> float:
+    """Seconds that a product is expected to take on a grid x, y, z by the better of no overlap and panels."""
+    whole, cut = (costs.sizes(*grid, panels=panels) for panels in (1, PANELS_ACROSS_HOSTS))
+    plain = costs.clock(whole).now
+    return plain if cut == whole else min(plain, SLOWER["panels"] * costs.clock(cut).now)
+
+
 def clocks_of(costs: ProductCosts, grid: Sizes3, rows_come: bool = True) -> dict[str, Clock]:
     """What a product takes on a grid x, y, z by each way that there is for it, the plainest first.
 

@@ -11,7 +11,7 @@ from .bounds import Product, lower_bound
 from .candidates import Candidate, Ranking, preset_of
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
-from .overlap import priced
+from .overlap import at_most, priced
 from .plan import ProductPlan
 from .product_costs import ProductCosts
 
@@ -85,7 +85,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     shapes = shapes_of(ranks) if exact else shapes_up_to(costs, ranks, limit)
     choose = panels is None and costs.panels > 1 and bool(machine.hidden)
     kept, dropped = list[Candidate](), list[Candidate]()
-    for shape in _in_order(costs, shapes):
+    for shape in _in_order(costs, shapes, choose):
         if sum(costs.held(*shape).values()) > NEAR * limit:
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape))
         elif len(kept) < top or preset_of(GridShape(*shape)):
@@ -141,9 +141,9 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
     return ranking.candidates[0].grid
 
 
-def _in_order(costs: ProductCosts, shapes: list[Sizes3]) -> list[Sizes3]:
-    """The fastest first."""
-    seconds = {shape: _rounded(costs.seconds(*shape), DIGITS) for shape in shapes}
+def _in_order(costs: ProductCosts, shapes: list[Sizes3], ways: bool = False) -> list[Sizes3]:
+    """The fastest first. ways: by the better of no overlap and panels."""
+    seconds = {shape: _rounded(at_most(costs, shape) if ways else costs.seconds(*shape), DIGITS) for shape in shapes}
 
     def key(shape: Sizes3) -> tuple[float, ...]:
         x, y, z = shape

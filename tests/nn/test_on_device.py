@@ -42,7 +42,7 @@ def test_calls_of_a_step_do_not_grow_with_the_arrays(comm, calls):
     """From a few hundred elements to several slices of what the host works through at a time."""
     found = []
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        for rows, width in ((32, 8), (1024, 96)):
+        for rows, width in ((32, 8), (2048, 96)):
             x, y = batch(grid, "standin", rows)
             net = network(grid, "standin", width)
             optimizer = optim.AdamW(net.parameters())
