@@ -1,10 +1,13 @@
-"""A product with operands in memory that the ranks of a node share, beside the same with messages, in turns.
+"""A product with operands, or a training step with weights, in memory that the ranks of a node share, beside the same
+with messages, in turns.
 
     python -m pmm3d.launcher -n 8 apps/shared_operands.py                       12288 cubed in float32: 6 GB
     python -m pmm3d.launcher -n 2 apps/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
+    python -m pmm3d.launcher -n 8 apps/shared_operands.py --network 8 2048 1024        layers, width, rows of a batch
 
-Prints, for each: the median of the products' times, what a rank received, and what all ranks of the first
-node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios.
+Prints, for each: the median of the times, what a rank received of operands and C, or of weights, and what all ranks of
+the first node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios. A
+network is on z alone (FSDP), and keeps its gathered weights for the backward pass.
 """
 
 import argparse
@@ -15,7 +18,9 @@ from statistics import median
 from measuring import slowest
 from mpi4py import MPI
 
-from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d import DistMatrix, Grid, Layout, matmul, nn
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
 
 GIB = 2**30
 
@@ -35,7 +40,10 @@ def operands(grid: Grid, size: list[int], dtype: str, shared: bool) -> list[Dist
 
 
 def measured(options: argparse.Namespace, shared: bool) -> dict:
-    """Of one product after another that warms up, on a grid of its own: what it held is given back."""
+    """Of one product, or step, after another that warms up, on a grid of its own: what it held is given back."""
+    if options.network:
+        with Grid(MPI.COMM_WORLD, shape="fsdp") as grid:
+            return {"grid": grid.shape, **of_step(grid, *options.network, shared)}
     with Grid(MPI.COMM_WORLD, options.grid, product=tuple(options.size), dtype=options.dtype) as grid:
         return {"grid": grid.shape, **figures(grid, options, shared)}
 
@@ -52,9 +60,38 @@ def figures(grid: Grid, options: argparse.Namespace, shared: bool) -> dict:
             "held": sum(grid.comm.allgather(held())) - before}
 
 
+def of_step(grid: Grid, layers: int, width: int, batch: int, shared: bool) -> dict:
+    before = sum(grid.comm.allgather(held()))
+    kept = {"shared_weights": True} if shared else {"reshard_after_forward": False}
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(**kept)
+    net = nn.MLP(grid, [width] * (layers + 1), bias=False, seed=1)
+    optimizer = optim.SGD(net.parameters(), lr=0.1)
+    x = DistMatrix.random(grid, (batch, width), seed=2, dtype="float32", layout=batch_layout("y"))
+    y = DistMatrix.random(grid, (batch, width), seed=3, dtype="float32", layout=net.output_layout)
+
+    def step() -> None:
+        nn.mse(net(x), y).backward()
+        optimizer.step()
+
+    step()
+    grid.ledger.reset()
+    seconds = slowest(grid.comm, step)
+    return {"seconds": seconds, "received": max(grid.comm.allgather(grid.ledger.total(phase="gather W").received)),
+            "held": sum(grid.comm.allgather(held())) - before}
+
+
+def title(options: argparse.Namespace) -> str:
+    if not options.network:
+        return f"{'x'.join(map(str, options.size))} {options.dtype}"
+    layers, width, batch = options.network
+    return f"{layers} layers of {width}, batch {batch}, float32"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, nargs=3, default=[12288] * 3, metavar=("M", "N", "K"))
+    parser.add_argument("--network", type=int, nargs=3, metavar=("LAYERS", "WIDTH", "ROWS"),
+                        help="a step of training in place of a product")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--grid", default="auto", help="GxxGyxGz (auto)")
     parser.add_argument("--rounds", type=int, default=5)
@@ -62,8 +99,9 @@ def main() -> None:
     turns = [{shared: measured(options, shared) for shared in (False, True)} for _ in range(options.rounds)]
     if MPI.COMM_WORLD.rank:
         return
-    print(f"{'x'.join(map(str, options.size))} {options.dtype} on {turns[0][True]['grid']}, {options.rounds} rounds\n")
-    print("| operands | ms | received a rank (MB) | held by the node (GiB) |\n|---|---|---|---|")
+    print(f"{title(options)} on {turns[0][True]['grid']}, {options.rounds} rounds\n")
+    what = "weights" if options.network else "operands"
+    print(f"| {what} | ms | received a rank (MB) | held by the node (GiB) |\n|---|---|---|---|")
     for shared, name in ((False, "messages"), (True, "shared")):
         seconds, received, nbytes = (median(turn[shared][figure] for turn in turns)
                                      for figure in ("seconds", "received", "held"))
