@@ -314,8 +314,9 @@ def fake_mpiexec(tmp_path, text):
 
 
 def not_under_nohup():
-    """It ignores SIGHUP, and with it all below."""
+    """It ignores SIGHUP, and with it all below; a job in the background of a shell ignores SIGINT."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_signals_are_passed_on_and_the_exit_code_is_that_of_mpiexec(tmp_path):
