@@ -24,7 +24,11 @@ Slice = TypeVar("Slice")
 
 
 class LoneThread(threading.Thread):
-    """A thread whose loops stay on it, since others compute beside it."""
+    """A thread whose loops stay on it, since others compute beside it.
+
+        >>> issubclass(LoneThread, threading.Thread)
+        True
+    """
 
 
 def in_threads(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
@@ -54,7 +58,13 @@ def in_threads(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
 
 
 def each_slice(library: NumpyLibrary, work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
-    """As `in_threads`, for arrays of numpy; those of torch, whose functions have threads of their own, one by one."""
+    """As `in_threads`, for arrays of numpy; those of torch, whose functions have threads of their own, one by one.
+
+        >>> found = []
+        >>> each_slice(NumpyLibrary(), found.append, [slice(0, 2), slice(2, 3)])
+        >>> found
+        [slice(0, 2, None), slice(2, 3, None)]
+    """
     if library.name == "numpy":
         in_threads(work, slices)
     else:
@@ -63,7 +73,11 @@ def each_slice(library: NumpyLibrary, work: Callable[[Slice], None], slices: Ite
 
 @cache
 def blas_threads() -> int:
-    """Threads of this rank's BLAS, by the variables that it reads; no more than the rank has cores."""
+    """Threads of this rank's BLAS, by the variables that it reads; no more than the rank has cores.
+
+        >>> blas_threads() >= 1
+        True
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = [int(text) for text in map(os.environ.get, COUNTS) if text and text.isdecimal()]
     return max(1, min([*asked[:1], cores]))

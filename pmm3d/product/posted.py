@@ -100,7 +100,7 @@ class Gather:
         rows = [whole[low:high] for low, high in pairwise(offsets(counts))]
         own, axis = rows[panels.axis.index], panels.axis
         address = panels.library.address
-        self._packs = address(part) == address(own) and own.size > 0
+        self._packs = 0 not in own.shape and address(part) == address(own)
         self.panel, self._part, self._own = _turned(panels, whole), part, own
         peers = [peer for peer in range(axis.size) if peer != axis.index]
         self.exchange = axis.repeated("all_gather", panels.phase, panels.library, [(peer, part) for peer in peers],
