@@ -28,7 +28,8 @@ def test_bits_and_bytes_are_those_of_matmul(comm, dtype):
     for grid in grids(comm):
         a, b = operands(grid, dtype=dtype)
         wanted = [matmul(a, b), matmul(a, b, alpha=2)]
-        c = [DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C) for _ in range(2)]
+        c = [DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C, library="numpy")
+             for _ in range(2)]
         matmul(a, b, out=c[0], beta=-1)
         grid.ledger.reset()
         matmul(a, b)
@@ -55,7 +56,7 @@ def test_whatever_matmul_takes(comm, case):
         if case == "transposed":
             a, b = b.T, a.T
         if case == "column-major":
-            out = DistMatrix.random(grid, (17, 23), seed=4, layout=Layout(rows=("x", "y"), cols=("z",))).T
+            out = DistMatrix.random(grid, (17, 23), seed=4, layout=Layout(rows=("x", "y"), cols=("z",)), library="numpy").T
         wanted = matmul(a, b, out=None if out is None else out, **options).gather()
         with MatmulPlan(a, b, out=out, **options) as product:
             for _ in range(2):
