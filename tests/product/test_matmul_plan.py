@@ -56,7 +56,8 @@ def test_whatever_matmul_takes(comm, case):
         if case == "transposed":
             a, b = b.T, a.T
         if case == "column-major":
-            out = DistMatrix.random(grid, (17, 23), seed=4, layout=Layout(rows=("x", "y"), cols=("z",)), library="numpy").T
+            layout = Layout(rows=("x", "y"), cols=("z",))
+            out = DistMatrix.random(grid, (17, 23), seed=4, layout=layout, library="numpy").T
         wanted = matmul(a, b, out=None if out is None else out, **options).gather()
         with MatmulPlan(a, b, out=out, **options) as product:
             for _ in range(2):
