@@ -9,8 +9,9 @@ is compared are interleaved, each in another order; a ratio is taken within a ro
 printed. Ours is run with the kernel of OpenBLAS that suits this CPU (OPENBLAS_CORETYPE) and, if that is another, with
 the one that it chooses itself; --kernels names others.
 
-limit = the step's GEMMs at the rate of a 2048 cubed GEMM of the same BLAS on one core, times two cores: the better of
-two medians, taken in the same process before and after the steps (torch: in a process of its own, each round).
+limit = the step's GEMMs at the rate of a 2048 cubed GEMM of the same BLAS on one core, times two cores (with --ranks 1
+on both at once): the better of two medians, taken in the same process before and after the steps (torch: in a process
+of its own, each round).
 6 m n k operations a layer, 4 in the first, whose input needs no gradient.
 
 A second table says where the time of our steps goes, on rank 0: what is computed (GEMMs; elementwise functions; the
@@ -152,7 +153,9 @@ def row(name: str, found: dict[str, Any], options: argparse.Namespace, rivals: l
     results, (milliseconds, *ratios) = found["runs"][name], beside(name, found["runs"], rivals)
     rates = found["torch_gflops"] if name in rivals else [result["core_gflops"] for result in results]
     flop = (6 * options.layers - 2) * options.batch * options.width**2
-    of_limit = median(flop / (CORES * rate * 1e9) / median(result["seconds"]) for rate, result in zip(rates, results))
+    processes = CORES if name in rivals else options.ranks  # each at the rate of its own GEMM
+    of_limit = median(flop / (processes * rate * 1e9) / median(result["seconds"])
+                      for rate, result in zip(rates, results))
     return [f"torch {name}" if name in rivals else f"{name} ({results[0]['kernel']})", milliseconds,
             f"{of_limit:.3f}", f"{median(rates):.0f}", *ratios]
 
