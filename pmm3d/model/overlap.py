@@ -42,11 +42,10 @@ def priced(costs: ProductCosts, grid: Sizes3) -> Candidate:
     return costs.priced(*grid, panels=PANELS_ACROSS_HOSTS if way == "panels" else 1, clock=clocks[way], overlap=way)
 
 
-def at_most(costs: ProductCosts, grid: Sizes3) -> float:
-    """Seconds that a product is expected to take on a grid x, y, z by the better of no overlap and panels."""
-    whole, cut = (costs.sizes(*grid, panels=panels) for panels in (1, PANELS_ACROSS_HOSTS))
-    plain = costs.clock(whole).now
-    return plain if cut == whole else min(plain, SLOWER["panels"] * costs.clock(cut).now)
+def seconds_of(costs: ProductCosts, grid: Sizes3) -> float:
+    """What a product takes on a grid x, y, z by the way that is chosen for it."""
+    seconds = {way: clock.now for way, clock in clocks_of(costs, grid).items()}
+    return seconds[best_way(seconds)]
 
 
 def clocks_of(costs: ProductCosts, grid: Sizes3, rows_come: bool = True) -> dict[str, Clock]:

@@ -11,7 +11,7 @@ from .bounds import Product, lower_bound
 from .candidates import Candidate, Ranking, preset_of
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
-from .overlap import at_most, priced
+from .overlap import priced, seconds_of
 from .plan import ProductPlan
 from .product_costs import ProductCosts
 
@@ -142,8 +142,8 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
 
 
 def _in_order(costs: ProductCosts, shapes: list[Sizes3], ways: bool = False) -> list[Sizes3]:
-    """The fastest first. ways: by the better of no overlap and panels."""
-    seconds = {shape: _rounded(at_most(costs, shape) if ways else costs.seconds(*shape), DIGITS) for shape in shapes}
+    """The fastest first. ways: each by the way to overlap that is chosen for it."""
+    seconds = {shape: _rounded(seconds_of(costs, shape) if ways else costs.seconds(*shape), DIGITS) for shape in shapes}
 
     def key(shape: Sizes3) -> tuple[float, ...]:
         x, y, z = shape

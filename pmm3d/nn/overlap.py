@@ -40,7 +40,8 @@ class Overlap:
     decomposed              with "sharded" activations, rows that come from other ranks are multiplied as they come, one
                             rank's after the other, the own ones first; and rows that others keep are multiplied first
                             and sent as they are done, one rank's after the other, in place of strips. None: across
-                            nodes. The bytes, and the order of sums, are those of the gathers and reduce-scatters
+                            nodes. The bytes, and the order of sums, are those of the gathers and reduce-scatters,
+                            by which axes go still that go by nodes, or have more than 16 ranks
     regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
                             the shard, and gather it again for the backward pass; False: keep what was gathered
 
