@@ -114,26 +114,28 @@ def _smooth(number: int) -> bool:
     return number == 1
 
 
-def fewest_ranks(costs_of: Callable[[int], ProductCosts], ranks: int, limit: int) -> int | None:
+def fewest_ranks(held_of: Callable[[int], Callable[[Sizes3], int]], ranks: int, limit: int) -> int | None:
     """The least number of ranks above that of which a grid of at most so many holds no more than the limit; None if
-    none does up to a thousand times as many. Exact up to some hundreds, within 2% above."""
+    none does up to a thousand times as many. Exact up to some hundreds, within 2% above.
+
+    held_of   of a number of ranks: the bytes that a grid's fullest rank holds
+    """
     over, fits = ranks, ranks
-    while not _fits(costs_of, fits, limit):
+    while not _fits(held_of(fits), fits, limit):
         over, fits = fits, 2 * fits
         if fits > 1024 * ranks:
             return None
     while fits - over > 1:
         middle = (over + fits) // 2
-        if _fits(costs_of, middle, limit):
+        if _fits(held_of(middle), middle, limit):
             fits = middle
         else:
             over = middle
     return fits
 
 
-def _fits(costs_of: Callable[[int], ProductCosts], ranks: int, limit: int) -> bool:
-    costs = costs_of(ranks)
-    return any(sum(costs.held(x, y, ranks // (x * y)).values()) <= limit for x, y in _pairs(ranks))
+def _fits(held: Callable[[Sizes3], int], ranks: int, limit: int) -> bool:
+    return any(held((x, y, ranks // (x * y))) <= limit for x, y in _pairs(ranks))
 
 
 def _pairs(ranks: int) -> Iterator[tuple[int, int]]:

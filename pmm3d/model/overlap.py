@@ -38,14 +38,27 @@ def best_way(seconds: Mapping[str, float]) -> str:
 def priced(costs: ProductCosts, grid: Sizes3) -> Candidate:
     """The grid as a candidate, by the best way."""
     clocks = clocks_of(costs, grid)
-    way = best_way({name: clock.now for name, clock in clocks.items()})
+    way = _way(costs, clocks)
     return costs.priced(*grid, panels=PANELS_ACROSS_HOSTS if way == "panels" else 1, clock=clocks[way], overlap=way)
 
 
 def seconds_of(costs: ProductCosts, grid: Sizes3) -> float:
     """What a product takes on a grid x, y, z by the way that is chosen for it."""
-    seconds = {way: clock.now for way, clock in clocks_of(costs, grid).items()}
-    return seconds[best_way(seconds)]
+    clocks = clocks_of(costs, grid)
+    return clocks[_way(costs, clocks)].now
+
+
+def held_by(costs: ProductCosts, grid: Sizes3) -> int:
+    """Bytes on the first rank, about, by the way that is chosen for a grid x, y, z."""
+    way = _way(costs, clocks_of(costs, grid))
+    return sum(costs.held(*grid, panels=PANELS_ACROSS_HOSTS if way == "panels" else 1).values())
+
+
+def _way(costs: ProductCosts, clocks: Mapping[str, Clock]) -> str:
+    """The best; where it is not known how much the machine hides, the last: what a product then takes."""
+    if costs.machine.hidden:
+        return best_way({way: clock.now for way, clock in clocks.items()})
+    return [*clocks][-1]
 
 
 def clocks_of(costs: ProductCosts, grid: Sizes3, rows_come: bool = True) -> dict[str, Clock]:

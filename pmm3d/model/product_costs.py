@@ -113,9 +113,9 @@ class ProductCosts:
         """Of the product on the slowest rank."""
         return self.clock(self.sizes(x, y, z)).now
 
-    def held(self, x: int, y: int, z: int) -> dict[str, int]:
+    def held(self, x: int, y: int, z: int, panels: int | None = None) -> dict[str, int]:
         """Bytes on the first rank: its shards and work arrays, as `RankPlan` counts them."""
-        part, size, work = self.sizes(x, y, z), self.size, 0
+        part, size, work = self.sizes(x, y, z, panels), self.size, 0
         rows, cols, depth = part.rows, part.cols, part.depth
         shards = size * (-(-rows // x) * depth + -(-depth // z) * cols + -(-rows // y) * cols)
         scattered = part.panels > 1 and min(z, depth) > 1

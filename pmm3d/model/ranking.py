@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..errors import GridError
@@ -11,7 +11,7 @@ from .bounds import Product, lower_bound
 from .candidates import Candidate, Ranking, preset_of
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
-from .overlap import priced, seconds_of
+from .overlap import held_by, priced, seconds_of
 from .plan import ProductPlan
 from .product_costs import ProductCosts
 
@@ -67,8 +67,8 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     exact     whether no rank is to be left idle; else grids of more than half of the ranks (`shapes_up_to`)
     top       so many are looked at in detail, and those of presets ("fsdp", "megatron"); the others are estimated, or
               left out unless exact
-    panels    as of `matmul`. If left out, grids across nodes that are looked at in detail have the best way to overlap
-              (`pmm3d.model.overlap`), where it is known how much the machine hides
+    panels    as of `matmul`. If left out, grids across nodes that are looked at in detail have the way to overlap that
+              products take there (`pmm3d.model.overlap`)
     run       ranks that follow each other on a node, if not all of a node's
     beside    ranks along other axes of the grid
 
@@ -83,7 +83,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     costs = ProductCosts(product, ranks, dtype, machine, panels, run, beside)
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
     shapes = shapes_of(ranks) if exact else shapes_up_to(costs, ranks, limit)
-    choose = panels is None and costs.panels > 1 and bool(machine.hidden)
+    choose = panels is None and costs.panels > 1
     kept, dropped = list[Candidate](), list[Candidate]()
     for shape in _in_order(costs, shapes, choose):
         if sum(costs.held(*shape).values()) > NEAR * limit:
@@ -101,7 +101,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
         else:
             kept.append(candidate)
     if not kept:
-        raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped))
+        raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped), panels, run)
     if choose:
         kept.sort(key=lambda candidate: (candidate.estimated, _rounded(candidate.seconds, DIGITS)))
     return Ranking(f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype,
@@ -153,9 +153,21 @@ def _in_order(costs: ProductCosts, shapes: list[Sizes3], ways: bool = False) -> 
     return sorted(shapes, key=key)
 
 
-def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
+def _nothing_fits(costs: ProductCosts, limit: int, least: int, panels: int | None, run: int | None) -> GridError:
     ranks, machine = costs.ranks, costs.machine
-    enough = fewest_ranks(lambda more: ProductCosts(costs.product, more, costs.dtype, machine), ranks, limit)
+
+    def held_of(ranks: int) -> Callable[[Sizes3], int]:
+        more = ProductCosts(costs.product, ranks, costs.dtype, machine, panels, run)
+
+        def held(shape: Sizes3) -> int:
+            return sum(more.held(*shape).values())
+
+        def by_way(shape: Sizes3) -> int:
+            return held(shape) if held(shape) > limit else held_by(more, shape)
+
+        return by_way if panels is None and more.panels > 1 else held
+
+    enough = fewest_ranks(held_of, ranks, limit)
     more = "Use more ranks" if enough is None else f"{enough:,} ranks are the fewest of which a grid does: use more"
     return GridError(f"no grid of {ranks} ranks keeps m, n, k = {costs.product} ({costs.dtype}) within {limit:,} bytes "
                      f"a rank; the least is {least:,}. {more}, or max_workspace= in matmul to go through k in panels")

@@ -136,8 +136,8 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
     for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
         for ranks in (*range(1, 20), 31, 47, 64):
             costs = ProductCosts(size, ranks, "float64", MACHINES[name])
-            ways = bool(MACHINES[name].hidden) and costs.panels > 1  # then those in detail have the best way to overlap
-            taken = (lambda shape: priced(costs, shape).seconds) if ways else (lambda shape: costs.seconds(*shape))
+            across = costs.panels > 1  # then those in detail have the way to overlap that products take
+            taken = (lambda shape: priced(costs, shape).seconds) if across else (lambda shape: costs.seconds(*shape))
             best = rank_products(size, ranks, "float64", MACHINES[name], exact=False, top=1).candidates[0]
             all_of_them = [shape for used in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(used)]
             assert best.seconds <= min(map(taken, all_of_them)) * (1 + 1e-8)

@@ -2,6 +2,7 @@
 noted once, and off by one switch."""
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from pmm3d.comm import communicator
 from pmm3d.model import machines
 from pmm3d.model.overlap import best_way, clocks_of
 from pmm3d.model.product_costs import ProductCosts
-from pmm3d.model.ranking import rank_products
+from pmm3d.model.ranking import nominal, rank_products
 from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([2, 4])
@@ -128,13 +129,24 @@ def test_decomposed_where_nothing_was_measured_and_plain_on_one_node(comm, own_n
 
 def test_grids_are_ranked_by_the_ways_that_products_take(comm, measured):
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        found = rank_products((4096, 512, 512), comm.size, "float64", grid.machine).candidates
-        assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
-        for candidate in found:
-            with Grid(comm, candidate.grid[:3]) as other:
-                plan = plan_for(*operands(other, (4096, 512, 512)), None, None, None)
-                assert plan.overlap == candidate.overlap
-                assert plan.memory == sum(candidate.memory.values())
+        assert_ranked_as_taken(comm, grid.machine)
+
+
+def test_grids_are_ranked_so_where_nothing_was_measured_too(comm, own_nodes, monkeypatch):
+    monkeypatch.setenv("PMM3D_MACHINE", "auto")
+    assert_ranked_as_taken(comm, nominal(1))
+
+
+def assert_ranked_as_taken(comm, machine):
+    size = 4096, 512, 512
+    found = rank_products(size, comm.size, "float64", machine).candidates
+    assert all(one.seconds <= other.seconds * (1 + 1e-8) for one, other in pairwise(found))
+    assert {candidate.overlap for candidate in found} >= {"decomposed"}
+    for candidate in found:
+        with Grid(comm, candidate.grid[:3]) as grid:
+            plan = plan_for(*operands(grid, size), None, None, None)
+            assert plan.overlap == candidate.overlap
+            assert plan.memory == sum(candidate.memory.values())
 
 
 def test_a_limit_of_memory_is_kept_by_panels(comm, measured):
