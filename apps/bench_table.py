@@ -10,6 +10,11 @@ without a message, which share memory and clock: what the product itself costs. 
 and what part of the computing had no core, since something else was running. With --beside a second table follows:
 time of one product here / its time with the pmm3d of that Python, the median over the passes; --cells names the ones
 to measure, as in 2048x2048x2048:8:float64.
+
+    python apps/bench_table.py --order auto --beside $(which python)     stored as is fastest, beside by rows, in turns
+
+With --order auto `pmm3d tune blas` times the local GEMMs of each cell first, with the BLAS that multiplies here, and A,
+B and C are stored as it found fastest.
 """
 
 import argparse
@@ -41,11 +46,24 @@ COSMA = {
 """r of COSMA in its native layout, measured once on a machine of each kind; the goal on the second is 0.04 above."""
 
 
-def measure(python: str, shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
+def words_of(shape: tuple[int, int, int]) -> list[str]:
+    """The options of a product's sizes."""
+    return [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
+
+
+def tune(cells: list[tuple]) -> None:
+    """Time the GEMMs of those cells in all orders, which is kept for order="auto"."""
+    for shape, (ranks, dtype) in cells:
+        output_of([sys.executable, "-m", "pmm3d", "tune", "blas", *words_of(shape), "--ranks", str(ranks), "--dtype",
+                   dtype, "--blas", os.environ.get("PMM3D_BLAS", "scipy")], os.environ)
+        print(f"tuned: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks", file=sys.stderr, flush=True)
+
+
+def measure(python: str, shape: tuple[int, int, int], ranks: int, dtype: str, order: str) -> dict:
     """The JSON of one run of `pmm3d bench` with the pmm3d of that Python."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        sizes = [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
+        sizes = words_of(shape) + (["--order", order] if order != "C" else [])
         output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *sizes, "--dtype", dtype,
                    "--repeat", "9", "--json", str(path)], os.environ)
         return json.loads(path.read_text())
@@ -74,6 +92,8 @@ def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:
     noise = f", {shares[0]:.3f} to {shares[-1]:.3f}" if len(shares) > 1 else ""
     mark = "**" if r >= goal - 0.0005 else ""
     grids = " or ".join(sorted({"x".join(map(str, run["grid"])) for run in runs}))
+    stored = " or ".join(sorted({run["orders"] for run in runs}))
+    grids += "" if stored == "CCC" else f" {stored}"
     return (f"{mark}{r:.3f}{mark}{noise} (ratio {ratio:.3f}, at once {at_once:.3f}; without a core "
             f"{100 * off_core:.0f}%; {grids}; goal {goal:.3f}, COSMA {peer:.3f})")
 
@@ -100,13 +120,16 @@ def main() -> None:
     parser.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
     parser.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                         default=list(product(SHAPES, COLUMNS)), help="only these")
+    parser.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
     options = parser.parse_args()
-    pythons = [sys.executable, *([options.beside] if options.beside else [])]
-    results: dict = {python: {cell: [] for cell in options.cells} for python in pythons}
-    for turn, (shape, (ranks, dtype)), python in product(range(options.passes), options.cells, pythons):
-        result = measure(python, shape, ranks, dtype)
-        results[python][shape, (ranks, dtype)].append(result)
-        where = f"pass {turn + 1}" + ("" if python == sys.executable else ", beside")
+    if options.order == "auto":
+        tune(options.cells)
+    sides = {"": (sys.executable, options.order)} | ({", beside": (options.beside, "C")} if options.beside else {})
+    results: dict = {side: {cell: [] for cell in options.cells} for side in sides}
+    for turn, (shape, (ranks, dtype)), (side, how) in product(range(options.passes), options.cells, sides.items()):
+        result = measure(how[0], shape, ranks, dtype, how[1])
+        results[side][shape, (ranks, dtype)].append(result)
+        where = f"pass {turn + 1}{side}"
         print(f"{where}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, verified "
               f"{result['verified']}, median {1e3 * median(result['seconds']):.2f} ms, computing "
               f"{1e3 * result['computed_seconds']:.1f} ms, of it without a core "
@@ -114,9 +137,9 @@ def main() -> None:
               f"{result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}; all at once "
               f"{result['at_once_gflops']:.1f}) GFLOP/s",
               file=sys.stderr, flush=True)
-    print(table(results[sys.executable]))
+    print(table(results[""]))
     if options.beside:
-        print("\n" + ratios(results[sys.executable], results[options.beside]))
+        print("\n" + ratios(results[""], results[", beside"]))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""The BLAS that `pmm3d tune blas` chose on machines of this kind, in the user's cache folder, for PMM3D_BLAS=auto."""
+"""What `pmm3d tune blas` found on machines of this kind, in the user's cache folder: the BLAS that it chose, for
+PMM3D_BLAS=auto, and how long GEMMs took with each storage order, for order="auto"."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays.blas_library import SCIPY, VARIABLE, chosen
 from ..errors import Pmm3dError, check_regular
 from ..model.machine import THREAD_COUNTS, cpu
+from ..model.orders import ORDERS, Timed
 from . import trial_cache
 
 FORMAT = 1
@@ -33,14 +36,21 @@ def key_of(threads: int) -> Key:
 
 def remember(choice: Choice, threads: int) -> Path:
     """Keep it; where. Raises OSError, and RuntimeError for users without a home."""
-    key = key_of(threads)
-    path = _file_of(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(number, "w") as file:
-        json.dump({"key": key, **choice._asdict()}, file, indent=1)
-    os.replace(name, path)
-    return path
+    return _write(key_of(threads), choice._asdict())
+
+
+def remember_times(times: Mapping[str, Sequence[Timed]], threads: int) -> Path:
+    """Keep the GEMMs that were timed, by the BLAS in words, beside those of other sizes. Raises as `remember` does."""
+    key = _key_of_times(threads)
+    kept = {words: {gemm[:4]: gemm for gemm in gemms} for words, gemms in _times(key).items()}
+    for words, gemms in times.items():
+        kept.setdefault(words, {}).update({gemm[:4]: gemm for gemm in gemms})
+    return _write(key, {"times": {words: [gemm._asdict() for gemm in gemms.values()] for words, gemms in kept.items()}})
+
+
+def recalled_times(words: str, threads: int) -> list[Timed]:
+    """The GEMMs that were timed on machines of this kind with that BLAS; none where the file cannot be read."""
+    return _times(_key_of_times(threads)).get(words, [])
 
 
 def recalled(threads: int) -> Choice:
@@ -74,6 +84,36 @@ def take_blas(asked: str) -> str:
         threads = next((int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()), 1)
         os.environ.update(recalled(threads).variables)
     return " ".join([chosen().name, *filter(None, [os.environ.get("OPENBLAS_CORETYPE")])])
+
+
+def _key_of_times(threads: int) -> Key:
+    return {"times": FORMAT, **key_of(threads)}
+
+
+def _times(key: Key) -> dict[str, list[Timed]]:
+    try:
+        path = _file_of(key)
+        check_regular(path)
+        found = json.loads(path.read_text())
+        times = {str(words): [_timed(gemm) for gemm in gemms] for words, gemms in found["times"].items()}
+        return times if found["key"] == key else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        return {}
+
+
+def _timed(gemm: Any) -> Timed:
+    m, n, k = (int(gemm[dim]) for dim in "mnk")
+    return Timed(m, n, k, str(gemm["dtype"]), {orders: float(gemm["seconds"][orders]) for orders in ORDERS})
+
+
+def _write(key: Key, found: dict[str, Any]) -> Path:
+    path = _file_of(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(number, "w") as file:
+        json.dump({"key": key, **found}, file, indent=1)
+    os.replace(name, path)
+    return path
 
 
 def _file_of(key: Key) -> Path:

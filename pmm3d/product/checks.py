@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import AbstractContextManager
 from numbers import Complex, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from ..comm import Grid
 from ..comm.agreement import Vote
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
-from ..model.planning import OVERLAPS
+from ..model.orders import BY_COLUMNS, BY_ROWS
+from ..model.planning import AUTO, OVERLAPS
 from .stored import StoredMatrix
 
 DIGESTED_BYTES = 2**20
@@ -68,10 +69,15 @@ def compared_dtype(dtype: Any) -> Any:
         return dtype
 
 
-def check_order(order: Any, shared: bool = False) -> None:
-    """Raises LayoutError unless it is an order of shards, that memory which ranks share can have."""
-    if order not in ("C", "F"):
-        raise LayoutError(f'the order of a shard is "C", by rows, or "F", by columns; got {order!r}')
+def check_order(order: Any, shared: bool = False, as_it_lies: bool = False) -> None:
+    """Raises LayoutError unless it is an order of shards, that memory which ranks share, or a shard that there is, can
+    have."""
+    if order not in (BY_ROWS, BY_COLUMNS, AUTO):
+        raise LayoutError('the order of a shard is "C", by rows, "F", by columns, or "auto", as pmm3d tune blas found '
+                          f"best; got {order!r}")
+    if as_it_lies and order == AUTO:
+        raise LayoutError('order="auto" chooses for shards that are made; of one that there is say how it lies: "C" or '
+                          '"F"')
     if shared and order == "F":
         raise LayoutError('shards in shared memory lie by rows: leave out shared=True for order="F", or take the '
                           "transpose (.T) of a shared matrix")
@@ -178,8 +184,26 @@ def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
                          f"{a.library.kind}. Leave it out, or use library=\"cupy\" or \"torch:cuda\"")
 
 
-def check_options(panels: Any, max_workspace: Any, overlap: Any) -> None:
+class Options(NamedTuple):
+    """What `matmul` takes besides matrices, as it was passed."""
+
+    alpha: Any
+    beta: Any
+    panels: Any
+    max_workspace: Any
+    tf32: Any
+    overlap: Any
+    order: Any
+
+
+def check_options(options: Options, out: Any) -> None:
     """Raises LayoutError for options of `matmul` that are none."""
+    panels, max_workspace, overlap = options.panels, options.max_workspace, options.overlap
+    if options.order is not None:
+        check_order(options.order)
+        if out is not None:
+            raise LayoutError(f"out has an order already, and order={options.order!r} is of a new C: leave one of them "
+                              "out")
     if overlap not in (None, *OVERLAPS):
         raise LayoutError(f"overlap is one of {', '.join(OVERLAPS)}; got {overlap!r}")
     if overlap == "none" and panels not in (None, 1):

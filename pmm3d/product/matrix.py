@@ -34,6 +34,7 @@ from .checks import (
     together,
 )
 from .multiply import matmul
+from .orders import look_up, order_of_new
 from .redistribute import memory_to_move, move
 from .relayout import redistribution, summed
 from .shared import sharing_axis, window_of
@@ -55,7 +56,8 @@ class DistMatrix(StoredMatrix):
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
     `library`: "numpy", "torch", "torch:DEVICE" or "cupy". With order="F" the shards lie by columns, which some BLAS
-    multiply faster (`pmm3d tune blas` tells). With `shared` they lie in memory that the ranks of a node share (see
+    multiply faster; with "auto" as `pmm3d tune blas` found best for an operand of that size, by rows where it found
+    nothing, and where the operand is gathered. With `shared` they lie in memory that the ranks of a node share (see
     `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
     Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
@@ -86,6 +88,7 @@ class DistMatrix(StoredMatrix):
         shards no rows, OutOfMemoryError where a node has no such memory.
         """
         passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
+        look_up(grid, "DistMatrix.empty", order)
         with together(grid, "DistMatrix.empty", *passed):
             check_order(order, shared)
             library = grid.library(library)
@@ -93,6 +96,7 @@ class DistMatrix(StoredMatrix):
             box = shards(shape, layout, grid).box(grid.rank)
             kind = check_matrix_dtype(dtype_named(dtype), library)
             axis = sharing_axis(grid, layout, library) if shared else ""
+            order = order_of_new(grid, order, shape, layout, kind, library)
             local: Array = None if shared else library.empty(box.shape if order == "C" else box.shape[::-1], kind)
         if shared:
             return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, lambda room: None)
@@ -120,6 +124,7 @@ class DistMatrix(StoredMatrix):
         """
         if root is not None:
             return cls._scattered(grid, array, layout, root, order, shared)
+        look_up(grid, "DistMatrix.from_global", order)
         passed = *array_signature(array), layout, *_contents(grid, array), order, shared
         with together(grid, "DistMatrix.from_global", *passed):
             check_order(order, shared)
@@ -127,6 +132,7 @@ class DistMatrix(StoredMatrix):
             grid.transport.check_place(library, array)
             kind = check_matrix_dtype(library.dtype(array), library, labels=True)
             part = array[shards(tuple(array.shape), layout, grid).box(grid.rank).within(EMPTY)]
+            order = order_of_new(grid, order, tuple(array.shape), layout, kind, library)
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
         if shared:
@@ -137,6 +143,7 @@ class DistMatrix(StoredMatrix):
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
         described = None
+        look_up(grid, "DistMatrix.from_global", order)
         with together(grid, "DistMatrix.from_global", layout, root, order, shared):
             check_order(order, shared)
             check_root("DistMatrix.from_global", root, grid)
@@ -161,14 +168,14 @@ class DistMatrix(StoredMatrix):
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
                 grid.everyone.begin("scatter", scattering, library=library).wait()
-        return matrix._in_order(order).keep_one()
+        return matrix._in_order("C" if shared else order).keep_one()
 
     def _in_order(self, order: str) -> DistMatrix:
-        """The same, its shard by columns if order is "F": then a copy."""
-        if order == "C":
+        """The same, its shard by columns if the order is so: then a copy."""
+        if order_of_new(self.grid, order, self.shape, self.layout, self.dtype, self.library) == "C":
             return self
         by_columns = self.library.plain(self.memory.T).T
-        return type(self)(self.grid, by_columns, self.shape, self.layout, order)
+        return type(self)(self.grid, by_columns, self.shape, self.layout, "F")
 
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
@@ -179,6 +186,7 @@ class DistMatrix(StoredMatrix):
         It gives the values, of two dims that numpy broadcasts to those of i and j together, or one number for all.
         """
         passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
+        look_up(grid, "DistMatrix.from_function", order)
         with together(grid, "DistMatrix.from_function", *passed):
             check_order(order, shared)
             library = grid.library(library)
@@ -198,7 +206,7 @@ class DistMatrix(StoredMatrix):
         """From each rank's shard, which is used in place if it lies in that order, "C" by rows or "F" by columns
         (Fortran), without gaps, and copied if not; integers (int64) are labels, as in `from_global`."""
         with together(grid, "DistMatrix.from_local", shape, layout, order, *array_signature(local)[1:]):
-            check_order(order)
+            check_order(order, as_it_lies=True)
             library = grid.library(library_of(local))
             grid.transport.check_place(library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
@@ -218,6 +226,7 @@ class DistMatrix(StoredMatrix):
                   shared: bool = False) -> DistMatrix:
         """From a 2D array in a .npy file or a data set in an HDF5 file; each rank reads its own slice, no other."""
         shape = 0, 0
+        look_up(grid, "DistMatrix.from_file", order)
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), order, shared):
             check_order(order, shared)
             library = grid.library(library)
@@ -241,6 +250,7 @@ class DistMatrix(StoredMatrix):
                shared: bool = False) -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
         passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, order, shared
+        look_up(grid, "DistMatrix.random", order)
         with together(grid, "DistMatrix.random", *passed):
             check_order(order, shared)
             library = grid.library(library)

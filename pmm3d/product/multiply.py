@@ -10,11 +10,13 @@ from typing import Generic, TypeVar
 from ..arrays import Array, Slab
 from ..comm.guard import one_thread
 from ..layout import Layout
-from ..model.plan import Operand, ProductPlan, RankPlan
-from ..model.planning import PANELS_ACROSS_HOSTS, plan_product
-from .checks import check_operands, check_options, check_tf32, grid_of, scalar, signature_of
+from ..model.orders import BY_COLUMNS, BY_ROWS
+from ..model.plan import Operand, ProductPlan, RankPlan, native
+from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
+from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
 from .kept import KeptProducts
+from .orders import look_up, order_of_result
 from .overlapping import way_of
 from .panels import OperandPanels, ResultStrips, met
 from .plans import RecentPlans
@@ -30,7 +32,7 @@ Matrix = TypeVar("Matrix", bound=StoredMatrix)
 @one_thread
 def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
            panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
-           overlap: str | None = None) -> Matrix:
+           overlap: str | None = None, order: str | None = None) -> Matrix:
     """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).
 
     a    (m, k)  rows over z, cols over y, sharded over x
@@ -48,6 +50,9 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                     of one panel. "auto", or left out: as PMM3D_OVERLAP says, or else none on one node, across nodes
                     the fastest by the machine that was measured here (rank 0 notes which); where none was, decomposed
                     on the host where it can be, else in panels
+    order           of the shards of a new C: "C", by rows, if left out; "F", by columns, in a layout that is sharded
+                    along the columns; "auto": the one with which the local GEMM was fastest by `pmm3d tune blas`, by
+                    rows where C is summed over ranks
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
@@ -76,15 +81,17 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [14.,  2.]])
     """
     grid, a, b = grid_of(a, b), summed(a), summed(b)
-    passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace, tf32, overlap
+    options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
+    passed = signature_of(a), signature_of(b), signature_of(out), *options
     kept = KeptProducts.of(grid)
-    key = kept.key((a, b, out), passed[3:])
+    key = kept.key((a, b, out), options)
     if key is not None and kept.find(key):
         known: Matrix = kept.repeat(key, passed)
         return known
+    look_up(grid, "matmul", order)
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed) as vote:
-            product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, overlap, borrowed)
+            product = Prepared(a, b, out, options, borrowed)
             vote.mine = kept.wish(key, product)
         kept.heard(vote, key, product, borrowed)
         product.share()
@@ -96,20 +103,20 @@ class Prepared(Generic[Matrix]):
     """A product whose arguments were checked, with its plan and work memory, which `borrowed` gives back: all that may
     fail on one rank alone is done."""
 
-    def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, alpha: complex, beta: complex, panels: int | None,
-                 max_workspace: int | None, tf32: bool, overlap: str | None, borrowed: ExitStack):
-        check_operands(a, b, out, beta)
-        check_options(panels, max_workspace, overlap)
-        check_tf32(tf32, a)
-        self.alpha, self.beta = scalar("alpha", alpha, a.dtype), scalar("beta", beta, a.dtype)
-        self.tf32 = tf32
-        turned = out is not None and out.order == "F"
+    def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, options: Options, borrowed: ExitStack):
+        check_operands(a, b, out, options.beta)
+        check_options(options, out)
+        check_tf32(options.tf32, a)
+        self.alpha, self.beta = (scalar(name, getattr(options, name), a.dtype) for name in ("alpha", "beta"))
+        self.tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
+        if out is None:
+            out = _new_by_columns(a, b, options)
+        turned = out is not None and out.order == BY_COLUMNS
         self.first, self.second = (b.T, a.T) if turned else (a, b)
-        self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, panels,
-                                        max_workspace, overlap)
+        self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, *how)
         nbytes = 0 if self.mine is None else self.mine.own_work
         work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
-        self.out = _new_result(a, self.plan) if out is None else out
+        self.out = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
         self.c: StoredMatrix = self.out.T if turned else self.out
         self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
             (self.first, self.plan.a_layout), (self.second, self.plan.b_layout), (self.c, self.plan.c_layout)))
@@ -139,9 +146,9 @@ class Prepared(Generic[Matrix]):
         """Collective."""
         matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
         rest = self.work.again()
-        for matrix, native, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
-            if native is not matrix and read:
-                move_into(matrix, native, rest, self.plan.rounds)
+        for matrix, taken, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
+            if taken is not matrix and read:
+                move_into(matrix, taken, rest, self.plan.rounds)
         if self.mine is not None:
             a, b, c = self.natives
             slots = self._sums.slots(self.plan.roles[1]) if self.mine.shared_work else []
@@ -153,7 +160,9 @@ class Prepared(Generic[Matrix]):
 
 def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
              max_workspace: int | None, overlap: str | None = None) -> ProductPlan:
-    """The plan of `matmul` for these arguments."""
+    """The plan of `matmul` for these arguments; for an out by columns that of its transpose, B.T A.T."""
+    if out is not None and out.order == "F":
+        a, b, out = b.T, a.T, out.T
     return _planned(a, b, out, panels, max_workspace, overlap)[0]
 
 
@@ -183,9 +192,22 @@ def _operand(matrix: StoredMatrix) -> Operand:
     return Operand(matrix.shape, matrix.layout.summed, matrix.order, matrix.conjugated, matrix.shared)
 
 
-def _new_result(like: Matrix, plan: ProductPlan) -> Matrix:
-    box = plan.c_layout.box((plan.m, plan.n), plan.grid, like.grid.coords)
-    return type(like)(like.grid, like.library.empty(box.shape, like.dtype), (plan.m, plan.n), plan.c_layout)
+def _new_by_columns(a: Matrix, b: Matrix, options: Options) -> Matrix | None:
+    """C, if its shards are to lie so; sharded along its columns where several ranks add it up."""
+    if options.order in (None, BY_ROWS):
+        return None
+    plan = plan_for(a, b, None, options.panels, options.max_workspace, options.overlap)
+    if options.order == AUTO and order_of_result(a.grid, plan, (a.order, b.order), a.library) == BY_ROWS:
+        return None
+    m_axis, k_axis, n_axis = plan.roles
+    summed_up = getattr(plan.grid, k_axis) > 1
+    return _new_result(a, plan, native(m_axis, n_axis, k_axis, 1) if summed_up else plan.c_layout, BY_COLUMNS)
+
+
+def _new_result(like: Matrix, plan: ProductPlan, layout: Layout, order: str = BY_ROWS) -> Matrix:
+    rows, cols = layout.box((plan.m, plan.n), plan.grid, like.grid.coords).shape
+    memory = like.library.empty((rows, cols) if order == BY_ROWS else (cols, rows), like.dtype)
+    return type(like)(like.grid, memory if order == BY_ROWS else memory.T, (plan.m, plan.n), layout, order)
 
 
 def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix:

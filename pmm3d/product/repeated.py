@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import Generic
 
 from ..errors import GridError
-from .checks import grid_of, signature_of
+from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared
+from .orders import look_up
 from .relayout import summed
 
 
@@ -38,12 +39,14 @@ class MatmulPlan(Generic[Matrix]):
 
     def __init__(self, a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
                  panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
-                 overlap: str | None = None):
+                 overlap: str | None = None, order: str | None = None):
         self._grid, a, b = grid_of(a, b), summed(a), summed(b)
-        passed = signature_of(a), signature_of(b), signature_of(out), alpha, beta, panels, max_workspace, tf32, overlap
+        options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
+        passed = signature_of(a), signature_of(b), signature_of(out), *options
+        look_up(self._grid, "MatmulPlan", order)
         with ExitStack() as held, self._grid.engine.guard:
             with self._grid.together("MatmulPlan", *passed):
-                self._product = Prepared(a, b, out, alpha, beta, panels, max_workspace, tf32, overlap, held)
+                self._product = Prepared(a, b, out, options, held)
             self._product.share()
             self._posts = self._product.can_post
             with self._grid.together("MatmulPlan", self._posts):

@@ -43,6 +43,8 @@ def test_help_is_said_once_and_teaches(pmm3d):
     [
         (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
         (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
+        (("--order", "x"), "'x' is none of C, F, auto"),
+        (("--order", "F", "--transpose", "tn"), "--transpose tn says how A and B are stored: leave --order out"),
         (("--m", "-1"), "Invalid value for '--m'"),
         (("--no-such",), "No such option: --no-such"),
         (("--grid", "2x2x2"), "needs 8 ranks; the communicator has 2. Grids that fit 2 ranks"),
@@ -125,6 +127,17 @@ def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
     assert all(result["verified"] and result["dtype"] == "float32" and result["array"] == "torch" for result in results)
     assert all(result["bytes_sent"] == result["bytes_model"] for result in results)
     assert (tmp_path / "all.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("grid", ["1x1x2", "1x2x1", "2x1x1"])
+def test_matrices_by_columns(pmm3d, tmp_path, grid):
+    done = pmm3d(2, "bench", *SMALL, "--grid", grid, "--order", "F", "--json", tmp_path / "f.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "f.json").read_text())
+    assert (result["order"], result["orders"]) == ("F", "FFF") and "A and B and C by columns" in done.stdout
+    assert result["verified"] and result["bytes_sent"] == result["bytes_model"]
+    x, y, z = result["grid"]
+    assert result["blocks"] == {"A": [96 // z, 80 // y], "B": [80 // y, 64 // x], "C": [96 // z, 64 // x]}
 
 
 def test_idle_ranks_are_reported(pmm3d):

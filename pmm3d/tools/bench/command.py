@@ -45,6 +45,9 @@ def bench_command(
     array: Annotated[str, typer.Option(help="Whose arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
     transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
                                            callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
+    order: Annotated[str, typer.Option(help="How the shards of A, B and C lie: C by rows; F by columns; auto: as pmm3d "
+                                            "tune blas found fastest for this product, without a copy.",
+                                       callback=_one_of("C", "F", "auto"))] = "C",
     repeat: Annotated[int, typer.Option(min=1, help="Timings; the median counts. On a GPU each is of many products "
                                                     "in a row.")] = 7,
     reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns; "
@@ -85,12 +88,14 @@ def bench_command(
     """
     if context.invoked_subcommand is not None:
         return
+    if order != "C" and transpose != "nn":
+        raise typer.BadParameter(f"--transpose {transpose} says how A and B are stored: leave --order out")
     with all_ranks() as comm:
         from .result import Case, write_json
 
         on_first(comm, lambda: _check_output(json, plot, trace))
         case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
-                          max_workspace=max_workspace, reference=reference, overlap=overlap)
+                          max_workspace=max_workspace, reference=reference, overlap=overlap, order=order)
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
             _show(results)

@@ -62,14 +62,15 @@ def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
                                             ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):
         turned = flag == "t"
         matrix = DistMatrix.random(grid, shape[::-1] if turned else shape, seed=seed, dtype=case.dtype,
-                                   layout=TRANSPOSED[name] if turned else layout, library=case.array)
+                                   layout=TRANSPOSED[name] if turned else layout, library=case.array,
+                                   order=case.order)
         made.append(matrix.T if turned else matrix)
     return made[0], made[1]
 
 
 def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, known: Limit | None) -> Result:
     multiply = partial(matmul, a, b, **_options(case))
-    c, timer = multiply(), Timer(grid, a.library)
+    c, timer = multiply(order=case.order), Timer(grid, a.library)
     for _ in range(WARM_UP - 1):
         multiply(out=c)
     timer.warm_up(lambda: multiply(out=c))
@@ -101,8 +102,8 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)), _of_the_fullest_node(grid))
-    return Result(case, _partition(grid, plan), speed, traffic, memory, check, _environment(blas, nodes, devices),
-                  reference)
+    partition = _partition(grid, plan, (a.order, b.order, c.order))
+    return Result(case, partition, speed, traffic, memory, check, _environment(blas, nodes, devices), reference)
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
@@ -254,11 +255,12 @@ def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
     return Check(worst <= 1 and right, f"{text}; integers compared exactly: {'equal' if right else 'DIFFERENT'}")
 
 
-def _partition(grid: Grid, plan: ProductPlan) -> Partition:
+def _partition(grid: Grid, plan: ProductPlan, orders: tuple[str, str, str]) -> Partition:
     first = plan.on_rank(FIRST)
-    blocks = {"A": [first.rows, first.depth], "B": [first.depth, first.cols], "C": [first.rows, first.cols]}
+    rows, cols = (first.rows, first.cols) if orders[2] == "C" else (first.cols, first.rows)
+    blocks = {"A": [rows, first.depth], "B": [first.depth, cols], "C": [rows, cols]}
     return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips,
-                     plan.overlap)
+                     plan.overlap, "".join(orders))
 
 
 def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 from ...errors import Pmm3dError
 
-PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose")
+PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order")
 TF32 = "tf32"
 """As a dtype: float32, of which a device may round the factors."""
 
 
 class Case(NamedTuple):
     """What to measure. transpose: which operands are stored transposed, "nn", "tn", "nt" or "tt" as in BLAS. reference:
-    the library whose own matmul is timed in turns with the product, on one rank; empty: none."""
+    the library whose own matmul is timed in turns with the product, on one rank; empty: none. order: in which A, B and
+    C are stored, as of DistMatrix."""
 
     m: int
     n: int
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     tf32: bool = False
     reference: str = ""
     overlap: str | None = None
+    order: str = "C"
 
     @classmethod
     def named(cls, m: int, n: int, k: int, dtype: str, array: str, **options: Any) -> Case:
@@ -49,7 +51,8 @@ class Case(NamedTuple):
 
 class Partition(NamedTuple):
     """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C; overlap: how its
-    communication runs under the GEMM, as of `matmul`."""
+    communication runs under the GEMM, as of `matmul`; orders: of the shards of A, B and C, "C" by rows, "F" by columns
+    (where stored transposed too)."""
 
     ranks: int
     grid: list[int]
@@ -58,6 +61,7 @@ class Partition(NamedTuple):
     panels: int
     strips: int
     overlap: str = ""
+    orders: str = "CCC"
 
 
 class Limit(NamedTuple):

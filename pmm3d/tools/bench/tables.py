@@ -45,6 +45,8 @@ def _headline(result: Result) -> str:
     case = result.case
     kind = f"{'tf32' if case.tf32 else case.dtype}, {case.array}"
     kind += "" if case.transpose == "nn" else f", stored {case.transpose}"
+    by_columns = [name for name, order in zip("ABC", result.partition.orders) if order == "F"]
+    kind += f", {' and '.join(by_columns)} by columns" if by_columns and case.order != "C" else ""
     return f"\n[bold]C = A B[/]  m, n, k = {case.m}, {case.n}, {case.k}  ({kind})"
 
 

@@ -6,7 +6,7 @@ import json as json_format
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from ....model.environment import task_rank
 from ...outputs import check_writable
 from ...progress import progress
 from ...terminal import complaining, console, say
+
+if TYPE_CHECKING:
+    from .measuring import Findings
 
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
@@ -41,18 +44,19 @@ def blas_command(
     blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
                                                         "Left out: all that are found.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
-    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto on machines of this "
-                                            "kind.")] = True,
+    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto, and the times for "
+                                            "order=\"auto\", on machines of this kind.")] = True,
 ) -> None:
     """Which BLAS and kernel is fastest for a job, and in which storage order.
 
     As many processes as ranks of a node multiply at once, each on its own cores; every BLAS that is found takes its
-    turn, and the median of three rounds counts. Looked for: SciPy's, numpy's, MKL, BLIS, OpenBLAS, FlexiBLAS, LibSci,
+    turn, and the median of five rounds counts. Looked for: SciPy's, numpy's, MKL, BLIS, OpenBLAS, FlexiBLAS, LibSci,
     NVPL, Arm's, where environment modules and the system have them; --blas names others. A BLAS whose results are
     wrong, or that lacks a routine, is left out and named. Of those within 1% the first in this order is taken.
 
-    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it. The lines to
-    be put into a batch script are printed.
+    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it, and
+    order="auto" of matrices and products by the times in each storage order. The lines to be put into a batch script
+    are printed.
 
     [bold]Examples[/]
 
@@ -74,7 +78,6 @@ def blas_command(
 
 def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
           dtypes: list[str], asked: list[str], json: Path | None, keep: bool) -> None:
-    from ....comm import blas_choice
     from ....model.machine import cores, cpu
     from .candidates import candidates
     from .measuring import measure, stages
@@ -96,16 +99,20 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     for line in script_lines(choice):
         say(f"  {line}")
     if keep:
-        _remember(blas_choice.Choice(choice.candidate.variables, in_words(choice)), threads)
+        _remember(findings, threads)
     if json is not None:
         json.write_text(json_format.dumps(as_json(findings), indent=1))
         say(f"wrote {json}")
 
 
-def _remember(choice: object, threads: int) -> None:
+def _remember(findings: Findings, threads: int) -> None:
     from ....comm import blas_choice
+    from .tables import in_words, times_by_blas
 
+    choice = findings.choice
     try:
-        say(f"kept for PMM3D_BLAS=auto in {blas_choice.remember(choice, threads)}")  # type: ignore[arg-type]
+        kept = blas_choice.remember(blas_choice.Choice(choice.candidate.variables, in_words(choice)), threads)
+        times = blas_choice.remember_times(times_by_blas(findings), threads)
+        say(f'kept for PMM3D_BLAS=auto in {kept}, for order="auto" in {times}')
     except (OSError, RuntimeError) as error:
         say(f"the choice is not kept: {error}. The lines above do without")

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 from ....errors import Pmm3dError
 from ....layout import itemsize
 from ....model.machine import THREAD_COUNTS, cores
+from ....model.orders import ORDERS
 from .candidates import Candidate
 from .shapes import Gemm
 
-ORDERS = tuple("".join(orders) for orders in product("nt", repeat=3))
-"""Of A, B and C: each by rows, "n", or by columns, "t"."""
 SECONDS = 0.04
 """Of one measurement."""
-ROUNDS = 3
+ROUNDS = 5
 EQUAL = 0.01
 """Candidates whose times differ by less are equal: the first in their order is taken."""
 
@@ -151,10 +150,12 @@ def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
         if not here:
             raise Pmm3dError(f"no BLAS that was asked for is here: {'; '.join(absent.values())}")
         samples: dict[tuple[Candidate, Gemm, str], list[float]] = {}
-        for _, gemm, crew in product(range(ROUNDS), gemms, here):
+        for turn, gemm, crew in product(range(ROUNDS), gemms, here):
             tell(f"{crew.candidate}: {'x'.join(map(str, gemm.shape))} {gemm.dtype}", 1)
             copies = (("A", (gemm.m, gemm.k), gemm.form[0]), ("B", (gemm.k, gemm.n), gemm.form[1]))
-            for what, shape, orders in (*((orders, gemm.shape, orders) for orders in ORDERS), *copies):
+            forms = [(orders, gemm.shape, orders) for orders in (*ORDERS[turn:], *ORDERS[:turn])]
+            crew.measure(gemm.dtype, gemm.shape, forms[-1][0])  # wakes the cores, which waited for another crew
+            for what, shape, orders in (*forms, *copies):
                 seconds = crew.measure(gemm.dtype, shape, orders)
                 samples.setdefault((crew.candidate, gemm, what), []).append(seconds)
         medians = {key: median(found) for key, found in samples.items()}
