@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
 from ..layout import itemsize, offsets, part_sizes
 from ..model.stages import Stage, stages, stages_of
@@ -40,10 +38,9 @@ Counts = Sequence[int]
 def meeting(link: Link) -> Collective[None]:
     """Wait until all ranks of the link have come so far; what they wrote before is seen then by all. Empty messages,
     each round twice as far along the ring."""
-    distance, nothing = 1, np.empty(0, np.uint8)
+    distance = 1
     while distance < link.size and not link.dry:
-        yield [link.comm.Irecv(nothing, (link.rank - distance) % link.size, link.tag),
-               link.comm.Isend(nothing, (link.rank + distance) % link.size, link.tag)]
+        yield link.token((link.rank - distance) % link.size, (link.rank + distance) % link.size)
         distance *= 2
 
 
@@ -173,8 +170,9 @@ def _sum_whole(link: Link, library: NumpyLibrary, array: Array, out: Array, work
         yield from link.exchange(library, [(partner, out)], [])
 
 
-def _levels(link: Link) -> tuple[Level, Level]:
-    """Of the ranks of this one's node, and of those that have the same number in theirs."""
+def levels(link: Link) -> tuple[Level, Level]:
+    """Of the ranks of this one's node, and of those that have the same number in theirs, on an axis that lies evenly on
+    several nodes."""
     inside = link.spread.inside
     node, own = divmod(link.rank, inside)
     return (Level(link, range(node * inside, (node + 1) * inside)), Level(link, range(own, link.size, inside)))
@@ -183,7 +181,7 @@ def _levels(link: Link) -> tuple[Level, Level]:
 def _gathered_by_nodes(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts
                        ) -> Collective[Array]:
     """Each rank's part goes to one rank of every other node, and from there to the others of that node."""
-    (inside, across), starts, each = _levels(link), offsets(counts), link.spread.inside
+    (inside, across), starts, each = levels(link), offsets(counts), link.spread.inside
 
     def mine(node: int) -> Array:
         first = node * each + inside.rank
@@ -205,7 +203,7 @@ def _gathered_by_nodes(link: Link, library: NumpyLibrary, part: Array, out: Arra
 def _reduced_by_nodes(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex,
                       work: Slab) -> Collective[Array]:
     """The sums over the ranks of a node of what one rank of each node keeps, at one of them; then across."""
-    (inside, across), starts, each = _levels(link), offsets(counts), link.spread.inside
+    (inside, across), starts, each = levels(link), offsets(counts), link.spread.inside
     cols, dtype, column = whole.shape[1], library.dtype(whole), counts[inside.rank :: each]
     sums, edges, rest = work.array((sum(column), cols), accumulator(dtype)), offsets(column), work.rest()
 
@@ -224,7 +222,7 @@ def _reduced_by_nodes(link: Link, library: NumpyLibrary, whole: Array, out: Arra
 
 def _sum_by_nodes(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab) -> Collective[None]:
     """Inside a node each rank sums a part, which is summed across and gathered again; or small arrays whole."""
-    (inside, across), dtype, size = _levels(link), library.dtype(array), prod(array.shape)
+    (inside, across), dtype, size = levels(link), library.dtype(array), prod(array.shape)
     total = accumulator(dtype)
     if sums_whole_by_nodes(size, dtype, link.size, inside.size):
         row, final = array.reshape(1, -1), out.reshape(1, -1)

@@ -267,6 +267,11 @@ class Link:
             self.nccl.exchange(library, self.stream.own, sends, receives)
             yield []
 
+    def token(self, source: int, target: int) -> list[MPI.Request]:
+        """Messages without bytes, in no ledger."""
+        nothing = np.empty(0, np.uint8)
+        return [self.comm.Irecv(nothing, source, self.tag), self.comm.Isend(nothing, target, self.tag)]
+
     def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                             receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         """`exchange` with any number of ranks, of which so many at a time: those that are as far along the ring, so
@@ -319,6 +324,9 @@ class Level(Link):
                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         return self._link.exchange(library, [(self._ranks[peer], array) for peer, array in sends],
                                    [(self._ranks[peer], array) for peer, array in receives])
+
+    def token(self, source: int, target: int) -> list[MPI.Request]:
+        return self._link.token(self._ranks[source], self._ranks[target])
 
 
 def _bytes(library: NumpyLibrary, array: Array) -> int:

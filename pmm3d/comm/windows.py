@@ -1,6 +1,6 @@
-"""Host memory that the ranks of an axis share, where they are on one node: no copies, no messages.
+"""Host memory that the ranks of an axis on one node share: no copies, no messages.
 
-A segment without a name (memfd), which the first rank of the axis has and the others map: it is gone with the last
+A segment without a name (memfd), which the first of these ranks has and the others map: it is gone with the last
 process that has it, however that ends, and what the node cannot give is refused before anyone writes to it. MPI's own
 shared-memory windows promise neither: their segment is a file in /dev/shm, which a full file system makes known by a
 SIGBUS, and they are given back by a collective call alone.
@@ -26,11 +26,20 @@ from .words import in_bytes
 
 def can_share(grid: Grid, name: str) -> bool:
     """Whether all ranks along that axis are on one node, wherever on the others; the same on all ranks."""
-    size, stride = getattr(grid.shape, name), grid.shape.strides[grid.shape.names.index(name)]
+    return ranks_that_share(grid, name) == getattr(grid.shape, name)
+
+
+def ranks_that_share(grid: Grid, name: str) -> int:
+    """How many ranks that follow each other along that axis see each other's memory, wherever they are on the others:
+    all, where they are on one node, those of a node, where the axis lies evenly on several; 0 where neither is so. The
+    same on all ranks."""
+    size, each = getattr(grid.shape, name), grid.spread_of(name).inside
+    inside = each if each > 1 else size
+    stride = grid.shape.strides[grid.shape.names.index(name)]
     ranks = np.arange(grid.shape.size)
-    first = ranks - ranks // stride % size * stride
+    index = ranks // stride % size
     places = grid.places()
-    return bool(np.all(places[ranks] == places[first]))
+    return inside if np.all(places[ranks] == places[ranks - index % inside * stride]) else 0
 
 
 def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
@@ -39,16 +48,27 @@ def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
     Collective along the axis. Raises, on every rank of it, OutOfMemoryError where the node has not so much, GridError
     where processes cannot map each other's memory.
     """
-    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, parts)).wait()
+    own = sum(parts[: axis.index]), parts[axis.index]
+    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, sum(parts), link.size, own)).wait()
     return found
 
 
-def _shared(grid: Grid, link: Link, parts: Sequence[int]) -> Collective[np.ndarray]:
-    nbytes, descriptor = max(1, sum(parts)), -1
+def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, inside: int) -> np.ndarray:
+    """So many bytes for each node, which the ranks of the axis on it see: `inside` of them, next to each other. As
+    `shared_array` besides."""
+    first, stop = (nbytes * (axis.index % inside + end) // inside for end in (0, 1))
+    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, nbytes, inside,
+                                                                         (first, stop - first))).wait()
+    return found
+
+
+def _shared(grid: Grid, link: Link, nbytes: int, inside: int, own: tuple[int, int]) -> Collective[np.ndarray]:
+    """own: the first of the bytes whose pages are to be near this rank, and their number."""
+    nbytes, first, descriptor = max(1, nbytes), link.rank - link.rank % inside, -1
     error: Pmm3dError | None = None
-    if link.rank == 0:
+    if link.rank == first:
         try:
-            _check_free(grid, nbytes // link.size)
+            _check_free(grid, nbytes // inside)
             descriptor = os.memfd_create("pmm3d")
             os.ftruncate(descriptor, nbytes)
         except OSError as refused:
@@ -57,9 +77,8 @@ def _shared(grid: Grid, link: Link, parts: Sequence[int]) -> Collective[np.ndarr
         rows = yield from agree(link, "shared operands", "", Terms("", error=error), _place(descriptor))
         memory, error = None, None
         try:
-            own = sum(parts[: link.rank]), parts[link.rank]
-            memory = (_mapped(descriptor, nbytes, *own) if link.rank == 0 else
-                      _seen(grid, link, rows[0].tolist(), nbytes, own))
+            memory = (_mapped(descriptor, nbytes, *own) if link.rank == first else
+                      _seen(grid, link.record.members[first], rows[first].tolist(), nbytes, own))
         except MemoryError as refused:
             error = _no_memory(nbytes, refused)
         except (OSError, ValueError) as refused:
@@ -94,9 +113,8 @@ def _place(descriptor: int) -> list[int]:
     return [descriptor, status.st_dev, status.st_ino]
 
 
-def _seen(grid: Grid, link: Link, place: list[int], nbytes: int, own: tuple[int, int]) -> np.ndarray:
-    """The memory of the first rank of the axis."""
-    first = link.record.members[0]
+def _seen(grid: Grid, first: int, place: list[int], nbytes: int, own: tuple[int, int]) -> np.ndarray:
+    """The memory of that rank of the grid."""
     descriptor, *file = place
     opened = os.open(f"/proc/{grid.pid_of(first)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..arrays import Array
 from ..comm import Grid, Pending
-from ..comm.algorithms import meeting
+from ..comm.algorithms import levels, meeting
 from ..comm.transport import Collective, Link
 from ..errors import GridError, LayoutError
-from ..layout import itemsize
+from ..layout import itemsize, offsets
 from .compute import Form
 
 SHARED = "shared weights"
@@ -15,7 +15,7 @@ SHARED = "shared weights"
 
 def check_can_share(grid: Grid, form: Form) -> None:
     """Raises GridError, LayoutError, on every rank, where the ranks along z cannot share the block of such a weight."""
-    from ..comm.windows import can_share
+    from ..comm.windows import ranks_that_share
 
     remedy = "Leave Overlap(shared_weights=True) out, or"
     if grid.dry_run is not None:
@@ -24,44 +24,55 @@ def check_can_share(grid: Grid, form: Form) -> None:
     if form.library.name != "numpy":
         raise LayoutError(f"shared weights: they are arrays of numpy; these are of {form.library.kind}. "
                           f'{remedy} make the network with library="numpy"')
-    if not can_share(grid, "z"):
-        raise GridError(f"shared weights: ranks along z are on several nodes of grid {grid.shape}, or in containers "
-                        f"of their own. {remedy} make the grid so that z stays in a node: ranks run fastest along x")
+    if not ranks_that_share(grid, "z"):
+        raise GridError(f"shared weights: ranks along z lie on several nodes of grid {grid.shape}, and not as many on "
+                        f"each next to each other, or in containers of their own. {remedy} make the grid so that z "
+                        "stays in a node, or fills nodes evenly: ranks run fastest along x")
 
 
 class OneCopy:
-    """The block that the ranks along z gather, once for those of a node: each writes its shard there, and all read.
+    """The block that the ranks along z gather, once for those of a node: each writes its shard there, and all read. On
+    several nodes each rank brings in what the ranks with its number in other nodes have: a link carries each byte once,
+    and none is held twice in a node.
 
     Made collectively over the grid. Raises, on every rank, GridError, LayoutError, OutOfMemoryError.
     """
 
     def __init__(self, grid: Grid, form: Form):
-        from ..comm.windows import shared_array
+        from ..comm.windows import one_for_each_node, ranks_that_share
 
         with grid.together(SHARED):
             check_can_share(grid, form)
         counts, columns = form.counts("z"), form.local_shape[1]
-        row, mine = itemsize(form.dtype) * columns, grid.z.index
+        nbytes, inside = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, "z")
         with grid.together(SHARED, always=True):
-            whole = shared_array(grid, grid.z, [row * count for count in counts])
-        self._grid = grid
+            whole = one_for_each_node(grid, grid.z, nbytes, inside)
+        self._grid, self._library, self._edges = grid, form.library, offsets(counts)
+        self._in_one_node = inside == grid.z.size
         self._filling: Pending | None = None
-        self.block: Array = whole[: row * sum(counts)].view(form.dtype).reshape(sum(counts), columns)
-        first = sum(counts[:mine])
-        self._own = self.block[first : first + counts[mine]]
+        self.block: Array = whole[:nbytes].view(form.dtype).reshape(sum(counts), columns)
 
     def fill(self, shard: Array) -> Pending:
-        """Begin to bring the shards' present values into the block: once no rank reads what was there, each writes its
-        own, and when all have, the block is there. No bytes travel."""
+        """Begin to bring the shards' present values into the block: once no rank of the node reads what was there, each
+        writes its own, and what comes from other nodes; when all have, it is there. In a node no bytes travel."""
         if self._filling is not None:  # one that was begun for values that are out of date
             self._filling.wait()
 
         def steps(link: Link) -> Collective[Array]:
-            yield from meeting(link)
-            self._own[...] = shard
-            yield from meeting(link)
+            inside, across = (link, None) if self._in_one_node else levels(link)
+            yield from meeting(inside)
+            self._rows_of(link.rank)[...] = shard
+            if across is not None:
+                numbers = [(node, node * inside.size + inside.rank) for node in across.peers()]
+                yield from across.exchange_in_windows(self._library, [(node, shard) for node, _ in numbers],
+                                                      [(node, self._rows_of(rank)) for node, rank in numbers])
+            yield from meeting(inside)
             return self.block
 
         with self._grid.ledger.phase("gather W"):
-            self._filling = self._grid.z.begin("read in place", steps)
+            self._filling = self._grid.z.begin("read in place" if self._in_one_node else "all_gather", steps)
         return self._filling
+
+    def _rows_of(self, rank: int) -> Array:
+        """Where the shard of a rank along z belongs."""
+        return self.block[self._edges[rank] : self._edges[rank + 1]]

@@ -35,8 +35,9 @@ class Overlap:
                             they take no more than `keep_bytes`
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
     shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
-                            memory that they share: each writes its shard there, and none are sent. It stays for the
-                            backward pass. For networks of numpy arrays; other grids and dry runs refuse it
+                            memory that they share: each writes its shard there, and what its like on other nodes have;
+                            none are sent in a node. It stays for the backward pass. For networks of numpy arrays, z in
+                            a node, or evenly on several; other grids and dry runs refuse it
     decomposed              with "sharded" activations, rows that come from other ranks are multiplied as they come, one
                             rank's after the other, the own ones first; and rows that others keep are multiplied first
                             and sent as they are done, one rank's after the other, in place of strips. None: across

@@ -5,6 +5,7 @@ import pytest
 from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
+from pmm3d.comm import communicator
 
 pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
 CASE = Case((21, 34, 27, 10), 26)
@@ -97,6 +98,51 @@ def test_a_weight_that_is_used_twice_and_one_that_is_kept(comm):
     on_each_grid(comm, body, GRIDS[comm.size])
 
 
+@pytest.fixture
+def two_nodes(comm, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
+
+
+@pytest.mark.parallel([4, 8])
+@pytest.mark.parametrize("sums", ["nodes", "ranks"])
+def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, sums):
+    monkeypatch.setenv("PMM3D_SUMS", sums)
+
+    def body(grid):
+        wanted, sent = trained(grid)
+        found, moved = trained(grid, shared_weights=True)
+        assert found == wanted and moved.across == moved.received
+        everyones = grid.comm.allreduce(np.array([sent.across, moved.across, moved.sent - moved.received]))
+        assert everyones[0] == grid.z.spread.inside * everyones[1] and everyones[2] == 0  # small gathers are flat
+        assert 0 < moved.received < sent.received
+
+    on_each_grid(comm, body, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])
+
+
+@pytest.mark.parallel([4])
+def test_ranks_of_a_node_have_one_copy_and_those_of_others_another(comm, two_nodes):
+    with Grid(comm, "fsdp") as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 13, 8, bias=False, dtype="float64")
+        net(spread(grid, np.ones((16, 13)), library="numpy"))
+        block = nn.Tape.of(grid).parallel.weights.take(net.weight, "backward")
+        assert np.array_equal(block, net.weight.gather())
+        grid.comm.Barrier()
+        if grid.z.index % 2 == 0:
+            block[...] = grid.z.index
+        grid.comm.Barrier()
+        assert np.all(block == grid.z.index // 2 * 2)
+
+
+@pytest.mark.parallel([4])
+def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "one" if comm.rank < 3 else "two")
+    with Grid(comm, "fsdp") as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 12, 8, dtype="float64")
+        fails(GridError, "not as many on each", lambda: net(spread(grid, np.ones((16, 12)), library="numpy")))
+
+
 @pytest.mark.parallel([1])
 def test_what_forbids_it_is_refused_at_once(comm):
     with pytest.raises(Pmm3dError, match="leave one of them out"):
@@ -124,7 +170,7 @@ def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
         net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)), library="numpy")
         with monkeypatch.context() as patched:
             patched.setattr(type(grid), "places", lambda self: np.arange(self.size))
-            fails(GridError, "on several nodes", lambda: net(x))
+            fails(GridError, "lie on several nodes", lambda: net(x))
         assert net(x).shape == (16, 8)
 
     on_each_grid(comm, body, GRIDS[comm.size])
