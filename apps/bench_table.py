@@ -11,10 +11,11 @@ and what part of the computing had no core, since something else was running. Wi
 time of one product here / its time with the pmm3d of that Python, the median over the passes; --cells names the ones
 to measure, as in 2048x2048x2048:8:float64.
 
-    python apps/bench_table.py --order auto --beside $(which python)     stored as is fastest, beside by rows, in turns
+    python apps/bench_table.py --order auto --shared --beside $(which python)     as is fastest, beside by rows with
+                                                                                  messages, in turns
 
 With --order auto `pmm3d tune blas` times the local GEMMs of each cell first, with the BLAS that multiplies here, and A,
-B and C are stored as it found fastest.
+B and C are stored as it found fastest. With --shared A and B lie in memory that the ranks share.
 """
 
 import argparse
@@ -59,13 +60,12 @@ def tune(cells: list[tuple]) -> None:
         print(f"tuned: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks", file=sys.stderr, flush=True)
 
 
-def measure(python: str, shape: tuple[int, int, int], ranks: int, dtype: str, order: str) -> dict:
+def measure(python: str, shape: tuple[int, int, int], ranks: int, dtype: str, stored: list[str]) -> dict:
     """The JSON of one run of `pmm3d bench` with the pmm3d of that Python."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        sizes = words_of(shape) + (["--order", order] if order != "C" else [])
-        output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *sizes, "--dtype", dtype,
-                   "--repeat", "9", "--json", str(path)], os.environ)
+        output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *words_of(shape), *stored,
+                   "--dtype", dtype, "--repeat", "9", "--json", str(path)], os.environ)
         return json.loads(path.read_text())
 
 
@@ -94,6 +94,8 @@ def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:
     grids = " or ".join(sorted({"x".join(map(str, run["grid"])) for run in runs}))
     stored = " or ".join(sorted({run["orders"] for run in runs}))
     grids += "" if stored == "CCC" else f" {stored}"
+    read = " or ".join(sorted({run.get("in_place", "") for run in runs}))
+    grids += f", {read} in place" if read else ""
     return (f"{mark}{r:.3f}{mark}{noise} (ratio {ratio:.3f}, at once {at_once:.3f}; without a core "
             f"{100 * off_core:.0f}%; {grids}; goal {goal:.3f}, COSMA {peer:.3f})")
 
@@ -121,10 +123,12 @@ def main() -> None:
     parser.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                         default=list(product(SHAPES, COLUMNS)), help="only these")
     parser.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
+    parser.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
     options = parser.parse_args()
+    stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
     if options.order == "auto":
         tune(options.cells)
-    sides = {"": (sys.executable, options.order)} | ({", beside": (options.beside, "C")} if options.beside else {})
+    sides = {"": (sys.executable, stored)} | ({", beside": (options.beside, [])} if options.beside else {})
     results: dict = {side: {cell: [] for cell in options.cells} for side in sides}
     for turn, (shape, (ranks, dtype)), (side, how) in product(range(options.passes), options.cells, sides.items()):
         result = measure(how[0], shape, ranks, dtype, how[1])

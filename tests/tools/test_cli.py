@@ -44,6 +44,7 @@ def test_help_is_said_once_and_teaches(pmm3d):
         (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
         (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
         (("--order", "x"), "'x' is none of C, F, auto"),
+        (("--order", "F", "--shared"), "matrices in shared memory lie by rows: leave --shared out"),
         (("--order", "F", "--transpose", "tn"), "--transpose tn says how A and B are stored: leave --order out"),
         (("--m", "-1"), "Invalid value for '--m'"),
         (("--no-such",), "No such option: --no-such"),
@@ -138,6 +139,18 @@ def test_matrices_by_columns(pmm3d, tmp_path, grid):
     assert result["verified"] and result["bytes_sent"] == result["bytes_model"]
     x, y, z = result["grid"]
     assert result["blocks"] == {"A": [96 // z, 80 // y], "B": [80 // y, 64 // x], "C": [96 // z, 64 // x]}
+
+
+@pytest.mark.parametrize(("grid", "in_place"), [("1x1x2", "B"), ("1x2x1", "C"), ("2x1x1", "A"), ("2x2x2", "ABC")])
+@pytest.mark.parametrize("order", ["C", "auto"])
+def test_matrices_in_shared_memory_are_read_in_place(pmm3d, tmp_path, grid, in_place, order):
+    done = pmm3d(8 if grid == "2x2x2" else 2, "bench", *SMALL, "--grid", grid, "--shared", "--order", order, "--json",
+                 tmp_path / "s.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "s.json").read_text())
+    assert result["verified"] and result["shared"] and result["in_place"] == in_place
+    assert not any(result["bytes_received"].values()) and "in shared memory" in done.stdout
+    assert f"{' and '.join(in_place)} read in place" in done.stdout
 
 
 def test_idle_ranks_are_reported(pmm3d):

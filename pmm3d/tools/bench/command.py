@@ -48,6 +48,8 @@ def bench_command(
     order: Annotated[str, typer.Option(help="How the shards of A, B and C lie: C by rows; F by columns; auto: as pmm3d "
                                             "tune blas found fastest for this product, without a copy.",
                                        callback=_one_of("C", "F", "auto"))] = "C",
+    shared: Annotated[bool, typer.Option("--shared", help="A and B in memory that the ranks of a node share: nothing "
+                                                          "is gathered, products read it in place.")] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Timings; the median counts. On a GPU each is of many products "
                                                     "in a row.")] = 7,
     reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns; "
@@ -90,12 +92,14 @@ def bench_command(
         return
     if order != "C" and transpose != "nn":
         raise typer.BadParameter(f"--transpose {transpose} says how A and B are stored: leave --order out")
+    if shared and order == "F":
+        raise typer.BadParameter("matrices in shared memory lie by rows: leave --shared out, or take --order auto")
     with all_ranks() as comm:
         from .result import Case, write_json
 
         on_first(comm, lambda: _check_output(json, plot, trace))
         case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
-                          max_workspace=max_workspace, reference=reference, overlap=overlap, order=order)
+                          max_workspace=max_workspace, reference=reference, overlap=overlap, order=order, shared=shared)
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
             _show(results)

@@ -21,6 +21,7 @@ from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
+from ...product.orders import look_up, order_of_new
 from .result import Case, Check, Environment, Limit, Memory, Partition, Reference, Result, Speed, Traffic, flop
 from .timing import Timer, check_reference, in_a_row, random_arrays, reference_of, repetitions
 
@@ -61,9 +62,11 @@ def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
     for name, flag, shape, layout, seed in (("A", case.transpose[0], (case.m, case.k), Layout.A, 1),
                                             ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):
         turned = flag == "t"
-        matrix = DistMatrix.random(grid, shape[::-1] if turned else shape, seed=seed, dtype=case.dtype,
-                                   layout=TRANSPOSED[name] if turned else layout, library=case.array,
-                                   order=case.order)
+        stored, layout = (shape[::-1], TRANSPOSED[name]) if turned else (shape, layout)
+        look_up(grid, "bench", case.order)
+        order = order_of_new(grid, case.order, stored, layout, case.dtype, grid.library(case.array))
+        matrix = DistMatrix.random(grid, stored, seed=seed, dtype=case.dtype, layout=layout, library=case.array,
+                                   order=order, shared=case.shared and order == "C")
         made.append(matrix.T if turned else matrix)
     return made[0], made[1]
 
@@ -259,8 +262,9 @@ def _partition(grid: Grid, plan: ProductPlan, orders: tuple[str, str, str]) -> P
     first = plan.on_rank(FIRST)
     rows, cols = (first.rows, first.cols) if orders[2] == "C" else (first.cols, first.rows)
     blocks = {"A": [rows, first.depth], "B": [first.depth, cols], "C": [rows, cols]}
+    in_place = first.a.in_place, first.b.in_place, plan.sums_in_place
     return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips,
-                     plan.overlap, "".join(orders))
+                     plan.overlap, "".join(orders), "".join(name for name, so in zip("ABC", in_place) if so))
 
 
 def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:

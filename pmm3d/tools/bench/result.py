@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...errors import Pmm3dError
 
-PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order")
+PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
 TF32 = "tf32"
 """As a dtype: float32, of which a device may round the factors."""
 
@@ -18,7 +18,8 @@ TF32 = "tf32"
 class Case(NamedTuple):
     """What to measure. transpose: which operands are stored transposed, "nn", "tn", "nt" or "tt" as in BLAS. reference:
     the library whose own matmul is timed in turns with the product, on one rank; empty: none. order: in which A, B and
-    C are stored, as of DistMatrix."""
+    C are stored, as of DistMatrix; shared: those of A and B that lie by rows are in memory that the ranks of a node
+    share."""
 
     m: int
     n: int
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     reference: str = ""
     overlap: str | None = None
     order: str = "C"
+    shared: bool = False
 
     @classmethod
     def named(cls, m: int, n: int, k: int, dtype: str, array: str, **options: Any) -> Case:
@@ -52,7 +54,8 @@ class Case(NamedTuple):
 class Partition(NamedTuple):
     """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C; overlap: how its
     communication runs under the GEMM, as of `matmul`; orders: of the shards of A, B and C, "C" by rows, "F" by columns
-    (where stored transposed too)."""
+    (where stored transposed too); in_place: what ranks read where their neighbours have
+    it, of A, B and the partial sums of C."""
 
     ranks: int
     grid: list[int]
@@ -62,6 +65,7 @@ class Partition(NamedTuple):
     strips: int
     overlap: str = ""
     orders: str = "CCC"
+    in_place: str = ""
 
 
 class Limit(NamedTuple):

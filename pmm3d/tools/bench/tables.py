@@ -47,6 +47,7 @@ def _headline(result: Result) -> str:
     kind += "" if case.transpose == "nn" else f", stored {case.transpose}"
     by_columns = [name for name, order in zip("ABC", result.partition.orders) if order == "F"]
     kind += f", {' and '.join(by_columns)} by columns" if by_columns and case.order != "C" else ""
+    kind += ", in shared memory" if case.shared else ""
     return f"\n[bold]C = A B[/]  m, n, k = {case.m}, {case.n}, {case.k}  ({kind})"
 
 
@@ -75,7 +76,8 @@ def _product(result: Result) -> Table:
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
     return _rows("[bold]Product[/]", {
         "grid": f"{result.shape} of {partition.ranks} ranks{idle}; {partition.panels} panel(s) along k, "
-                f"{partition.strips} strip(s) of C; overlap {partition.overlap}",
+                f"{partition.strips} strip(s) of C; overlap {partition.overlap}"
+                + (f"; {' and '.join(partition.in_place)} read in place" if partition.in_place else ""),
         "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in partition.blocks.items()),
         "memory a rank": f"{in_bytes(memory.model_memory)} of matrices and work arrays "
                          f"({in_bytes(memory.workspace_bytes)} work); resident {in_bytes(memory.peak_memory)}, grew "
