@@ -139,7 +139,7 @@ def main() -> None:
               f"{1e3 * result['computed_seconds']:.1f} ms, of it without a core "
               f"{1e3 * result.get('off_core_seconds', 0):.1f}, waiting {1e3 * result['waited_seconds']:.1f} ms, core "
               f"{result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}; all at once "
-              f"{result['at_once_gflops']:.1f}) GFLOP/s",
+              f"{result.get('at_once_gflops', 0):.1f}) GFLOP/s",
               file=sys.stderr, flush=True)
     print(table(results[""]))
     if options.beside:

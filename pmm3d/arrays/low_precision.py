@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ..errors import DTypeError
 from ..layout import LOW_PRECISION, MATRIX_DTYPES
+from .threads import copy_into
 
 
 class WorkArrays(Protocol):
@@ -27,16 +28,16 @@ def check_gemm_types(a: str, b: str, c: str) -> None:
 def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
     """float16 operands through float32 copies; C is float16 or a float32 accumulator."""
     with work.borrow(a.shape, "float32", library) as wide_a, work.borrow(b.shape, "float32", library) as wide_b:
-        wide_a[...] = a
-        wide_b[...] = b
+        copy_into(library, a, wide_a)
+        copy_into(library, b, wide_b)
         if library.dtype(c) == "float32":
             library.gemm(wide_a, wide_b, c, alpha, beta, work)
             return
         with work.borrow(c.shape, "float32", library) as wide_c:
             if beta != 0:
-                wide_c[...] = c
+                copy_into(library, c, wide_c)
             library.gemm(wide_a, wide_b, wide_c, alpha, beta, work)
-            c[...] = wide_c
+            copy_into(library, wide_c, c)
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:

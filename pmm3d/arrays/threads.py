@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache
 from itertools import pairwise
-from typing import TypeVar
+from math import prod
+from typing import Any, TypeVar
 
 from ..layout import offsets, part_sizes
-from .numpy_library import NumpyLibrary
 
 COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that say how many threads a BLAS has; if none does, it has as many as the process has cores."""
 LEAST_SLICES = 4
 """Of a loop that is shared out: a shorter one is over before other threads have begun."""
+COPIED = 2**17
+"""Elements of a slice of a copy."""
 PREFIX = "pmm3d loop"
 Slice = TypeVar("Slice")
 
@@ -57,9 +59,10 @@ def in_threads(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
             raise problem
 
 
-def each_slice(library: NumpyLibrary, work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
+def each_slice(library: Any, work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
     """As `in_threads`, for arrays of numpy; those of torch, whose functions have threads of their own, one by one.
 
+        >>> from pmm3d.arrays import NumpyLibrary
         >>> found = []
         >>> each_slice(NumpyLibrary(), found.append, [slice(0, 2), slice(2, 3)])
         >>> found
@@ -69,6 +72,29 @@ def each_slice(library: NumpyLibrary, work: Callable[[Slice], None], slices: Ite
         in_threads(work, slices)
     else:
         _each(work, slices)
+
+
+def copy_into(library: Any, source: Any, out: Any) -> None:
+    """out[...] = source, of the same shape, cast where the types differ; a large one of numpy as `in_threads`.
+
+        >>> from pmm3d.arrays import NumpyLibrary
+        >>> import numpy as np
+        >>> out = np.zeros(2, "float32")
+        >>> copy_into(NumpyLibrary(), np.arange(2), out)
+        >>> out
+        array([0., 1.], dtype=float32)
+    """
+    if library.name != "numpy" or not library.has_data or out.size < LEAST_SLICES * COPIED or blas_threads() == 1:
+        out[...] = source
+        return
+    if out.strides[0] < out.strides[-1]:
+        source, out = source.T, out.T
+    step = max(1, COPIED // prod(out.shape[1:]))
+
+    def copy(rows: slice) -> None:
+        out[rows] = source[rows]
+
+    in_threads(copy, [slice(start, start + step) for start in range(0, out.shape[0], step)])
 
 
 @cache

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from ..arrays import Array, NumpyLibrary, Slab, sum_in_order
+from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
 from ..layout import itemsize, offsets, part_sizes
 from ..model.stages import Stage, stages, stages_of
 from ..model.volumes import (
@@ -57,7 +57,7 @@ def gather_parts(link: Link, library: NumpyLibrary, part: Array, out: Array, cou
 
     def copy_own() -> None:
         if library.has_data and part.shape[0] and library.address(rows(rank)) != library.address(part):
-            rows(rank)[...] = part
+            copy_into(library, part, rows(rank))
 
     partner = group.partner(rank)
     if group.pairs and goes_round(counts, row_bytes):

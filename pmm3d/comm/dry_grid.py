@@ -94,8 +94,11 @@ class DryGrid(Grid):
     def local_rank(self) -> int:
         return self.rank % -(-self.size // self.hosts)
 
+    def places(self) -> np.ndarray:
+        return np.arange(self.size) // -(-self.size // self.hosts)
+
     def host_of(self, rank: int) -> str:
-        return f"host {rank // -(-self.size // self.hosts)}"
+        return f"host {self.places()[rank]}"
 
     def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
         """None: a dry run has no devices."""

@@ -6,9 +6,14 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
+import numpy as np
 from mpi4py import MPI
 
+from ..errors import GridError
+from .axis import Axis
 from .engine import Engine
 from .uncaught import ARRIVAL_SECONDS, come
 from .watch import Watch, abort_job
@@ -44,6 +49,28 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
         if not all_come(comm):
             abort_job(comm, f"pmm3d: rank {comm.rank} left the program with {watch.ending}; ending the job.", 1)
     watch.leave("its program has ended" if ends else "it has dropped the grid")
+
+
+def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], AbstractContextManager[None]],
+             comm: MPI.Intracomm) -> None:
+    """Wait for what is under way. Collective. axes: the first is that of all ranks; waiting: in it MPI is called, and
+    blocks. Raises GridError, which all ranks must be told, if members of an axis never began it."""
+    everyone, under_way = axes[0], engine.under_way()
+    counts = [axis.even() for axis in axes]
+    uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
+    kept = [axis.name in uneven or axis.kept for axis in axes]
+    with waiting("count of calls"):
+        figures = np.array([everyone.number, *kept], np.int64)
+        comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
+    everyone.count_on_from(int(figures[0]))
+    for axis, somewhere in zip(axes, figures[1:]):
+        axis.keep(bool(somewhere))
+    if uneven:
+        names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
+        raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
+                        f"under way here: {names or 'none'}. Every member must make the call")
+    for pending in under_way:
+        pending.wait()
 
 
 def stopped(engine: Engine) -> None:

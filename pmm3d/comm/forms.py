@@ -13,7 +13,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
-from ..arrays import Array, NumpyLibrary, Slab, add_up
+from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into
 from ..layout import aligned, itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.spread import FLAT, Spread
@@ -50,7 +50,7 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
     if dim == 0:
         if not library.is_contiguous(part):
             own = list(blocks(out, counts, 0))[link.rank]
-            own[...] = part
+            copy_into(library, part, own)
             part = own
         return (yield from gather_parts(link, library, part, out, counts))
     with ExitStack() as borrowed:
@@ -66,10 +66,10 @@ def _gathered_columns(link: Link, library: NumpyLibrary, part: Array, out: Array
     packed = work.array((prod(out.shape),), library.dtype(out))
     sizes = [out.shape[0] * count for count in counts]
     places = [flat.reshape(out.shape[0], count) for flat, count in zip(blocks(packed, sizes, 0), counts)]
-    places[link.rank][...] = part
+    copy_into(library, part, places[link.rank])
     yield from gather_parts(link, library, places[link.rank].reshape(-1), packed, sizes)
     for block, place in zip(blocks(out, counts, 1), places):
-        block[...] = place
+        copy_into(library, place, block)
 
 
 def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
@@ -85,7 +85,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
         memory = work_slab(link, library, work, nbytes, borrowed).rest()
         if dim == 0:
             packed = memory.array(tuple(whole.shape), library.dtype(whole))
-            packed[...] = whole
+            copy_into(library, whole, packed)
             return (yield from reduced(link, library, packed, out, counts, beta, 0, memory.rest()))
         for rows in _rounds(whole.shape, library.dtype(whole)):
             yield from _reduced_columns(link, library, whole[rows], out[rows], counts, beta, memory.again())
@@ -97,7 +97,7 @@ def _reduced_columns(link: Link, library: NumpyLibrary, whole: Array, out: Array
     packed = work.array((prod(whole.shape),), library.dtype(whole))
     sizes = [whole.shape[0] * count for count in counts]
     for place, block in zip(blocks(packed, sizes, 0), blocks(whole, counts, 1)):
-        place.reshape(tuple(block.shape))[...] = block
+        copy_into(library, block, place.reshape(tuple(block.shape)))
     yield from reduce_parts(link, library, packed[:, None], out.reshape(-1, 1), sizes, beta, work.rest())
 
 
@@ -107,7 +107,7 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
     first. `all_reduce_volume`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
         if out is not array and not library.is_contiguous(array):
-            out[...] = array
+            copy_into(library, array, out)
             array = out
         return (yield from sum_arrays(link, library, array, out, work))
     yield from sum_arrays(link, library, array, array, work)
@@ -123,18 +123,18 @@ def exchanged(link: Link, library: NumpyLibrary, pieces: Sequence[Array], landin
         leaving, coming = (_without_gaps(library, arrays, link.rank, memory) for arrays in (pieces, landing))
         for piece, packed in zip(pieces, leaving):
             if packed is not piece:
-                packed[...] = piece
+                copy_into(library, piece, packed)
 
         def keep_own() -> None:
             if library.has_data and 0 not in pieces[link.rank].shape:
-                landing[link.rank][...] = pieces[link.rank]
+                copy_into(library, pieces[link.rank], landing[link.rank])
 
         exchange = link.exchange_in_windows(library, [(peer, leaving[peer]) for peer in link.peers()],
                                             [(peer, coming[peer]) for peer in link.peers()])
         yield from under_way(exchange, keep_own)
         for place, packed in zip(landing, coming):
             if packed is not place:
-                place[...] = packed
+                copy_into(library, packed, place)
     return landing
 
 
@@ -209,7 +209,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
         packed = work(sum(flat.shape[0] for flat in flats)) if packs else flats[0]
         if counts is None:
             for part, flat in _beside(packed, flats):
-                part[...] = flat
+                copy_into(library, flat, part)
             own, wanted = packed, flats
             yield from sum_arrays(link, library, packed, packed)
         else:
@@ -220,7 +220,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
             own = work(sizes[link.rank])
             yield from reduce_parts(link, library, packed[:, None], own[:, None], sizes)
         for part, flat in _beside(own, wanted):
-            flat[...] = part
+            copy_into(library, part, flat)
 
 
 def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:

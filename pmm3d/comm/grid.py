@@ -381,23 +381,7 @@ class Grid:
     def _complete(self) -> None:
         """Wait for what is under way. Collective."""
         with self.together("Grid.close", always=True):
-            under_way = self.engine.under_way()
-            axes = tuple(self._axes.values())
-            counts = [axis.even() for axis in axes]
-            uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
-            kept = [axis.name in uneven or axis.kept for axis in axes]
-            with self._waiting("count of calls"):
-                figures = np.array([self.everyone.number, *kept], np.int64)
-                self._watch_comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
-            self.everyone.count_on_from(int(figures[0]))
-            for axis, somewhere in zip(axes, figures[1:]):
-                axis.keep(bool(somewhere))
-            if uneven:
-                names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
-                raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of "
-                                f"collectives; under way here: {names or 'none'}. Every member must make the call")
-            for pending in under_way:
-                pending.wait()
+            ending.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
 
     def __enter__(self) -> Grid:
         return self

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -188,7 +188,7 @@ class Link:
     afar     the ranks on other nodes than this one
     """
 
-    dry: ClassVar[bool] = False
+    dry: bool = False
     spread: Spread = FLAT
     afar: Set[int] = frozenset()
 
@@ -314,7 +314,7 @@ class Level(Link):
 
     def __init__(self, link: Link, ranks: Sequence[int]):
         self.rank, self.size, self._link, self._ranks = ranks.index(link.rank), len(ranks), link, ranks
-        self.record = link.record
+        self.record, self.dry = link.record, link.dry
 
     @property
     def workspace(self) -> Workspace:

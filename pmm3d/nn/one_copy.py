@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from ..arrays import Array
+import weakref
+from typing import Any
+
+from ..arrays import Array, Workspace
 from ..comm import Grid, Pending
 from ..comm.algorithms import levels, meeting
 from ..comm.transport import Collective, Link
 from ..errors import GridError, LayoutError
-from ..layout import itemsize, offsets
+from ..layout import itemsize, offsets, part_sizes
 from .compute import Form
 
 SHARED = "shared weights"
@@ -18,10 +21,7 @@ def check_can_share(grid: Grid, form: Form) -> None:
     from ..comm.windows import ranks_that_share
 
     remedy = "Leave Overlap(shared_weights=True) out, or"
-    if grid.dry_run is not None:
-        raise LayoutError("shared weights: a dry run has no memory to share, and its prediction would not hold. "
-                          f"{remedy} predict without it")
-    if form.library.name != "numpy":
+    if form.library.kind != "numpy":
         raise LayoutError(f"shared weights: they are arrays of numpy; these are of {form.library.kind}. "
                           f'{remedy} make the network with library="numpy"')
     if not ranks_that_share(grid, "z"):
@@ -33,24 +33,38 @@ def check_can_share(grid: Grid, form: Form) -> None:
 class OneCopy:
     """The block that the ranks along z gather, once for those of a node: each writes its shard there, and all read. On
     several nodes each rank brings in what the ranks with its number in other nodes have: a link carries each byte once,
-    and none is held twice in a node.
+    and none is held twice in a node. Of the workspace's `allocated` each
+    rank of a node has an equal part.
 
     Made collectively over the grid. Raises, on every rank, GridError, LayoutError, OutOfMemoryError.
     """
 
     def __init__(self, grid: Grid, form: Form):
-        from ..comm.windows import one_for_each_node, ranks_that_share
+        from ..comm.windows import ranks_that_share
 
         with grid.together(SHARED):
             check_can_share(grid, form)
         counts, columns = form.counts("z"), form.local_shape[1]
         nbytes, inside = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, "z")
         with grid.together(SHARED, always=True):
-            whole = one_for_each_node(grid, grid.z, nbytes, inside)
+            whole = self._room(grid, form.library, nbytes, inside)
         self._grid, self._library, self._edges = grid, form.library, offsets(counts)
         self._in_one_node = inside == grid.z.size
         self._filling: Pending | None = None
-        self.block: Array = whole[:nbytes].view(form.dtype).reshape(sum(counts), columns)
+        self.block: Array = form.library.view(whole, (sum(counts), columns), form.dtype)
+
+    def _room(self, grid: Grid, library: Any, nbytes: int, inside: int) -> Array:
+        """So many bytes for each node; in a dry run as many that are not there."""
+        from ..comm.windows import one_for_each_node
+
+        own = part_sizes(nbytes, inside)[grid.z.index % inside]
+        if grid.dry_run is None:
+            whole = one_for_each_node(grid, grid.z, nbytes, inside)
+        else:
+            whole = library.array((nbytes,), "uint8", grid.dry_run.hold(own, "workspace"))
+        grid.workspace.allocated += own
+        weakref.finalize(self, _less, grid.workspace, own).atexit = False
+        return whole
 
     def fill(self, shard: Array) -> Pending:
         """Begin to bring the shards' present values into the block: once no rank of the node reads what was there, each
@@ -76,3 +90,7 @@ class OneCopy:
     def _rows_of(self, rank: int) -> Array:
         """Where the shard of a rank along z belongs."""
         return self.block[self._edges[rank] : self._edges[rank + 1]]
+
+
+def _less(workspace: Workspace, nbytes: int) -> None:
+    workspace.allocated -= nbytes

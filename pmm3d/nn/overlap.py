@@ -37,7 +37,7 @@ class Overlap:
     shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
                             memory that they share: each writes its shard there, and what its like on other nodes have;
                             none are sent in a node. It stays for the backward pass. For networks of numpy arrays, z in
-                            a node, or evenly on several; other grids and dry runs refuse it
+                            a node, or evenly on several; other grids refuse it
     decomposed              with "sharded" activations, rows that come from other ranks are multiplied as they come, one
                             rank's after the other, the own ones first; and rows that others keep are multiplied first
                             and sent as they are done, one rank's after the other, in place of strips. None: across

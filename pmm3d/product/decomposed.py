@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from ..arrays import Array, library_of, sum_in_order
+from ..arrays import Array, copy_into, library_of, sum_in_order
 from ..comm import Axis, Pending
 from ..layout import offsets
 from ..model.plan import RankPlan
@@ -60,7 +60,7 @@ class ComingRows:
                         for distance, source in enumerate(self._order) if distance}
         own, library = self._rows_of(axis.index), library_of(whole)
         if library.has_data and 0 not in own.shape and library.address(own) != library.address(part):
-            own[...] = part
+            copy_into(library, part, own)
         arrived(own)
 
     @classmethod

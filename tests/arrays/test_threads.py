@@ -126,6 +126,27 @@ def test_bits_do_not_depend_on_the_number(monkeypatch, library):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("shape", [(2**20,), (1000, 701), (701, 1000)])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("types", [("float32", "float32"), ("float16", "float32"), ("float64", "float16")])
+def test_large_copies_are_shared_out(number, monkeypatch, shape, order, types):
+    seen, share = set(), threads.in_threads
+
+    def noted(work, slices):
+        share(lambda rows: (seen.add(threading.get_ident()), work(rows)), slices)
+
+    monkeypatch.setattr(threads, "in_threads", noted)
+    given, wanted = types
+    source = np.random.default_rng(1).normal(size=(2 * shape[0], *shape[1:])).astype(given)[::2]
+    out = np.zeros(shape, wanted, order)
+    threads.copy_into(NumpyLibrary(), source, out)
+    assert np.array_equal(out, source.astype(wanted)) and bool(seen) == (number > 1)
+    small = np.zeros((3, 5), wanted)
+    seen.clear()
+    threads.copy_into(NumpyLibrary(), np.ones((3, 5), given), small)
+    assert (small == 1).all() and not seen
+
+
 class Counting(optim.SGD):
     """Of somebody who counts in `update`: it is not called on two threads at once."""
 

@@ -33,6 +33,7 @@ OPTIONS = {
     "dropout": {"network": {"dropout": 0.2}, "optimizer": {"weight_decay": 0.1}},
     "sharded": {"network": {"activations": "sharded"}, "overlap": {"regather_inputs": True}},
     "resharded": {"overlap": {"reshard_after_forward": True}},
+    "one copy of weights": {"overlap": {"shared_weights": True}},
     "without overlap, ZeRO-1": {"overlap": {"oar": False, "ors": False, "oag": False, "buckets": False},
                                 "optimizer": {"shard_over_data": True}},
     "accumulated": {"training": {"accumulate": 3}},

@@ -149,12 +149,42 @@ def test_what_forbids_it_is_refused_at_once(comm):
         nn.Overlap(shared_weights=True, reshard_after_forward=True)
 
 
+def of_a_step(grid):
+    """What this rank's second step moves for weights: calls, bytes sent, received, and from other nodes."""
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+    net = nn.MLP(grid, [22, 34, 10], dtype="float64")
+    optimizer = nn.optim.SGD(net.parameters(), lr=0.1)
+    x = DistMatrix.random(grid, (24, 22), layout=INPUT)
+    y = DistMatrix.random(grid, (24, 10), layout=net.output_layout)
+    for _ in range(2):
+        grid.ledger.reset()
+        nn.mse(net(x), y).backward()
+        optimizer.step()
+    moved = grid.ledger.total(phase="gather W")
+    return moved.calls, moved.sent, moved.received, moved.across
+
+
+def moves_as_a_dry_run_says(grid):
+    with Grid.dry(grid.shape[:3], grid.shape.data, grid.rank, hosts=grid.hosts) as dry:
+        said = of_a_step(dry)
+        assert said == of_a_step(grid) and (said[0] > 0) == (grid.shape.z > 1) and (said[2] > 0) == (grid.hosts > 1)
+
+
+def test_a_dry_run_moves_the_same(comm):
+    on_each_grid(comm, moves_as_a_dry_run_says, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([4, 8])
+def test_a_dry_run_of_two_nodes_moves_the_same(comm, two_nodes):
+    on_each_grid(comm, moves_as_a_dry_run_says, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])
+
+
 @pytest.mark.parallel([1])
-def test_a_dry_run_refuses_it(comm):
-    with Grid.dry((1, 1, 2)) as grid:
+def test_a_dry_run_refuses_nodes_with_more_ranks_than_others(comm):
+    with Grid.dry((1, 1, 5), hosts=2) as grid:  # 3 and 2
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
         net = nn.Linear(grid, 12, 8, dtype="float64")
-        with pytest.raises(LayoutError, match="a dry run has no memory to share"):
+        with pytest.raises(GridError, match="not as many on each"):
             net(DistMatrix.random(grid, (16, 12), layout=INPUT))
 
 

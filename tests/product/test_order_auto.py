@@ -15,6 +15,8 @@ from pmm3d.comm.words import blas_in_words
 from pmm3d.model.machine import blas_of
 from pmm3d.model.orders import ORDERS, Timed, best_orders, nearest
 from pmm3d.product.multiply import plan_for
+from pmm3d.tools.bench.measure import run
+from pmm3d.tools.bench.result import Case
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
 M, N, K = 24, 12, 16
@@ -69,6 +71,18 @@ def test_each_maker_takes_the_order_that_was_fastest_where_no_rank_gathers(comm,
                 free = all(getattr(grid.shape, axis) == 1 for axis in GATHERED.values())
                 assert {matrix.order for matrix in made} == {"F" if free and open_here else "C"}
                 assert np.array_equal(made[2].gather(), whole) and np.array_equal(made[3].gather(), whole)
+
+
+@pytest.mark.numpy_only("what is timed is the BLAS of the host, by name; torch may have its own")
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(("shape", "best", "orders", "in_place"), [
+    ((1, 1, 2), "tnt", "FCF", "B"), ((2, 1, 1), "ntt", "CFF", "A"), ((1, 2, 1), "ttn", "FFC", ""),
+    ((1, 2, 1), "tnn", "FCC", "C")])
+def test_the_benchmark_shares_what_lies_by_rows_and_says_what_was_read_in_place(comm, tuned, shape, best, orders,
+                                                                                in_place):
+    tuned(timed(best, shape))
+    result = run(Case(M, N, K, repeat=1, order="auto", shared=True), comm, shape)
+    assert result.check.verified and result.partition.orders == orders and result.partition.in_place == in_place
 
 
 @pytest.mark.numpy_only("what is timed is the BLAS of the host, by name; torch may have its own")

@@ -189,6 +189,8 @@ class OverlapSection(Section):
     """bytes of gradients that are summed over data at a time"""
     reshard_after_forward: bool | None = None
     """whether gathered weights are dropped after the forward pass; left out: where memory is short"""
+    shared_weights: bool = False
+    """whether ranks along z that are on one node share one copy of each gathered weight; for numpy"""
     decomposed: bool | None = None
     """whether rows of sharded activations are multiplied as they come, rank by rank; left out: across nodes"""
     regather_inputs: bool = False
@@ -235,6 +237,11 @@ class Config(Section):
         for key in ("decomposed", "regather_inputs"):
             if getattr(self.overlap, key) and not self.network.build and self.network.activations != "sharded":
                 problems.append(f"overlap.{key} has no effect here: it counts where network.activations is sharded")
+        if self.overlap.shared_weights and self.overlap.reshard_after_forward:
+            problems.append("overlap.reshard_after_forward has no effect here: it counts where overlap.shared_weights "
+                            "is false")
+        if self.overlap.shared_weights and self.network.library != "numpy":
+            problems.append("overlap.shared_weights has no effect here: it counts where network.library is numpy")
         if self.network.dtype != "float32" and self.training.precision != "float32":
             problems.append("training.precision has no effect here: it counts where network.dtype is float32")
         if self.training.precision == "bfloat16" and self.network.library.partition(":")[0] != "torch":

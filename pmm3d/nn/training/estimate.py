@@ -147,6 +147,9 @@ class Estimates:
 
     def _collective(self, operation: str, group: Group, nbytes: int) -> tuple[float, float]:
         """(seconds of a collective on an array of so many bytes, those of them that pass under computation)."""
+        if operation == "all_gather" and self.overlap.shared_weights:
+            nbytes //= group.inside
+            group = group._replace(size=group.nodes, inside=1, sharers=group.sharers * group.inside)
         received = nbytes * (group.size - 1) // group.size
         seconds = self.machine.collective_in_step(operation, group, received) if received else 0.0
         return seconds, seconds * self.machine.hidden_share(group)
@@ -179,6 +182,8 @@ class Estimates:
 
     def _kept(self, shape: GridShape) -> bool:
         """Whether gathered weights are kept after the forward pass."""
+        if self.overlap.shared_weights:
+            return True
         if self.overlap.reshard_after_forward is not None or shape.z == 1:
             return not self.overlap.reshard_after_forward or shape.z == 1
         return sum(self._gathered(shape)) <= self.keep
@@ -197,7 +202,10 @@ class Estimates:
         work = known["work"] * self._active(shape, rows)
         if shape.z > 1:
             gathered = sorted(self._gathered(shape))
-            work += (sum(gathered) if self._kept(shape) else sum(gathered[-2:])) + 2 * sum(gathered[-2:])
+            kept = sum(gathered) if self._kept(shape) else sum(gathered[-2:])
+            if self.overlap.shared_weights:
+                kept //= groups_of(shape, self.machine.ranks_per_node)["z"].inside
+            work += kept + 2 * sum(gathered[-2:])
         work += 2 * known["gradients"] * share if shape.data > 1 else 0
         batch = rows * itemsize(self.config.network.dtype) * (
             ceil(self.samples.features / shape.y) + (2 if self.samples.classes else self.samples.outputs))

@@ -26,6 +26,8 @@ def _idle(config: Config, grid: Grid) -> Iterator[str]:
         yield "network.activations = sharded is for several ranks along x or y"
     if config.overlap.reshard_after_forward is not None and grid.z.size == 1:
         yield "overlap.reshard_after_forward is for several ranks along z"
+    if config.overlap.shared_weights and grid.z.size == 1:
+        yield "overlap.shared_weights is for several ranks along z"
 
 
 def rows_to_train(config: Config, data: DataSet) -> int:

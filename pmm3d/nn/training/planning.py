@@ -176,7 +176,7 @@ class _Planner:
         return (f"no grid of {self.ranks} ranks holds {self._what()} within {self.limit:,} bytes a rank: grid "
                 f"{least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank ({kinds}). "
                 f"{self._enough()}. Or take smaller batches and more of them (training.accumulate), "
-                "network.recompute, overlap.reshard_after_forward, optimizer.shard_over_data")
+                "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
 
     def _enough(self) -> str:
         """How many ranks have a grid that fits, in words: the least number by the formulas, which what grids were

@@ -260,11 +260,14 @@ def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
 
 def _partition(grid: Grid, plan: ProductPlan, orders: tuple[str, str, str]) -> Partition:
     first = plan.on_rank(FIRST)
-    rows, cols = (first.rows, first.cols) if orders[2] == "C" else (first.cols, first.rows)
+    of_a, of_b = first.a.in_place, first.b.in_place
+    rows, cols = first.rows, first.cols
+    if orders[2] == "F":  # as C^T = B^T A^T
+        rows, cols, of_a, of_b = cols, rows, of_b, of_a
     blocks = {"A": [rows, first.depth], "B": [first.depth, cols], "C": [rows, cols]}
-    in_place = first.a.in_place, first.b.in_place, plan.sums_in_place
+    in_place = "".join(name for name, so in zip("ABC", (of_a, of_b, plan.sums_in_place)) if so)
     return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips,
-                     plan.overlap, "".join(orders), "".join(name for name, so in zip("ABC", in_place) if so))
+                     plan.overlap, "".join(orders), in_place)
 
 
 def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:
