@@ -224,12 +224,12 @@ class NumpyLibrary:
         DTypeError for other types, ValueError for matrices that have no dim of stride 1, and for a conjugated one that
         lies as C does, which no BLAS reads.
         """
-        dtype = self.dtype(c)
-        check_gemm_types(self.dtype(a), self.dtype(b), dtype)
-        if self.dtype(a) == "float16":
+        dtype = dtype_name(a.dtype)
+        check_gemm_types(dtype, dtype_name(b.dtype), dtype_name(c.dtype))
+        if dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
         else:
-            blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
+            blas.gemm(dtype, _lying(a), _lying(b), _lying(c), alpha, beta, conjugated)
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
@@ -246,6 +246,10 @@ class NumpyLibrary:
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)
+
+
+def _lying(array: np.ndarray) -> blas.Matrix:
+    return array.__array_interface__["data"][0], array.shape, _in_elements(array.strides, array.itemsize)
 
 
 class _Elements:

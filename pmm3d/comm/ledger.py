@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 PREDICTIONS = 4
@@ -31,7 +31,7 @@ Clock = tuple[float, float]
 
 def clock() -> Clock:
     """Now."""
-    return time.perf_counter(), time.thread_time()
+    return perf_counter(), thread_time()
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Ledger:
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS))
     left_out: int = 0
     _phase: str = ""
-    _origin: float = field(default_factory=time.perf_counter)
+    _origin: float = field(default_factory=perf_counter)
 
     def say_what_is_logged(self, ranks: int) -> None:
         """On rank 0, where that is not all of so many ranks."""
@@ -167,18 +167,18 @@ class Ledger:
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
         """Time in this context is waiting, for what is no collective: for a file."""
-        begun = time.perf_counter()
+        begun = perf_counter()
         try:
             yield
         finally:
-            ended, entry = time.perf_counter(), self._entry(Key("", self._phase, operation))
+            ended, entry = perf_counter(), self._entry(Key("", self._phase, operation))
             entry.calls += 1
             entry.waited += ended - begun
             if self.trace:
                 self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
     def begin(self, axis: str, operation: str, number: int, members: Sequence[int]) -> Record:
-        return Record(Key(axis, self._phase, operation), number, members, time.perf_counter())
+        return Record(Key(axis, self._phase, operation), number, members, perf_counter())
 
     def end(self, record: Record) -> None:
         """Count a collective that has ended."""
@@ -194,11 +194,11 @@ class Ledger:
         if self.trace:
             details = {"number": record.number, "sent": record.sent, "received": record.received,
                        "across": record.across, "phase": record.key.phase}
-            self._event(record.key.operation, f"axis {record.key.axis}", record.begun, time.perf_counter(), details)
+            self._event(record.key.operation, f"axis {record.key.axis}", record.begun, perf_counter(), details)
 
     def waited(self, record: Record, begun: float) -> None:
         """Count the time since `begun` as waiting for this collective."""
-        ended = time.perf_counter()
+        ended = perf_counter()
         record.waited += ended - begun
         self._entry(record.key).waited += ended - begun
         if self.trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -77,17 +77,23 @@ class Form:
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
         """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave."""
-        axes = (self.layout.rows, self.layout.cols)[dim]
-        outer = axes[: axes.index(name)]
-        layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)
-        size = layout.box(self.shape, self.grid.shape, self.grid.coords).shape[dim]
-        unit = cutting_unit(size, (*outer, name), self.layout.units[dim], self.grid.shape)
-        return [unit * units for units in part_sizes(size // unit, self.grid.axis(name).size)]
+        if (name, dim) not in self._counts:
+            axes = (self.layout.rows, self.layout.cols)[dim]
+            outer = axes[: axes.index(name)]
+            layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)
+            size = layout.box(self.shape, self.grid.shape, self.grid.coords).shape[dim]
+            unit = cutting_unit(size, (*outer, name), self.layout.units[dim], self.grid.shape)
+            self._counts[name, dim] = [unit * units for units in part_sizes(size // unit, self.grid.axis(name).size)]
+        return [*self._counts[name, dim]]
+
+    @cached_property
+    def _counts(self) -> dict[tuple[str, int], list[int]]:
+        return {}
 
     def largest_without(self, axis: str) -> int:
         """Bytes of the largest rank's part, if that axis did not split the rows."""
         rows = tuple(name for name in self.layout.rows if name != axis)
-        outer = Layout(rows, self.layout.cols, units=self.layout.units)
+        outer = layout_of(rows, self.layout.cols, (), self.layout.units)
         return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
 
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:

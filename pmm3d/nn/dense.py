@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import is_
+from typing import Any
 
 from ..arrays import Array
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
@@ -19,12 +22,13 @@ from .functional import of_output
 from .parallel import Parallel
 from .parameter import Parameter
 from .pointwise import Pointwise, activated, slope_of
-from .tape import Tape
 from .tensor import Tensor, relayout
 
 OTHER = {"y": "x", "x": "y"}
 """The axis that splits a layer's output columns, by that of its input columns."""
 ACTIVATIONS = ("replicated", "sharded")
+MOST_SCHEDULES = 1024
+"""That a grid keeps."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
@@ -65,6 +69,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         ...     linear(Tensor(DistMatrix.random(grid, (4, 3), dtype="float32")), nn.Linear(grid, 3, 2).weight).shape
         (4, 2)
     """
+    if activations not in ACTIVATIONS:
+        raise Pmm3dError(f'activations are "replicated" or "sharded"; got {activations!r}')
+    if tf32 is None:
+        tf32 = isinstance(weight, Parameter) and weight.precision.tf32
+    else:
+        check_tf32(tf32, x, "linear")
+    in_place, known = of_output(activation), x.grid.attached.setdefault(_Schedule, {})
+    key = (id(x.form), id(weight.form), None if bias is None else id(bias.form), type(weight), x.requires_grad,
+           activations, tf32, in_place, x.tape.parallel.overlap.regather_inputs)
+    schedule: _Schedule | None = known.get(key)
+    if schedule is None:
+        given = x, weight, bias
+        x, weight, bias, schedule = _scheduled(x, weight, bias, activations, tf32, in_place)
+        if x.library.on_host and all(map(is_, given, (x, weight, bias))):  # devices are compared in each call
+            if len(known) == MOST_SCHEDULES:
+                known.clear()
+            known[key] = schedule
+    inputs = schedule.rows_of(x.form, x.shard, x.layout, schedule.input, "gather I")
+    full = schedule.full(weight, [weight.shard], x.tape.phase)
+    out = schedule.output(inputs, full, bias)
+    keep = [x.shard if schedule.regathers else inputs.wait()]
+    keep += [full] if not schedule.sharded and schedule.wanted else []
+    keep += [] if schedule.activation is None else [out]
+    parameter: Any = weight if schedule.sharded else None
+    made = x.made(out, (x, weight) if bias is None else (x, weight, bias), partial(schedule.gradients, parameter),
+                  keep=keep, shape=schedule.out.shape, layout=schedule.out.layout)
+    return made if activation is None or schedule.activation is not None else activation(made)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.shape[1] != weight.shape[0]:
         raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
     others = [weight] if bias is None else [weight, bias]
@@ -79,43 +113,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     if bias is not None and bias.shape != (1, weight.shape[1]):
         raise LayoutError(f"linear: the bias is {bias.shape[0]} x {bias.shape[1]}, the weight has {weight.shape[1]} "
                           "columns")
-    if activations not in ACTIVATIONS:
-        raise Pmm3dError(f'activations are "replicated" or "sharded"; got {activations!r}')
+
+
+def _scheduled(x: Tensor, weight: Tensor, bias: Tensor | None, activations: str, tf32: bool,
+               activation: Pointwise | None) -> tuple[Tensor, Tensor, Tensor | None, _Schedule]:
+    """Input, weight and bias in the layouts that the layer takes, and what it does with them."""
+    _check(x, weight, bias)
     k, n = _axes(x, weight)
-    sharded = weight if isinstance(weight, Parameter) and _lies_as(weight, k) else None
-    inner, outer = x.layout.units[1] if sharded is None else weight.layout.units[0], weight.layout.units[1]
+    sharded = isinstance(weight, Parameter) and _lies_as(weight, k)
+    inner, outer = weight.layout.units[0] if sharded else x.layout.units[1], weight.layout.units[1]
     x = _split_over(x, k, n, inner)
     row_unit, rows = x.layout.units[0], tuple([axis for axis in x.layout.rows if axis != n])
-    if tf32 is None:
-        tf32 = isinstance(weight, Parameter) and weight.precision.tf32
-    else:
-        check_tf32(tf32, x, "linear")
-    if sharded is None:
+    if not sharded:
         weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
     if bias is not None:
         bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
     output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
-    schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), output), k, n, rows, x.requires_grad,
-                         sharded, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32,
-                         of_output(activation))
-    inputs = schedule.rows_of(x.form, x.shard, x.layout, schedule.input, "gather I")
-    full = schedule.full([weight.shard], x.tape.phase)
-    out = schedule.output(inputs, full, bias)
-    keep = [x.shard if schedule.regathers else inputs.wait()]
-    keep += [full] if schedule.weight is None and schedule.wanted else []
-    keep += [] if schedule.activation is None else [out]
-    made = x.made(out, (x, weight) if bias is None else (x, weight, bias), schedule.gradients, keep=keep,
-                  shape=schedule.out.shape, layout=output)
-    return made if activation is None or schedule.activation is not None else activation(made)
+    out = x.form.like((x.shape[0], weight.shape[1]), output)
+    others = weight.form, None if bias is None else bias.form
+    return x, weight, bias, _Schedule(x.form, out, others, k, n, rows, x.requires_grad, sharded,
+                                      x.tape.parallel.overlap.regather_inputs, bias is not None, tf32, activation)
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """What one call of `linear` does, forward and backward.
+    """What `linear` does with tensors of these forms, forward and backward; kept for the next step.
 
-    came, out   forms of I as it comes, and of O;   k, n   the axes that split their columns
+    came, out   forms of I as it comes, and of O;   others   of W and b;   k, n   the axes that split their columns
     rows        the axes that split the rows of what the GEMMs see
-    wanted      whether the gradient of I is;   weight   None if it is no parameter whose shards are gathered
+    wanted      whether the gradient of I is;   sharded   whether W is a parameter whose shards are gathered
     regathers   whether I is kept as it comes;   biased: whether there is a bias
     tf32        whether GEMMs may round float32 to it
     activation  None, or that of which O is the result
@@ -123,29 +149,38 @@ class _Schedule:
 
     came: Form
     out: Form
+    others: tuple[Form, Form | None]
     k: str
     n: str
     rows: tuple[str, ...]
     wanted: bool
-    weight: Parameter | None
+    sharded: bool
     regathers: bool
     biased: bool
     tf32: bool
     activation: Pointwise | None
 
-    @property
+    @cached_property
     def input(self) -> Layout:
         """Of I as the GEMMs see it."""
         return layout_of(self.rows, (self.k,), (), self.came.layout.units)
 
-    @property
+    @cached_property
     def result(self) -> Layout:
         """Of O as the GEMMs make it, but for its sum over k's axis."""
         return layout_of(self.rows, (self.n,), (), self.out.layout.units)
 
-    def full(self, kept: Sequence[Array], phase: str) -> Array:
+    @cached_property
+    def of_gradients(self) -> tuple[Layout, Layout, Layout]:
+        """As dI, dW and db are made, with their sums to be done."""
+        units, outer = self.came.layout.units, self.out.layout.units[1]
+        return (layout_of(self.rows, (self.k,), (self.n,), units),
+                layout_of((self.k,), (self.n,), self.rows, (units[1], outer)),
+                layout_of((), (self.n,), self.rows, (1, outer)))
+
+    def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
         """The block of the weight: kept, or gathered."""
-        return kept[0] if self.weight is None else Tape.of(self.came.grid).parallel.weights.take(self.weight, phase)
+        return Parallel.of(self.came.grid).weights.take(weight, phase) if self.sharded else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> ComingRows:
         """The array, which is in the layout `held`, in another one, with its rows brought together: under way, if
@@ -190,26 +225,27 @@ class _Schedule:
             activated(self.out, self.activation, strip, in_place=True)
         return coming.wait()
 
-    def gradients(self, gradient: Array, inputs: Array, *full: Array) -> list[Product | None]:
+    def gradients(self, weight: Parameter | None, gradient: Array, inputs: Array, *full: Array
+                  ) -> list[Product | None]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
         if self.activation is not None:
             gradient, full = slope_of(self.out, self.activation, gradient, full[-1]), full[:-1]
         kept = self.came.layout if self.regathers else self.input
         coming = self.rows_of(self.out, gradient, self.out.layout, self.result, "gather dO")
         rows = self.rows_of(self.came, inputs, kept, self.input, "gather I")
-        (m, k), n, form = rows.whole.shape, gradient.shape[1], self.came
-        units, outer = form.layout.units, self.out.layout.units[1]
+        (m, k), n, form, layouts = rows.whole.shape, gradient.shape[1], self.came, self.of_gradients
         of_input = None
         if self.wanted:
-            whole = self.full(full, "backward")
-            of_input = Product(layout_of(self.rows, (self.k,), (self.n,), units), (m, k), lambda out, beta, part:
-                               self._multiply(form, coming, part, whole.T, out, beta), "reduce dI")
-        weights = layout_of((self.k,), (self.n,), self.rows, (units[1], outer))
-        of_weight = Product(weights, (k, n), lambda out, beta, _: gemm(
+            whole = self.full(weight, full, "backward")
+            of_input = Product(layouts[0], (m, k), lambda out, beta, part: self._multiply(
+                form, coming, part, whole.T, out, beta), "reduce dI")
+        of_weight = Product(layouts[1], (k, n), lambda out, beta, _: gemm(
             form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
-        of_bias = Product(layout_of((), (self.n,), self.rows, (1, outer)), (1, n), lambda out, beta, _: column_sums(
-            form, coming.wait(), out, beta), "reduce dW")
-        return [of_input, of_weight, of_bias] if self.biased else [of_input, of_weight]
+        if not self.biased:
+            return [of_input, of_weight]
+        of_bias = Product(layouts[2], (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),
+                          "reduce dW")
+        return [of_input, of_weight, of_bias]
 
 
 def weight_layout(k: str, units: tuple[int, int] = SINGLE) -> Layout:

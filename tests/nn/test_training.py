@@ -371,3 +371,18 @@ def test_sharded_activations_and_gathered_inputs_from_a_configuration(runs):
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert all(np.allclose(other[name], value, rtol=0, atol=1e-12) for name, value in found[0].items())
+
+
+def test_one_copy_of_gathered_weights_from_a_configuration(runs):
+    """Nothing is sent for them, as the record has it modelled, and the weights are the same to the last bit."""
+    received = []
+    for name, overlap in (("plain", ""), ("shared", "shared_weights = true")):
+        done = runs.train(runs.config(name, training="epochs = 1", grid='shape = "fsdp"', overlap=overlap))
+        assert done.returncode == 0, done.stderr
+        record = json.loads((runs.folder / name / "run.json").read_text())
+        moved = [entry for entry in record["moved"] if entry["phase"] == "gather W"]
+        assert record["modelled"] and all(entry["received"] == entry["model_received"] for entry in moved)
+        received.append(sum(sum(entry["received"]) for entry in moved))
+    assert received[0] > received[1] == 0
+    plain, shared = runs.weights("plain"), runs.weights("shared")
+    assert all(np.array_equal(shared[name], value) for name, value in plain.items())
