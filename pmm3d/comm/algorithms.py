@@ -178,6 +178,21 @@ def levels(link: Link) -> tuple[Level, Level]:
     return (Level(link, range(node * inside, (node + 1) * inside)), Level(link, range(own, link.size, inside)))
 
 
+def to_each_node(link: Link, library: NumpyLibrary, block: Array, counts: Counts) -> Collective[None]:
+    """Of a block that each of several nodes has once, this rank's rows go to the ranks with its number in the others,
+    and theirs come: a link carries each byte once. Then the ranks of the node meet, and see all. counts: rows of each
+    rank, one's after the other's."""
+    inside, across = levels(link)
+    edges, own = offsets(counts), [(node, node * inside.size + inside.rank) for node in across.peers()]
+
+    def rows(rank: int) -> Array:
+        return block[edges[rank] : edges[rank + 1]]
+
+    yield from across.exchange_in_windows(library, [(node, rows(link.rank)) for node, _ in own],
+                                          [(node, rows(rank)) for node, rank in own])
+    yield from meeting(inside)
+
+
 def _gathered_by_nodes(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts
                        ) -> Collective[Array]:
     """Each rank's part goes to one rank of every other node, and from there to the others of that node."""

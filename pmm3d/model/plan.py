@@ -85,7 +85,7 @@ class ProductPlan:
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
     spreads        how the axes x, y and z lie on nodes
-    shared         whether the shards of A, and of B, are seen by all ranks that would gather them
+    shared         whether the shards of A, and of B, are seen by all ranks of a node that would gather them
     decomposed     whether rows of A are multiplied as they come, and sums of C sent as they are done
     sums_in_place  whether partial sums of C lie where all ranks see them that add them up
 
@@ -180,7 +180,7 @@ class OperandPart:
     gathered       whether the block is brought together along that axis; else the shard is the block, or the block is
                    read in place
     copied         whether its panels are copied if they are not gathered
-    in_place       whether the block is read where the owners have it
+    in_place       whether the block is read where the owners have it, or where their node has it once
     """
 
     depth: int
@@ -202,14 +202,20 @@ class OperandPart:
         """Lengths of the parts into which the owners cut the contracted range."""
         return part_sizes(self.depth, self.size if self.along_k else 1)
 
+    @cached_property
+    def counts(self) -> list[int]:
+        """Of the sharded dim, what each rank along the axis has."""
+        return self.owners if self.along_k else part_sizes(self.other, self.size)
+
+    @property
+    def width(self) -> int:
+        """Elements of the other dim."""
+        return self.other if self.along_k else self.depth
+
     @property
     def shard(self) -> int:
         """Elements that the rank stores."""
-        if not self.apart:
-            return self.depth * self.other
-        if self.along_k:
-            return _extent(self.depth, self.size, self.index) * self.other
-        return self.depth * _extent(self.other, self.size, self.index)
+        return self.counts[self.index] * self.width if self.apart else self.depth * self.other
 
 
 class RankPlan:
@@ -312,7 +318,17 @@ class RankPlan:
     def shards(self) -> int:
         """Bytes of the shards of A, B and C."""
         own_c = self.c_counts[self.k_index] if self.plan.c == 0 else self.rows
-        return itemsize(self.plan.dtype) * (self.a.shard + self.b.shard + own_c * self.cols)
+        return itemsize(self.plan.dtype) * (self._stored(self.a) + self._stored(self.b) + own_c * self.cols)
+
+    def _stored(self, part: OperandPart) -> int:
+        """Elements of A or B that this rank has: of a block that each of several nodes has once, an equal part."""
+        inside = self._spread(part).inside
+        several = part.apart and self.plan.shared[part is self.b] and inside > 1
+        return part.depth * part.other // inside if several else part.shard
+
+    def _spread(self, part: OperandPart) -> Spread:
+        """How the axis along which A or B is sharded lies on nodes."""
+        return self._spreads[2 if part is self.a else 0]
 
     @property
     def workspace(self) -> int:
@@ -379,9 +395,13 @@ class RankPlan:
 
     def _gathers(self, part: OperandPart, cuts: list[tuple[list[int], Slices]]) -> Volume:
         """Of the gathers of all panels of A or B."""
+        size, spread = itemsize(self.plan.dtype), self._spread(part)
+        if part.in_place and spread.inside > 1:
+            row, own = size * part.width, part.counts[part.index]
+            column = part.counts[part.index % spread.inside :: spread.inside]
+            return Volume(row * (sum(column) - own), row * own * (len(column) - 1))
         if not part.gathered:
             return Volume(0, 0)
-        size, spread = itemsize(self.plan.dtype), self._spreads[2 if part is self.a else 0]
         rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(len(cuts))]
         return _sum_of([gather_volume(counts, part.index, size * row, spread)
                         for (counts, _), row in zip(cuts, rows)])

@@ -84,11 +84,6 @@ def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, sprea
         >>> reduce_volume([2, 1], 0, 10, "float64")
         Volume(received=160, sent=80, work=192)
     """
-    return _reduce_volume(tuple(counts), rank, cols, dtype, spread)
-
-
-@lru_cache(maxsize=4096)
-def _reduce_volume(counts: tuple[int, ...], rank: int, cols: int, dtype: str, spread: Spread) -> Volume:
     if spread.sums:
         return _reduce_by_nodes(counts, rank, cols, dtype, spread)
     group, total = stages(len(counts)), accumulator(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arrays import Array, Workspace
 from ..comm import Grid, Pending
-from ..comm.algorithms import levels, meeting
+from ..comm.algorithms import levels, meeting, to_each_node
 from ..comm.transport import Collective, Link
 from ..errors import GridError, LayoutError
 from ..layout import itemsize, offsets, part_sizes
@@ -48,7 +48,7 @@ class OneCopy:
         nbytes, inside = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, "z")
         with grid.together(SHARED, always=True):
             whole = self._room(grid, form.library, nbytes, inside)
-        self._grid, self._library, self._edges = grid, form.library, offsets(counts)
+        self._grid, self._library, self._counts = grid, form.library, counts
         self._in_one_node = inside == grid.z.size
         self._filling: Pending | None = None
         self.block: Array = form.library.view(whole, (sum(counts), columns), form.dtype)
@@ -73,23 +73,18 @@ class OneCopy:
             self._filling.wait()
 
         def steps(link: Link) -> Collective[Array]:
-            inside, across = (link, None) if self._in_one_node else levels(link)
-            yield from meeting(inside)
-            self._rows_of(link.rank)[...] = shard
-            if across is not None:
-                numbers = [(node, node * inside.size + inside.rank) for node in across.peers()]
-                yield from across.exchange_in_windows(self._library, [(node, shard) for node, _ in numbers],
-                                                      [(node, self._rows_of(rank)) for node, rank in numbers])
-            yield from meeting(inside)
+            start, stop = offsets(self._counts)[link.rank :][:2]
+            yield from meeting(link if self._in_one_node else levels(link)[0])
+            self.block[start:stop] = shard
+            if self._in_one_node:
+                yield from meeting(link)
+            else:
+                yield from to_each_node(link, self._library, self.block, self._counts)
             return self.block
 
         with self._grid.ledger.phase("gather W"):
             self._filling = self._grid.z.begin("read in place" if self._in_one_node else "all_gather", steps)
         return self._filling
-
-    def _rows_of(self, rank: int) -> Array:
-        """Where the shard of a rank along z belongs."""
-        return self.block[self._edges[rank] : self._edges[rank + 1]]
 
 
 def _less(workspace: Workspace, nbytes: int) -> None:

@@ -80,12 +80,14 @@ class DistMatrix(StoredMatrix):
         """Arbitrary contents.
 
         shared   the shards lie in memory that the ranks along the axis over which a product gathers them share: those
-                 of a node. Products read them in place: nothing is gathered, and no rank holds a copy; where the ranks
-                 that add up C share a node, they read each other's partial sums too. For operands in layouts as
-                 Layout.A and Layout.B, on the host. A rank may write to its shard between products.
+                 of a node. Products read them in place: nothing is gathered, and no rank holds a copy; where the axis
+                 fills several nodes evenly, each has one copy of the block, into which a product brings what other
+                 nodes have, over a link once. Where the ranks that add up C share a node, they read each other's
+                 partial sums too. For operands in layouts as Layout.A and Layout.B, on the host. A rank may write to
+                 its shard between products.
 
-        Raises with shared, besides: GridError if ranks of that axis are on several nodes, LayoutError for a layout that
-        shards no rows, OutOfMemoryError where a node has no such memory.
+        Raises with shared, besides: GridError if nodes have different numbers of the ranks of that axis, LayoutError
+        for a layout that shards no rows, OutOfMemoryError where a node has no such memory.
         """
         passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
         look_up(grid, "DistMatrix.empty", order)

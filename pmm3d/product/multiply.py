@@ -223,7 +223,7 @@ def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix,
     """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
     panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
     strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work, slots)
-    met(panels_a, panels_b)
+    met(panels_a, panels_b, brings=True)
     if plan.plan.decomposed:
         multiply_decomposed(plan, panels_a, panels_b, strips)
         met(panels_a, panels_b)

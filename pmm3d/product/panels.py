@@ -9,6 +9,7 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
+from ..comm.algorithms import levels, meeting, to_each_node
 from ..comm.ledger import Ledger, clock
 from ..layout import LOW_PRECISION, offsets
 from ..model.plan import OperandPart, RankPlan, Slices
@@ -34,7 +35,7 @@ class OperandPanels:
     def __init__(self, plan: RankPlan, matrix: StoredMatrix, part: OperandPart, cuts: list[tuple[list[int], Slices]],
                  axis: str, contracted: int, turned: bool, phase: str, work: Slab):
         self._grid, self.phase = matrix.grid, phase
-        self.in_place = part.in_place
+        self.in_place, self._counts = part.in_place, part.counts
         self._shard, self.library = _lying(matrix, turned, part.in_place), matrix.library
         self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
         self.turned, self._along, self._cuts = turned, contracted ^ turned, cuts
@@ -59,10 +60,15 @@ class OperandPanels:
     def ledger(self) -> Ledger:
         return self._grid.ledger
 
-    def meet(self) -> Pending:
-        """Begin to wait for the ranks that see each other's shards."""
+    def meet(self, brings: bool) -> Pending:
+        """Begin to wait for the ranks of the node that see each other's shards. brings: where the axis lies on several
+        nodes, the shards of the others are to come first."""
+        axis, counts = self._along_axis, self._counts
+        several = axis.spread.inside > 1
         with self._grid.ledger.phase(self.phase):
-            return self._along_axis.meet(READ_IN_PLACE)
+            if several and brings:
+                return axis.begin("all_gather", lambda link: to_each_node(link, self.library, self._shard, counts))
+            return axis.begin(READ_IN_PLACE, lambda link: meeting(levels(link)[0] if several else link))
 
     def start(self, panel: int) -> ComingPanel:
         """Begin to bring the panel together."""
@@ -132,11 +138,12 @@ class OperandPanels:
         return out
 
 
-def met(*operands: OperandPanels) -> None:
-    """Wait until ranks that read each other's shards in place have come here: all have written them, or read them."""
-    meetings = [panels.meet() for panels in operands if panels.in_place]
-    for meeting in meetings:
-        meeting.wait()
+def met(*operands: OperandPanels, brings: bool = False) -> None:
+    """Wait until ranks that read each other's shards in place have come here: all have written them, or read them.
+    brings: those of other nodes are there then."""
+    begun = [panels.meet(brings) for panels in operands if panels.in_place]
+    for pending in begun:
+        pending.wait()
 
 
 def _lying(matrix: StoredMatrix, turned: bool, in_place: bool) -> Array:

@@ -59,7 +59,7 @@ class SharedSums:
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
     """The axis over which a product gathers a matrix in that layout, whose ranks are to share it. Raises LayoutError,
     GridError, on every rank."""
-    from ..comm.windows import can_share  # by who shares only
+    from ..comm.windows import ranks_that_share  # by who shares only
 
     if library.name != "numpy" or grid.dry_run is not None:
         raise LayoutError(f"shared: matrices in shared memory are arrays of numpy; these are of {library.kind}. "
@@ -68,22 +68,26 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
         raise LayoutError(f"shared: rows are split by one axis and shared by the ranks of a second, as in Layout.A and "
                           f"Layout.B; this is {layout}. {HOW} take such a layout, or the transpose of one that has it")
     axis = layout.rows[1]
-    if not can_share(grid, axis):
-        raise GridError(f"shared: ranks along {axis} are on several nodes of grid {grid.shape}, or in containers of "
-                        f"their own. {HOW} make the grid so that {axis} stays in a node: ranks run fastest along x")
+    if not ranks_that_share(grid, axis):
+        raise GridError(f"shared: ranks along {axis} are on several nodes of grid {grid.shape}, and not as many on "
+                        f"each next to each other, or in containers of their own. {HOW} make the grid so that {axis} "
+                        "stays in a node, or fills nodes evenly: ranks run fastest along x")
     return axis
 
 
 def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[Window, Array]:
-    """The window of a matrix, and this rank's shard in it. Collective along the axis."""
-    from ..comm.windows import shared_array
+    """The window of a matrix, and this rank's shard in it: in a block of its own for each node that the axis lies on.
+    Collective along the axis."""
+    from ..comm.windows import one_for_each_node, ranks_that_share, shared_array
 
     members, size = grid.axis(axis).ranks, itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
     if len(shapes) == 1:
         local = grid.library("numpy").empty(shapes[0], dtype)
         return Window(axis, local), local
-    whole = shared_array(grid, grid.axis(axis), [size * prod(shape) for shape in shapes])
+    parts, inside = [size * prod(shape) for shape in shapes], ranks_that_share(grid, axis)
+    whole = (shared_array(grid, grid.axis(axis), parts) if inside == len(members) else
+             one_for_each_node(grid, grid.axis(axis), sum(parts), inside))
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
     block = whole[: size * sum(rows) * columns].view(dtype).reshape(sum(rows), columns)
     first = sum(rows[: grid.axis(axis).index])

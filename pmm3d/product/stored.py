@@ -16,7 +16,8 @@ EVERYTHING = slice(None), slice(None)
 
 
 class Window(NamedTuple):
-    """Memory that the ranks of an axis share: their shards one after the other, C-contiguous: the block."""
+    """Memory that the ranks of an axis on one node share: the shards of all its ranks one after the other, which is the
+    block, C-contiguous. Those of other nodes are as the last product that read them brought them."""
 
     axis: str
     block: Array

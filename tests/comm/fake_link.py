@@ -16,7 +16,7 @@ class FakeLink:
     """What `comm.algorithms` asks of a Link. steps: exchanges; messages: sent in the largest of them; bytes as in the
     ledger. mail: (sender, receiver) -> arrays on their way, of the whole group. each: ranks on a node."""
 
-    check = True
+    check, dry = True, False
 
     def __init__(self, rank, size, mail, spread=FLAT, each=None):
         self.rank, self.size, self._mail, self.spread = rank, size, mail, spread
