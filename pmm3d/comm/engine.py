@@ -72,12 +72,14 @@ class Pending:
         return self._result
 
     def _progress(self) -> bool:
-        """Resume the generator for as long as its requests are complete; True at its end."""
+        """Resume the generator for as long as its requests are complete; True at its end. Numpy warns nobody meanwhile,
+        whoever adds: what a sum rounds is for its caller to look at."""
         try:
             while not (requests := self._requests) or (
                     MPI.Request.Testall(requests) if isinstance(requests[0], MPI.Request) else
                     all(awaited.done for awaited in requests)):
-                self._requests = next(self._generator)
+                with np.errstate(all="ignore"):
+                    self._requests = next(self._generator)
         except StopIteration as end:
             self._result, self.done = end.value, True
         except MPI.Exception as error:
@@ -239,16 +241,14 @@ class Engine:
 
 
 def _drive(engine_of: weakref.ref[Engine], computing: threading.Event) -> None:
-    """The helper thread, which does not keep the engine, and in which numpy warns nobody: what a sum rounds is for its
-    caller to look at."""
-    with np.errstate(all="ignore"):
-        while True:
-            computing.wait()
-            engine = engine_of()
-            if engine is None or not engine.help():
-                return
-            del engine
-            time.sleep(HELPER_SECONDS)
+    """The helper thread, which does not keep the engine."""
+    while True:
+        computing.wait()
+        engine = engine_of()
+        if engine is None or not engine.help():
+            return
+        del engine
+        time.sleep(HELPER_SECONDS)
 
 
 def _mpi_error(record: Record, error: MPI.Exception) -> Pmm3dError:

@@ -33,6 +33,7 @@ from ..layout import (
     part_sizes,
 )
 from .move import Move
+from .operand_part import OperandPart
 from .spread import FLAT, Spread
 from .volumes import Volume, all_reduce_volume, gather_volume, reduce_volume
 
@@ -168,54 +169,6 @@ class ProductPlan:
     def memory(self) -> int:
         """Bytes on the fullest rank: its shards of A, B and C, and the work arrays."""
         return max(rank.workspace + rank.shards for rank in self.fullest)
-
-
-@dataclass(frozen=True)
-class OperandPart:
-    """A rank's block of A or B, and how it is sharded.
-
-    depth, other   contracted extent of the block, and the other one
-    along_k        whether the contracted dim is sharded, or the other one
-    size, index    of the axis over which it is sharded
-    gathered       whether the block is brought together along that axis; else the shard is the block, or the block is
-                   read in place
-    copied         whether its panels are copied if they are not gathered
-    in_place       whether the block is read where the owners have it, or where their node has it once
-    """
-
-    depth: int
-    other: int
-    along_k: bool
-    size: int
-    index: int
-    gathered: bool
-    copied: bool
-    in_place: bool
-
-    @property
-    def apart(self) -> bool:
-        """Whether several ranks have it."""
-        return self.gathered or self.in_place
-
-    @cached_property
-    def owners(self) -> list[int]:
-        """Lengths of the parts into which the owners cut the contracted range."""
-        return part_sizes(self.depth, self.size if self.along_k else 1)
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Of the sharded dim, what each rank along the axis has."""
-        return self.owners if self.along_k else part_sizes(self.other, self.size)
-
-    @property
-    def width(self) -> int:
-        """Elements of the other dim."""
-        return self.other if self.along_k else self.depth
-
-    @property
-    def shard(self) -> int:
-        """Elements that the rank stores."""
-        return self.counts[self.index] * self.width if self.apart else self.depth * self.other
 
 
 class RankPlan:

@@ -33,8 +33,7 @@ def check_can_share(grid: Grid, form: Form) -> None:
 class OneCopy:
     """The block that the ranks along z gather, once for those of a node: each writes its shard there, and all read. On
     several nodes each rank brings in what the ranks with its number in other nodes have: a link carries each byte once,
-    and none is held twice in a node. Of the workspace's `allocated` each
-    rank of a node has an equal part.
+    and none is held twice in a node. Of the workspace's `allocated` each rank of a node has an equal part.
 
     Made collectively over the grid. Raises, on every rank, GridError, LayoutError, OutOfMemoryError.
     """

@@ -94,4 +94,3 @@ def order_of_result(grid: Grid, plan: ProductPlan, orders: tuple[str, str], libr
 
 def _named(letter: str) -> str:
     return BY_COLUMNS if letter == LETTERS[BY_COLUMNS] else BY_ROWS
-

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ..comm import Grid
-from ..layout import AXES
+from ..layout import AXES, FIRST
 from ..model.notes import show_notes
 from ..model.plan import ProductPlan
 from ..model.planning import AUTO
@@ -24,7 +24,8 @@ def way_of(grid: Grid, plan: ProductPlan, asked: str | None, *, on_host: bool, l
     asked     by the caller; None or "auto": as PMM3D_OVERLAP says, and if that leaves it open too, on one node "none",
               on several the fastest by the machine that was measured here. Where none was, or not how much it hides,
               "decomposed" if axes are flat and on the host, which measured best there; else "panels", as where
-              operands or C are whole on the ranks that would exchange them
+              operands or C are whole on the ranks that would exchange them. Panels, which would gather again what is
+              read in place along k, are not taken then
     on_host   whether the GEMM runs there: of devices nothing is measured, but a machine that is named may be of them
     limited   whether work memory has a limit, which is kept by more panels
     """
@@ -34,6 +35,8 @@ def way_of(grid: Grid, plan: ProductPlan, asked: str | None, *, on_host: bool, l
         return grid.overlap
     if grid.hosts == 1:
         return "none"
+    if _cut_by_panels(plan):
+        return "decomposed" if on_host and not limited and _can_decompose(grid, plan) else "none"
     m_axis, k_axis, n_axis = plan.roles
     held = (plan.a, n_axis), (plan.b, m_axis), (plan.c, k_axis)
     machine = grid.machine
@@ -42,6 +45,12 @@ def way_of(grid: Grid, plan: ProductPlan, asked: str | None, *, on_host: bool, l
     if machine is None or not machine.hidden or (machine.key and not on_host):
         return "decomposed" if on_host and _can_decompose(grid, plan) else "panels"
     return _fastest(grid, plan, machine)
+
+
+def _cut_by_panels(plan: ProductPlan) -> bool:
+    """Whether an operand is read in place that is sharded along k."""
+    first = plan.on_rank(FIRST)
+    return any(part.in_place and part.along_k for part in (first.a, first.b))
 
 
 def _can_decompose(grid: Grid, plan: ProductPlan) -> bool:

@@ -12,7 +12,8 @@ from ..comm import Axis, Pending
 from ..comm.algorithms import levels, meeting, to_each_node
 from ..comm.ledger import Ledger, clock
 from ..layout import LOW_PRECISION, offsets
-from ..model.plan import OperandPart, RankPlan, Slices
+from ..model.operand_part import OperandPart
+from ..model.plan import RankPlan, Slices
 from .stored import StoredMatrix
 
 EVERY = slice(None)

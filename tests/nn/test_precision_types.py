@@ -115,14 +115,15 @@ def test_a_quotient_by_a_large_number_has_a_gradient(comm):
 @pytest.mark.numpy_only("warnings are numpy's")
 @pytest.mark.parallel([2])
 def test_what_overflows_warns_nobody(comm):
-    """In a backward pass of float16, at a scale of 1 too, and in the thread that adds while this one computes: where
-    warnings are errors, it would depend on who adds."""
+    """In a backward pass of float16, at a scale of 1 too, and in a collective, whether this thread adds or the one that
+    does while this one computes."""
     with Grid(comm, "ddp") as grid, warnings.catch_warnings():
         warnings.simplefilter("error")
         layer = nn.Linear(grid, 2, 2, precision="float16")
         out = layer(spread(grid, np.full((4, 2), 300.0), INPUT, dtype="float32"))
         out.backward(spread(grid, np.full((4, 2), 300.0), batch_layout("x"), dtype="float16"))
         assert not np.isfinite(layer.weight.grad.gather()).any()
+        assert (grid.everyone.all_reduce(np.full((1, 2), 6e4, "float16")).wait() == np.inf).all()
         pending = grid.everyone.all_reduce(np.full((1, 2), 6e4, "float16"))
         with grid.engine.background():
             while not pending.done:

@@ -54,8 +54,8 @@ class Case(NamedTuple):
 class Partition(NamedTuple):
     """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C; overlap: how its
     communication runs under the GEMM, as of `matmul`; orders: of the shards of A, B and C, "C" by rows, "F" by columns
-    (where stored transposed too); in_place: what ranks read where their neighbours have
-    it, of A, B and the partial sums of C."""
+    (where stored transposed too); in_place: what ranks read where their neighbours have it, of A, B
+    and the partial sums of C."""
 
     ranks: int
     grid: list[int]

@@ -1,0 +1,104 @@
+"""Operands in shared memory along axes that fill several nodes evenly: a node has a block once, links carry each byte
+once, and bits are those of messages."""
+
+import numpy as np
+import pytest
+
+from pmm3d import DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d.comm import communicator
+from pmm3d.product.multiply import plan_for
+
+pytestmark = pytest.mark.parallel([4, 8])
+
+
+def shared(matrix):
+    """A copy of it in shared memory."""
+    made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
+    made.local[...] = matrix.local
+    return made
+
+
+def operands(grid, dtype="float64"):
+    return (DistMatrix.random(grid, (23, 40), seed=1, dtype=dtype),
+            DistMatrix.random(grid, (40, 17), seed=2, dtype=dtype, layout=Layout.B))
+
+
+def of_two_nodes(comm, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
+
+
+def from_other_nodes(matrix):
+    """Bytes of it that must come into nodes: each node has all of it that its ranks multiply."""
+    spread, size = matrix.grid.spread_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
+    nodes = size // spread.inside if spread.inside > 1 else 1
+    return matrix.shape[0] * matrix.shape[1] * matrix.local.itemsize * (nodes - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "complex128"])
+@pytest.mark.parametrize("case", ["as they are", "transposed", "conjugated", "panels", "order"])
+def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, monkeypatch, dtype, case):
+    of_two_nodes(comm, monkeypatch)
+    monkeypatch.setenv("PMM3D_OVERLAP", "none")
+    options = {"panels": {"panels": 3}, "order": {"order": "F"}}.get(case, {})
+    for shape in {4: [(4, 1, 1), (1, 1, 4)], 8: [(8, 1, 1), (1, 1, 8), (2, 1, 4), (1, 2, 4)]}[comm.size]:
+        with Grid(comm, shape) as grid:
+            a, b = operands(grid, dtype)
+            one, other = shared(a), shared(b)
+            if case in ("transposed", "conjugated"):
+                a, b, one, other = ((each.T if case == "transposed" else each.H) for each in (b, a, other, one))
+            for turn in range(3):
+                if turn:
+                    for matrix in (a, b, one, other):
+                        matrix.local[...] *= 2
+                wanted = matmul(a, b, **options)
+                grid.ledger.reset()
+                found = matmul(one, other, **options)
+                assert found.local.tobytes() == wanted.local.tobytes()
+                plan = plan_for(one, other, found, options.get("panels"), None).on_rank(grid.coords)
+                for axis in "xyz":
+                    total = grid.ledger.total(axis=axis)
+                    assert (total.received, total.sent) == (plan.bytes_received[axis], plan.bytes_sent[axis])
+                turned = (other, one) if case == "order" else (one, other)
+                parts = [(part, matrix) for part, matrix in zip((plan.a, plan.b), turned) if part.in_place]
+                assert parts or case != "as they are"
+                for part, matrix in parts:
+                    moved = grid.ledger.total(phase="gather A" if part is plan.a else "gather B")
+                    assert moved.received == moved.across
+                    assert grid.comm.allreduce(moved.received) == from_other_nodes(matrix)
+
+
+@pytest.mark.parallel([4])
+def test_each_node_has_its_own_copy_of_the_block(comm, monkeypatch):
+    of_two_nodes(comm, monkeypatch)
+    with Grid(comm, (4, 1, 1)) as grid:
+        a, b = operands(grid)
+        one = shared(a)
+        matmul(one, b)
+        grid.comm.Barrier()
+        if grid.x.index % 2 == 0:
+            one.window.block[...] = grid.x.index
+        grid.comm.Barrier()
+        assert np.all(one.window.block == grid.x.index // 2 * 2)
+
+
+@pytest.mark.parallel([4])
+def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch):
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: "one" if comm.rank < 3 else "two")
+    with Grid(comm, (4, 1, 1)) as grid:
+        fails(GridError, "not as many on each", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
+
+
+@pytest.mark.parametrize("overlap", [None, "auto"])
+def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, monkeypatch, overlap):
+    """Panels along k would gather B again, by messages; whoever asks for them has them."""
+    of_two_nodes(comm, monkeypatch)
+    monkeypatch.delenv("PMM3D_OVERLAP", raising=False)
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        a, b = operands(grid)
+        one = shared(b)
+        for limit in (None, 2**20):
+            found = matmul(a, one, overlap=overlap, max_workspace=limit)
+            plan = plan_for(a, one, found, None, limit, overlap)
+            assert plan.on_rank(grid.coords).b.in_place and (plan.panels, plan.overlap) == (1, "none")
+            assert found.local.tobytes() == matmul(a, b, overlap="none").local.tobytes()
+        assert not plan_for(a, one, found, None, None, "panels").on_rank(grid.coords).b.in_place
