@@ -29,7 +29,7 @@ class ProgramError(Exception):
 def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float | None = None) -> str:
     """What a program prints. Raises ProgramError with its last exception, or else its last lines, if it fails."""
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+                               stderr=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

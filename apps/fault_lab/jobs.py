@@ -39,7 +39,7 @@ class Job:
         command = [*launcher, *map(str, program)]
         with open(log, "wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-                                            env=os.environ | {"PYTHONPATH": path} | environ, start_new_session=True)
+                                            env=os.environ | {"PYTHONPATH": path} | environ, preexec_fn=os.setpgrp)
         self.begun = time.time()
 
     def pids(self) -> dict[int, int]:

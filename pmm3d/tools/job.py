@@ -65,7 +65,7 @@ class Job:
         try:
             self.process = subprocess.Popen(
                 arguments, env=dict(environ) | variables | {JOB_FOLDER: str(self._folders["tmp"])},
-                start_new_session=not self._attached, preexec_fn=partial(_before_mpiexec, self._asks_ranks))
+                preexec_fn=partial(_before_mpiexec, self._asks_ranks, self._attached))
         except BaseException:
             self._leave_signals()
             self._remove_folders()
@@ -232,9 +232,15 @@ def _name_of(number: int) -> str:
     return f"signal {number}"
 
 
-def _before_mpiexec(asks_ranks: bool) -> None:
+def _before_mpiexec(asks_ranks: bool, attached: bool) -> None:
     """In the child: SIGTERM when this process ends, however it does (Linux). Ctrl-C of a terminal does not reach an
-    mpiexec whose ranks are asked; it is open to SIGINT again in them."""
+    mpiexec whose ranks are asked; it is open to SIGINT again in them.
+
+    Without a terminal it has a process group of its own, and no session: Linux shares cores out among sessions
+    (autogroups), and ranks in another one kept both cores for up to 55 s while this process was to pass on a signal.
+    """
+    if not attached:
+        os.setpgrp()
     if sys.platform.startswith("linux"):
         LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if asks_ranks:

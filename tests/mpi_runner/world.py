@@ -50,7 +50,7 @@ class World:
             stdin=subprocess.DEVNULL,
             stdout=None if show else self.output,
             stderr=None if show else subprocess.STDOUT,
-            start_new_session=True,
+            preexec_fn=os.setpgrp,  # in a session of its own it would keep the cores from what runs beside it
         )
 
     def wait(self, index: int) -> str | None:

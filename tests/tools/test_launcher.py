@@ -268,6 +268,13 @@ time.sleep(100)
         time.sleep(0.05)
 
 
+def test_mpiexec_is_in_the_session_of_the_launcher(tmp_path):
+    """Ranks in another one may keep the cores from it, so that it does not pass on a signal; Ctrl-C is not theirs."""
+    mpiexec = make_program(tmp_path / "mpiexec", f"#!{sys.executable}\nimport os\nprint(os.getsid(0), os.getpgrp())\n")
+    session, group = map(int, run_launcher("-n", 2, "--mpiexec", mpiexec, "x").stdout.split())
+    assert session == os.getsid(0) and group != os.getpgrp()
+
+
 DIES = """
     import os, signal, sys, time
     from mpi4py import MPI
