@@ -14,8 +14,9 @@ to measure, as in 2048x2048x2048:8:float64.
     python apps/bench_table.py --order auto --shared --beside $(which python)     as is fastest, beside by rows with
                                                                                   messages, in turns
 
-With --order auto `pmm3d tune blas` times the local GEMMs of each cell first, with the BLAS that multiplies here, and A,
-B and C are stored as it found fastest. With --shared A and B lie in memory that the ranks share.
+With --blas auto `pmm3d tune blas` times the local GEMMs of each cell first with each of the BLASes and kernels of --tried,
+and the fastest for its type multiplies. With --order auto they are timed with all storage orders, and A, B and C are
+stored as is fastest. With --shared A and B lie in memory that the ranks share.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import tempfile
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from measuring import markdown, output_of
 
@@ -52,20 +54,33 @@ def words_of(shape: tuple[int, int, int]) -> list[str]:
     return [word for name, size in zip("mnk", shape) for word in (f"--{name}", str(size))]
 
 
-def tune(cells: list[tuple]) -> None:
-    """Time the GEMMs of those cells in all orders, which is kept for order="auto"."""
+class Side(NamedTuple):
+    """How one of the two sides multiplies: with the pmm3d of a Python, options of `pmm3d bench`, the BLAS: auto, or ""
+    for that of the environment."""
+
+    python: str
+    options: list[str]
+    blas: str = ""
+
+
+def tune(cells: list[tuple], tried: list[str]) -> None:
+    """Time the GEMMs of those cells in all orders with these BLASes, which is kept for PMM3D_BLAS=auto:TYPE and
+    order="auto"."""
+    asked = [word for name in tried for word in ("--blas", name)]
     for shape, (ranks, dtype) in cells:
-        output_of([sys.executable, "-m", "pmm3d", "tune", "blas", *words_of(shape), "--ranks", str(ranks), "--dtype",
-                   dtype, "--blas", os.environ.get("PMM3D_BLAS", "scipy")], os.environ)
-        print(f"tuned: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks", file=sys.stderr, flush=True)
+        said = output_of([sys.executable, "-m", "pmm3d", "tune", "blas", *words_of(shape), "--ranks", str(ranks),
+                          "--dtype", dtype, *asked], os.environ)
+        chosen = next(line for line in said.splitlines() if line.startswith("chosen"))
+        print(f"{'x'.join(map(str, shape))} {dtype} on {ranks} ranks, {chosen}", file=sys.stderr, flush=True)
 
 
-def measure(python: str, shape: tuple[int, int, int], ranks: int, dtype: str, stored: list[str]) -> dict:
-    """The JSON of one run of `pmm3d bench` with the pmm3d of that Python."""
+def measure(side: Side, shape: tuple[int, int, int], ranks: int, dtype: str) -> dict:
+    """The JSON of one run of `pmm3d bench`."""
+    environ = os.environ | ({"PMM3D_BLAS": f"{side.blas}:{dtype}"} if side.blas else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *words_of(shape), *stored,
-                   "--dtype", dtype, "--repeat", "9", "--json", str(path)], os.environ)
+        output_of([side.python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *words_of(shape),
+                   *side.options, "--dtype", dtype, "--repeat", "9", "--json", str(path)], environ)
         return json.loads(path.read_text())
 
 
@@ -123,22 +138,27 @@ def main() -> None:
     parser.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                         default=list(product(SHAPES, COLUMNS)), help="only these")
     parser.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
+    parser.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
+                                                          "out: that of PMM3D_BLAS, or SciPy's")
+    parser.add_argument("--tried", nargs="+", metavar="BLAS", default=[os.environ.get("PMM3D_BLAS", "scipy")],
+                        help="BLASes that are timed, each with all kernels that this CPU runs (SciPy's)")
     parser.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
     options = parser.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
-    if options.order == "auto":
-        tune(options.cells)
-    sides = {"": (sys.executable, stored)} | ({", beside": (options.beside, [])} if options.beside else {})
+    if "auto" in (options.order, options.blas):
+        tune(options.cells, options.tried)
+    sides = {"": Side(sys.executable, stored, options.blas or "")}
+    sides |= {", beside": Side(options.beside, [])} if options.beside else {}
     results: dict = {side: {cell: [] for cell in options.cells} for side in sides}
     for turn, (shape, (ranks, dtype)), (side, how) in product(range(options.passes), options.cells, sides.items()):
-        result = measure(how[0], shape, ranks, dtype, how[1])
+        result = measure(how, shape, ranks, dtype)
         results[side][shape, (ranks, dtype)].append(result)
         where = f"pass {turn + 1}{side}"
         print(f"{where}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, verified "
               f"{result['verified']}, median {1e3 * median(result['seconds']):.2f} ms, computing "
               f"{1e3 * result['computed_seconds']:.1f} ms, of it without a core "
               f"{1e3 * result.get('off_core_seconds', 0):.1f}, waiting {1e3 * result['waited_seconds']:.1f} ms, core "
-              f"{result['core_gflops']:.1f} (2048 cubed: {result['square_core_gflops']:.1f}; all at once "
+              f"{result['core_gflops']:.1f} ({result['environment']['kernel']}; 2048 cubed: {result['square_core_gflops']:.1f}; all at once "
               f"{result.get('at_once_gflops', 0):.1f}) GFLOP/s",
               file=sys.stderr, flush=True)
     print(table(results[""]))

@@ -7,18 +7,20 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..arrays.blas_library import SCIPY, VARIABLE, chosen
+from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, chosen
 from ..errors import Pmm3dError, check_regular
-from ..model.machine import THREAD_COUNTS, cpu
+from ..model.machine import THREAD_COUNTS, cpu, loaded_blas
 from ..model.orders import ORDERS, Timed
 from . import trial_cache
 
 FORMAT = 1
 AUTO = "auto"
+KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 Key = dict[str, str | int]
 
 
@@ -29,14 +31,15 @@ class Choice(NamedTuple):
     words: str
 
 
-def key_of(threads: int) -> Key:
-    """What a choice holds for: this kind of CPU, and so many threads a rank."""
-    return {"format": FORMAT, "cpu": cpu().name or "unknown", "threads": threads}
+def key_of(threads: int, dtype: str = "") -> Key:
+    """What a choice holds for: this kind of CPU, so many threads a rank, and one type of elements, or all."""
+    key: Key = {"format": FORMAT, "cpu": cpu().name or "unknown", "threads": threads}
+    return key | {"dtype": dtype} if dtype else key
 
 
-def remember(choice: Choice, threads: int) -> Path:
+def remember(choice: Choice, threads: int, dtype: str = "") -> Path:
     """Keep it; where. Raises OSError, and RuntimeError for users without a home."""
-    return _write(key_of(threads), choice._asdict())
+    return _write(key_of(threads, dtype), choice._asdict())
 
 
 def remember_times(times: Mapping[str, Sequence[Timed]], threads: int) -> Path:
@@ -53,9 +56,11 @@ def recalled_times(words: str, threads: int) -> list[Timed]:
     return _times(_key_of_times(threads)).get(words, [])
 
 
-def recalled(threads: int) -> Choice:
-    """What was chosen for this kind of machine. Raises Pmm3dError where nothing was, or it cannot be read."""
-    key = key_of(threads)
+def recalled(threads: int, dtype: str = "") -> Choice:
+    """What was chosen for this kind of machine, for all types or for one. Raises Pmm3dError where nothing was, or it
+    cannot be read."""
+    key, asked = key_of(threads, dtype), asked_of(dtype)
+    tuned = f"pmm3d tune blas{dtype and f' --dtype {dtype}'}"
     try:
         path = _file_of(key)
         check_regular(path)
@@ -65,25 +70,46 @@ def recalled(threads: int) -> Choice:
             raise ValueError("it is of another machine")
         return Choice(variables, str(found["words"]))
     except FileNotFoundError:
-        raise Pmm3dError(f"PMM3D_BLAS=auto: nothing was chosen for {key['cpu']} with {threads} thread(s) a rank: run "
-                         "pmm3d tune blas there") from None
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {threads} thread(s) a rank: "
+                         f"run {tuned} there") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Pmm3dError(f"PMM3D_BLAS=auto: what was chosen cannot be used: {error}. Run pmm3d tune blas "
-                         "again") from None
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: what was chosen cannot be used: {error}. Run {tuned} again") from None
+
+
+def asked_of(dtype: str) -> str:
+    """What PMM3D_BLAS is to have for the choice for that type."""
+    return f"{AUTO}:{dtype}" if dtype else AUTO
 
 
 def take_blas(asked: str) -> str:
     """Load the BLAS that PMM3D_BLAS names; its name, as all ranks must have it. That of SciPy is loaded when it is
     wanted. Raises Pmm3dError.
 
-    "auto" becomes in this process's environment what was chosen, which the BLAS reads when it is loaded.
+    "auto", and "auto:float32" for what is fastest for that type, becomes in this process's environment what was
+    chosen, which the BLAS reads when it is loaded.
     """
     if asked == SCIPY:
         return SCIPY
-    if asked == AUTO:
+    auto, _, dtype = asked.partition(":")
+    if auto == AUTO:
+        if dtype not in ("", *DTYPES.values()):
+            raise Pmm3dError(f"PMM3D_BLAS={asked}: behind the colon is one of {', '.join(DTYPES.values())}")
         threads = next((int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()), 1)
-        os.environ.update(recalled(threads).variables)
-    return " ".join([chosen().name, *filter(None, [os.environ.get("OPENBLAS_CORETYPE")])])
+        choice = recalled(threads, dtype)
+        os.environ.update(choice.variables)
+        _check_kernel(asked, choice)
+    return " ".join([chosen().name, *filter(None, [os.environ.get(KERNEL_VARIABLE)])])
+
+
+def _check_kernel(asked: str, choice: Choice) -> None:
+    """Raises Pmm3dError where the BLAS was loaded before with another kernel than was chosen, which it keeps."""
+    wanted, kernel = choice.variables.get(KERNEL_VARIABLE, ""), ""
+    with suppress(ImportError):  # without threadpoolctl nobody knows
+        kernel = loaded_blas(chosen().file).kernel
+    if wanted and kernel and kernel.lower() != wanted.lower():
+        lines = " ".join(f"{name}={text}" for name, text in choice.variables.items())
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: its kernel {wanted} was chosen, and this process had loaded it before, "
+                         f"with kernel {kernel}. Set before Python starts: {lines}")
 
 
 def _key_of_times(threads: int) -> Key:

@@ -169,8 +169,9 @@ class Settings:
                                       f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
                                       TRANSPORTS_IN_WORDS)
     blas: str = _variable("PMM3D_BLAS", "scipy", str,
-                          "the BLAS that multiplies on the host: scipy, auto (what pmm3d tune blas chose), mkl, blis, "
-                          "openblas, flexiblas, libsci, nvpl, armpl, or the path of a shared library",
+                          "the BLAS that multiplies on the host: scipy, auto (what pmm3d tune blas chose; for a type: "
+                          "auto:float32), mkl, blis, openblas, flexiblas, libsci, nvpl, armpl, or the path of a shared "
+                          "library",
                           "the name of a BLAS, or the path of one")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
                           "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "

@@ -14,6 +14,7 @@ from pmm3d.model.machine import Cpu
 from pmm3d.model.orders import ORDERS, Timed
 from pmm3d.tools.commands import app
 from pmm3d.tools.tune.blas.candidates import Candidate, candidates, kernels
+from pmm3d.tools.tune.blas.command import _apart
 from pmm3d.tools.tune.blas.measuring import Findings, Loaded, Times
 from pmm3d.tools.tune.blas.shapes import Gemm, of_product, of_training
 from pmm3d.tools.tune.blas.tables import script_lines
@@ -80,6 +81,20 @@ def test_the_fastest_is_chosen_and_of_equals_the_first():
     assert findings(scipy=1.0, mkl=0.985, blis=0.98).choice.name == "mkl"
 
 
+def test_each_type_has_its_choice():
+    single, twice = (gemm._replace(dtype=dtype) for gemm, dtype in ((GEMM, "float32"), (GEMM, "float64")))
+    found = [loaded("scipy"), loaded("scipy", "Haswell"), loaded(str(NUMPYS), "Haswell")]
+    seconds = {"": (1.0, 2.0), "Haswell": (0.9, 2.4)}
+    times = {each.candidate: {gemm: Times(dict.fromkeys(ORDERS, second), (0, 0)) for gemm, second in zip(
+        (single, twice), seconds[each.kernel])} for each in found}
+    times[found[2].candidate][single] = Times(dict.fromkeys(ORDERS, 0.8), (0, 0))
+    all_of_them = Findings(found, {}, times, 2)
+    assert all_of_them.choice == all_of_them.choice_for("float64") == found[0]
+    assert all_of_them.choice_for("float32") == found[2] and all_of_them.dtypes == ["float32", "float64"]
+    assert all_of_them.choice_for("float32", in_time=True) == found[1]  # numpy has its kernel when pmm3d comes
+    assert _apart(all_of_them) == ["", "float32"]
+
+
 def test_a_copy_first_is_what_it_takes_with_the_gemm():
     [times] = findings(scipy=1.0).times[Candidate("scipy")].values()
     assert times.as_given(GEMM) == 1.0 and times.transposed_first(GEMM) == 0.5 + 0.05
@@ -111,7 +126,7 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
     [gemm] = rows[0]["gemms"]
     assert set(gemm["seconds"]) == set(ORDERS) and all(0 < seconds for seconds in gemm["seconds"].values())
-    assert rows[0]["ranks"] == 2 and len(list(cache.iterdir())) == 2
+    assert rows[0]["ranks"] == 2 and len(list(cache.iterdir())) == 3
     words = f"{rows[0]['name']} {rows[0]['version']}, kernel {rows[0]['kernel']}, 1 thread(s) a rank"
     [timed] = blas_choice.recalled_times(words, 1)
     assert timed == (*(gemm[what] for what in ("m", "n", "k", "dtype")), gemm["seconds"])
@@ -154,6 +169,39 @@ def test_times_of_another_machine_or_damaged_are_not_used_and_are_written_anew(c
     path.write_text(spoil(path.read_text()))
     assert blas_choice.recalled_times("a BLAS", 1) == []
     assert blas_choice.remember_times(times, 1) == path and blas_choice.recalled_times("a BLAS", 1) == times["a BLAS"]
+
+
+KERNEL = """
+    import os
+    from mpi4py import MPI
+    from pmm3d import Grid
+    from pmm3d.model.machine import loaded_blas
+    {}
+    with Grid(MPI.COMM_WORLD) as grid:
+        print(loaded_blas().kernel)
+"""
+
+
+def test_auto_for_a_type_takes_the_kernel_of_that_type_or_says_that_it_is_too_late(cache, job, monkeypatch):
+    """Haswell is a kernel of any x86 that these tests run on; the BLAS has another one if it is loaded before."""
+    kept(cache)
+    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
+    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    done = job(2, KERNEL.format(""))
+    assert done.returncode == 0 and done.stdout == 2 * "Haswell\n", done.stdout + done.stderr
+    early = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
+    done = job(2, KERNEL.format(early))
+    said = "PMM3D_BLAS=auto:float32: its kernel Haswell was chosen, and this process had loaded it before, with kernel"
+    assert done.returncode != 0 and done.stderr.count(said) == 1, done.stderr
+
+
+def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
+    with pytest.raises(Pmm3dError, match="PMM3D_BLAS=auto:bfloat16: behind the colon is one of float32, float64, "):
+        blas_choice.take_blas("auto:bfloat16")
+    kept(cache)
+    with pytest.raises(Pmm3dError, match="auto:float32: nothing was chosen for .*: run pmm3d tune blas --dtype fl"):
+        blas_choice.take_blas("auto:float32")
 
 
 def test_a_truncated_choice_is_not_used(cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -278,8 +279,10 @@ def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> E
 
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
-    """What to do about a lesser kernel, and about threads that take turns on the cores; None if all is well."""
-    told = [blas.advice(processor)]
+    """What to do about a lesser kernel that nobody chose, and about threads that take turns on the cores; None if all is
+    well."""
+    chosen = os.environ.get("OPENBLAS_CORETYPE", "").lower() == blas.kernel.lower()
+    told = [None if chosen else blas.advice(processor)]
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:
         threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....arrays.blas_library import KNOWN, SCIPY, VARIABLE
+from ....comm.blas_choice import KERNEL_VARIABLE
 from ....model.machine import Cpu
 
 KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
            ("Cooperlake", {"avx512f", "avx512vl", "avx512_bf16"}), ("SapphireRapids", {"amx_bf16", "amx_tile"}))
 """OpenBLAS's, by OPENBLAS_CORETYPE, and what a CPU must have for each. Elsewhere than on x86 it chooses by itself."""
-KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 BUNDLED = (("numpy", "numpy.libs"), ("torch", "torch/lib"))
 """Wheels that carry a BLAS of their own, and where."""
 OPENBLAS = "openblas"
@@ -29,6 +29,11 @@ class Candidate(NamedTuple):
     def variables(self) -> dict[str, str]:
         """Of the environment, that make it so."""
         return {VARIABLE: self.blas} | ({KERNEL_VARIABLE: self.kernel} if self.kernel else {})
+
+    @property
+    def in_time(self) -> bool:
+        """Whether a job can still choose it: the BLAS in numpy's own wheel has its kernel before pmm3d is there."""
+        return not self.kernel or f"/{BUNDLED[0][1]}/" not in self.blas
 
     def __str__(self) -> str:
         name = self.blas if len(self.blas) < 40 else f".../{Path(self.blas).name}"

@@ -54,9 +54,9 @@ def blas_command(
     NVPL, Arm's, where environment modules and the system have them; --blas names others. A BLAS whose results are
     wrong, or that lacks a routine, is left out and named. Of those within 1% the first in this order is taken.
 
-    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it, and
-    order="auto" of matrices and products by the times in each storage order. The lines to be put into a batch script
-    are printed.
+    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it,
+    PMM3D_BLAS=auto:float32 by that for one type, where another kernel may be faster, and order="auto" of matrices and
+    products by the times in each storage order. The lines to be put into a batch script are printed.
 
     [bold]Examples[/]
 
@@ -94,10 +94,12 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     with progress("tune blas", True, stages(len(found), gemms)) as tell:
         findings = measure(found, gemms, per_node, threads, tell)
     print_findings(findings, console(sys.stdout))
-    choice = findings.choice
-    say(f"chosen: {in_words(choice)}" + (f", {choice.file}" if choice.file else "") + ". For a batch script:")
-    for line in script_lines(choice):
-        say(f"  {line}")
+    for dtype in _apart(findings):
+        choice = findings.choice_for(dtype)
+        say(f"chosen{dtype and f' for {dtype} alone'}: {in_words(choice)}" + (f", {choice.file}" if choice.file else "")
+            + ". For a batch script:")
+        for line in script_lines(choice):
+            say(f"  {line}")
     if keep:
         _remember(findings, threads)
     if json is not None:
@@ -105,14 +107,21 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
         say(f"wrote {json}")
 
 
+def _apart(findings: Findings) -> list[str]:
+    """"" for the whole job, and the types for which another BLAS, or kernel, is faster than for all together."""
+    return ["", *(dtype for dtype in findings.dtypes if findings.choice_for(dtype) != findings.choice)]
+
+
 def _remember(findings: Findings, threads: int) -> None:
-    from ....comm import blas_choice
+    from ....comm.blas_choice import Choice, asked_of, remember, remember_times
     from .tables import in_words, times_by_blas
 
-    choice = findings.choice
     try:
-        kept = blas_choice.remember(blas_choice.Choice(choice.candidate.variables, in_words(choice)), threads)
-        times = blas_choice.remember_times(times_by_blas(findings), threads)
-        say(f'kept for PMM3D_BLAS=auto in {kept}, for order="auto" in {times}')
+        for dtype in (*findings.dtypes, ""):
+            choice = findings.choice_for(dtype, in_time=True)
+            kept = remember(Choice(choice.candidate.variables, in_words(choice)), threads, dtype)
+        times = remember_times(times_by_blas(findings), threads)
+        names = " and ".join(f"PMM3D_BLAS={asked_of(dtype)}" for dtype in ("", *findings.dtypes))
+        say(f'kept for {names} in {kept.parent}, for order="auto" in {times}')
     except (OSError, RuntimeError) as error:
         say(f"the choice is not kept: {error}. The lines above do without")

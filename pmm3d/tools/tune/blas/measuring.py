@@ -70,15 +70,27 @@ class Findings(NamedTuple):
     times: dict[Candidate, dict[Gemm, Times]]
     ranks: int
 
-    def seconds(self, candidate: Candidate) -> float:
-        """Of all GEMMs of the job, as they are given."""
-        return sum(gemm.times * times.as_given(gemm) for gemm, times in self.times[candidate].items())
+    def seconds(self, candidate: Candidate, dtype: str = "") -> float:
+        """Of all GEMMs of the job, or those of one type, as they are given."""
+        return sum(gemm.times * times.as_given(gemm) for gemm, times in self.times[candidate].items()
+                   if dtype in ("", gemm.dtype))
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Of the GEMMs."""
+        return list(dict.fromkeys(gemm.dtype for times in self.times.values() for gemm in times))
 
     @property
     def choice(self) -> Loaded:
-        """The fastest; of equals the first."""
-        least = min(self.seconds(loaded.candidate) for loaded in self.candidates)
-        return next(loaded for loaded in self.candidates if self.seconds(loaded.candidate) <= least * (1 + EQUAL))
+        """For the whole job."""
+        return self.choice_for("")
+
+    def choice_for(self, dtype: str, in_time: bool = False) -> Loaded:
+        """The fastest in the GEMMs of that type; of equals the first. in_time: of those that a job can still choose,
+        if there is one."""
+        found = [loaded for loaded in self.candidates if loaded.candidate.in_time or not in_time] or self.candidates
+        least = min(self.seconds(loaded.candidate, dtype) for loaded in found)
+        return next(loaded for loaded in found if self.seconds(loaded.candidate, dtype) <= least * (1 + EQUAL))
 
 
 class Crew:
