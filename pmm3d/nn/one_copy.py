@@ -21,9 +21,9 @@ def check_can_share(grid: Grid, form: Form) -> None:
     from ..comm.windows import ranks_that_share
 
     remedy = "Leave Overlap(shared_weights=True) out, or"
-    if form.library.kind != "numpy":
-        raise LayoutError(f"shared weights: they are arrays of numpy; these are of {form.library.kind}. "
-                          f'{remedy} make the network with library="numpy"')
+    if not form.library.on_host:
+        raise LayoutError(f"shared weights: they are arrays on the host; these are of {form.library.kind}. "
+                          f'{remedy} make the network with library="numpy" or "torch"')
     if not ranks_that_share(grid, "z"):
         raise GridError(f"shared weights: ranks along z lie on several nodes of grid {grid.shape}, and not as many on "
                         f"each next to each other, or in containers of their own. {remedy} make the grid so that z "

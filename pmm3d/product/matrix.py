@@ -101,16 +101,20 @@ class DistMatrix(StoredMatrix):
             order = order_of_new(grid, order, shape, layout, kind, library)
             local: Array = None if shared else library.empty(box.shape if order == "C" else box.shape[::-1], kind)
         if shared:
-            return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, lambda room: None)
+            return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, library)
         return cls(grid, local if order == "C" else local.T, shape, layout, order)
 
     @classmethod
     def _in_window(cls, grid: Grid, what: str, axis: str, shape: Shape, layout: Layout, dtype: str,
-                   fill: Callable[[Array], None]) -> DistMatrix:
-        """In memory that the ranks of that axis share; fill(shard) writes this rank's. Collective."""
+                   library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> DistMatrix:
+        """In memory that the ranks of that axis share; this rank's shard has these values, or values(shard) writes
+        them. Collective."""
         with grid.together(what, always=True):
-            window, local = window_of(grid, axis, shards(shape, layout, grid), dtype)
-            fill(local)
+            window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
+            if callable(values):
+                values(local)
+            elif values is not None:
+                local[...] = values
         matrix = cls(grid, local, shape, layout)
         matrix.window = window
         return matrix
@@ -138,8 +142,8 @@ class DistMatrix(StoredMatrix):
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
         if shared:
-            return cls._in_window(grid, "DistMatrix.from_global", axis, tuple(array.shape), layout, kind,
-                                  lambda room: np.copyto(room, local))
+            shape = tuple(array.shape)
+            return cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, kind, library, local)
         return cls(grid, local, array.shape, layout, order).keep_one()
 
     @classmethod
@@ -164,7 +168,7 @@ class DistMatrix(StoredMatrix):
                 axis = sharing_axis(grid, layout, library) if shared else ""
                 work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
                 local = None if shared else library.empty(plan.target.box(grid.rank).shape, dtype)
-            matrix = (cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, dtype, lambda room: None)
+            matrix = (cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
                       if shared else cls(grid, local, shape, layout))
             local, library = matrix.memory, matrix.library
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
@@ -198,8 +202,7 @@ class DistMatrix(StoredMatrix):
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
         if shared:
-            return cls._in_window(grid, "DistMatrix.from_function", axis, shape, layout, dtype,
-                                  lambda room: np.copyto(room, local))
+            return cls._in_window(grid, "DistMatrix.from_function", axis, shape, layout, dtype, library, local)
         return cls(grid, local, shape, layout)._in_order(order).keep_one()
 
     @classmethod
@@ -242,8 +245,7 @@ class DistMatrix(StoredMatrix):
         with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
             pass
         if shared:
-            return cls._in_window(grid, "DistMatrix.from_file", axis, shape, layout, dtype,
-                                  lambda room: np.copyto(room, local))
+            return cls._in_window(grid, "DistMatrix.from_file", axis, shape, layout, dtype, library, local)
         return cls(grid, local, shape, layout)._in_order(order).keep_one()
 
     @classmethod
@@ -262,7 +264,7 @@ class DistMatrix(StoredMatrix):
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = None if shared else random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         if shared:
-            return cls._in_window(grid, "DistMatrix.random", axis, shape, layout, dtype,
+            return cls._in_window(grid, "DistMatrix.random", axis, shape, layout, dtype, library,
                                   lambda room: random.fill(room, box, int(shape[1]), seed, distribution))
         return cls(grid, local, shape, layout)._in_order(order).keep_one()
 

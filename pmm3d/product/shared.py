@@ -61,9 +61,9 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
     GridError, on every rank."""
     from ..comm.windows import ranks_that_share  # by who shares only
 
-    if library.name != "numpy" or grid.dry_run is not None:
-        raise LayoutError(f"shared: matrices in shared memory are arrays of numpy; these are of {library.kind}. "
-                          f"{HOW} use library=\"numpy\"")
+    if not library.on_host or grid.dry_run is not None:
+        raise LayoutError(f"shared: matrices in shared memory are arrays on the host; these are of {library.kind}. "
+                          f"{HOW} use library=\"numpy\" or \"torch\"")
     if len(layout.rows) != 2 or len(layout.cols) > 1 or layout.sums:
         raise LayoutError(f"shared: rows are split by one axis and shared by the ranks of a second, as in Layout.A and "
                           f"Layout.B; this is {layout}. {HOW} take such a layout, or the transpose of one that has it")
@@ -75,7 +75,7 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
     return axis
 
 
-def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[Window, Array]:
+def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: NumpyLibrary) -> tuple[Window, Array]:
     """The window of a matrix, and this rank's shard in it: in a block of its own for each node that the axis lies on.
     Collective along the axis."""
     from ..comm.windows import one_for_each_node, ranks_that_share, shared_array
@@ -83,12 +83,12 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str) -> tuple[
     members, size = grid.axis(axis).ranks, itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
     if len(shapes) == 1:
-        local = grid.library("numpy").empty(shapes[0], dtype)
+        local = library.empty(shapes[0], dtype)
         return Window(axis, local), local
     parts, inside = [size * prod(shape) for shape in shapes], ranks_that_share(grid, axis)
     whole = (shared_array(grid, grid.axis(axis), parts) if inside == len(members) else
              one_for_each_node(grid, grid.axis(axis), sum(parts), inside))
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
-    block = whole[: size * sum(rows) * columns].view(dtype).reshape(sum(rows), columns)
+    block = library.view(whole, (sum(rows), columns), dtype)
     first = sum(rows[: grid.axis(axis).index])
     return Window(axis, block), block[first : first + rows[grid.axis(axis).index]]

@@ -13,17 +13,17 @@ GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsd
          8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}
 
 
-def trained(grid, recompute=False, **options):
+def trained(grid, recompute=False, library="numpy", **options):
     """Three steps, the second with gradients of two parts; (weights, bytes received for the weights)."""
     nn.Tape.of(grid).parallel.overlap = nn.Overlap(**options)
-    net = network_of(grid, CASE, dropout=0.1, recompute=recompute, library="numpy")
+    net = network_of(grid, CASE, dropout=0.1, recompute=recompute, library=library)
     optimizer = adamw(net.parameters())
     grid.ledger.reset()
     for step in range(3):
         x, y = batch_of(CASE, step)
         if step == 1:
-            loss_of(net, CASE, x[:9], y[:9], "numpy").backward()
-        loss_of(net, CASE, x, y, "numpy").backward()
+            loss_of(net, CASE, x[:9], y[:9], library).backward()
+        loss_of(net, CASE, x, y, library).backward()
         optimizer.step()
         if (step + grid.rank) % 2:
             sum(range(20_000))
@@ -40,6 +40,14 @@ def test_weights_are_those_of_messages_and_none_are_sent(comm, oag, recompute):
         assert moved.received == moved.sent == 0
         assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
         assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
+
+    on_each_grid(comm, body, GRIDS[comm.size])
+
+
+def test_weights_of_torch_too(comm):
+    def body(grid):
+        found, moved = trained(grid, library="torch", shared_weights=True)
+        assert found == trained(grid, library="torch")[0] and moved.received == moved.sent == 0
 
     on_each_grid(comm, body, GRIDS[comm.size])
 
@@ -194,9 +202,9 @@ def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
         if grid.shape.z == 1:
             return
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
-        net = nn.Linear(grid, 12, 8, dtype="float64", library="torch")
-        x = spread(grid, np.ones((16, 12)), library="torch")
-        fails(LayoutError, "arrays of numpy", lambda: net(x))
+        net = nn.Linear(grid, 12, 8, dtype="float32", library="standin")
+        x = DistMatrix.random(grid, (16, 12), dtype="float32", layout=INPUT, library="standin")
+        fails(LayoutError, "arrays on the host", lambda: net(x))
         net, x = nn.Linear(grid, 12, 8, dtype="float64"), spread(grid, np.ones((16, 12)), library="numpy")
         with monkeypatch.context() as patched:
             patched.setattr(type(grid), "places", lambda self: np.arange(self.size))

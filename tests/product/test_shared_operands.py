@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import standin  # noqa: F401
 
 from pmm3d import (
     DisagreementError,
@@ -67,6 +68,26 @@ def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids
             assert grid.ledger.total(phase=phase).received == 0, phase
         assert matmul(in_memory[0], b, alpha=3).local.tobytes() == wanted.local.tobytes()
         assert matmul(a, in_memory[1], alpha=3).local.tobytes() == wanted.local.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_tensors_are_read_in_place_too(grids, dtype):
+    for grid in grids:
+        a, b = (DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library="torch",
+                                  distribution="integers")
+                for seed, (shape, layout) in enumerate((((23, 19), Layout.A), ((19, 17), Layout.B))))
+        in_memory = [DistMatrix.random(grid, each.shape, seed=seed, dtype=dtype, layout=each.layout, library="torch",
+                                       distribution="integers", shared=True) for seed, each in enumerate((a, b))]
+        wanted = matmul(a, b)
+        grid.ledger.reset()
+        found = matmul(*in_memory)
+        assert type(found.local) is type(wanted.local) and found.local.equal(wanted.local)
+        assert grid.ledger.total(phase="gather A").received == grid.ledger.total(phase="gather B").received == 0
+        assert all(each.window is not None and each.local.equal(other.local)
+                   for each, other in zip(in_memory, (a, b)))
+        assert a.redistribute(Layout.A, shared=True).local.equal(a.local)
+        made = DistMatrix.from_global(grid, a.gather(), shared=True)
+        assert made.local.equal(a.local) and made.library.name == "torch"
 
 
 @pytest.mark.parametrize("case", ["transposed", "conjugated", "out transposed", "panels", "one in panels", "beta",
@@ -145,7 +166,7 @@ def test_the_neighbours_shards_are_seen(comm):
 def test_what_cannot_be_shared_is_refused_on_every_rank(comm, fails, monkeypatch):
     with Grid(comm) as grid:
         fails(LayoutError, "split by one axis", lambda: DistMatrix.empty(grid, (8, 8), layout=Layout(), shared=True))
-        fails(LayoutError, "arrays of numpy", lambda: DistMatrix.empty(grid, (8, 8), library="torch", shared=True))
+        fails(LayoutError, "arrays on the host", lambda: DistMatrix.empty(grid, (8, 8), library="standin", shared=True))
         if comm.size > 1:
             fails(DisagreementError, "different",
                   lambda: DistMatrix.empty(grid, (8, 8), shared=grid.rank == 0))
@@ -385,7 +406,7 @@ def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
 def test_what_makes_a_matrix_refuses_shared_memory_on_every_rank(comm, fails):
     with Grid(comm) as grid:
         a, _ = operands(grid)
-        fails(LayoutError, "arrays of numpy", lambda: DistMatrix.random(grid, (8, 8), library="torch", shared=True))
+        fails(LayoutError, "arrays on the host", lambda: DistMatrix.random(grid, (8, 8), library="standin", shared=True))
         fails(LayoutError, "split by one axis",
               lambda: DistMatrix.from_global(grid, np.ones((8, 8)), layout=Layout(), shared=True))
         fails(LayoutError, "split by one axis",
