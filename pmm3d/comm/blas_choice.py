@@ -12,9 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, chosen
+from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, asked_for, blas_file, chosen
 from ..errors import Pmm3dError, check_regular
-from ..model.machine import THREAD_COUNTS, cpu, loaded_blas
+from ..model.machine import THREAD_COUNTS, Blas, cpu, loaded_blas
 from ..model.orders import ORDERS, Timed
 from . import trial_cache
 
@@ -99,6 +99,14 @@ def take_blas(asked: str) -> str:
         os.environ.update(choice.variables)
         _check_kernel(asked, choice)
     return " ".join([chosen().name, *filter(None, [os.environ.get(KERNEL_VARIABLE)])])
+
+
+def blas_here() -> Blas:
+    """The BLAS that multiplies on the host, loaded now: for who asks before there is a Grid. Raises Pmm3dError as
+    `take_blas` does, ImportError where threadpoolctl is not installed, which tells what it is."""
+    take_blas(asked_for())
+    chosen()
+    return loaded_blas(blas_file())
 
 
 def _check_kernel(asked: str, choice: Choice) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays.blas_library import blas_file, chosen
 from ..errors import Pmm3dError, check_regular
 from ..model.environment import Settings
-from ..model.machine import cpu, loaded_blas, usable_cores
+from ..model.machine import cpu, usable_cores
 from ..model.machines import Machine, load, machine_from
 from . import trial_cache
+from .blas_choice import blas_here
 
 FORMAT = "3"
 """Of what is measured, and how: files of others are not used."""
@@ -42,8 +42,7 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
 
     Raises ImportError where threadpoolctl is not installed, which tells the BLAS.
     """
-    chosen()  # loaded now: who asks before the first product must see what it will multiply with
-    blas = loaded_blas(blas_file())
+    blas = blas_here()
     of_mpi = trial_cache.settings().items()
     settings = " ".join(f"{name}={value}" for name, value in of_mpi if not name.endswith(NOT_OF_HOST))
     pmm3d = import_module(__package__.partition(".")[0])

@@ -196,6 +196,17 @@ def test_auto_for_a_type_takes_the_kernel_of_that_type_or_says_that_it_is_too_la
     assert done.returncode != 0 and done.stderr.count(said) == 1, done.stderr
 
 
+@pytest.mark.parametrize("words", [("plan", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"),
+                                   ("doctor",)])
+def test_commands_that_ask_before_a_grid_is_made_know_auto(cache, job, monkeypatch, words):
+    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
+    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
+    done = job(1, "from pmm3d.tools.cli import main\nmain()", *words)
+    said = done.stdout + done.stderr
+    assert "no such BLAS" not in said and "could not be" not in said, said
+    assert words[0] == "plan" and done.returncode == 0 or "kernel Haswell" in done.stdout, said
+
+
 def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
     with pytest.raises(Pmm3dError, match="PMM3D_BLAS=auto:bfloat16: behind the colon is one of float32, float64, "):
         blas_choice.take_blas("auto:bfloat16")

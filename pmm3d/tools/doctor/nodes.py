@@ -16,7 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
-from ...arrays.blas_library import blas_file
+from ...comm.blas_choice import blas_here
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...model import machine
 from .finding import Finding, counted, ranks_by, spread, unlike_first
@@ -73,7 +73,7 @@ def gather_node(session: Session) -> Node:
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    threads = machine.loaded_blas(blas_file()).threads
+    threads = blas_here().threads
     return Node(machine.cores(), os.cpu_count() or 1, machine.cgroup_limit("cpu.max"), threads,
                 machine.available_memory(), machine.cgroup_limit("memory.max"), shm_size, shm_free,
                 resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], any(Path("/sys/class/infiniband").glob("*")))
@@ -147,11 +147,11 @@ class BlasRates(NamedTuple):
 
 
 def gather_blas(session: Session) -> BlasRates:
+    blas = blas_here()
     alone = gemm_rate() if session.is_first_here else None
     session.barrier(doze=True)
     together = gemm_rate()
-    return BlasRates(machine.loaded_blas(blas_file()), machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together,
-                     machine.cores())
+    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together, machine.cores())
 
 
 def at_start(name: str, environ: str = "/proc/self/environ") -> str:

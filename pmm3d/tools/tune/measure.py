@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from ...arrays.blas_library import blas_file
 from ...comm import Grid
+from ...comm.blas_choice import blas_here
 from ...comm.machine_cache import key_of
-from ...model.machine import available_memory, cores, cpu, loaded_blas
+from ...model.machine import available_memory, cores, cpu
 from ...model.machines import Group, Machine
 from ...model.machines.figures import Measured
 from . import collectives, gemms, passes
@@ -80,7 +80,7 @@ def share_of(comm: MPI.Intracomm) -> Share:
     host = socket.gethostname()
     everyones = comm.allgather((host, cores()))
     here = [rank for rank, (name, _) in enumerate(everyones) if name == host]
-    working = workers([everyones[rank][1] for rank in here], max(1, loaded_blas(blas_file()).threads))
+    working = workers([everyones[rank][1] for rank in here], max(1, blas_here().threads))
     return Share(len(here) / max(1, len(working)), here.index(comm.rank) in working)
 
 
