@@ -14,9 +14,9 @@ to measure, as in 2048x2048x2048:8:float64.
     python apps/bench_table.py --order auto --shared --beside $(which python)     as is fastest, beside by rows with
                                                                                   messages, in turns
 
-With --blas auto `pmm3d tune blas` times the local GEMMs of each cell first with each of the BLASes and kernels of --tried,
-and the fastest for its type multiplies. With --order auto they are timed with all storage orders, and A, B and C are
-stored as is fastest. With --shared A and B lie in memory that the ranks share.
+With --blas auto `pmm3d tune blas` times the local GEMMs of each cell first with each of the BLASes and kernels of
+--tried, and the fastest for its type multiplies, by the last cell of that type. With --order auto they are timed with
+all storage orders, and A, B and C are stored as is fastest. With --shared A and B lie in memory that the ranks share.
 """
 
 import argparse
@@ -158,7 +158,8 @@ def main() -> None:
               f"{result['verified']}, median {1e3 * median(result['seconds']):.2f} ms, computing "
               f"{1e3 * result['computed_seconds']:.1f} ms, of it without a core "
               f"{1e3 * result.get('off_core_seconds', 0):.1f}, waiting {1e3 * result['waited_seconds']:.1f} ms, core "
-              f"{result['core_gflops']:.1f} ({result['environment']['kernel']}; 2048 cubed: {result['square_core_gflops']:.1f}; all at once "
+              f"{result['core_gflops']:.1f} ({result['environment']['kernel']}; 2048 cubed: "
+              f"{result['square_core_gflops']:.1f}; all at once "
               f"{result.get('at_once_gflops', 0):.1f}) GFLOP/s",
               file=sys.stderr, flush=True)
     print(table(results[""]))

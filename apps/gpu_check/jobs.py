@@ -88,7 +88,7 @@ class Runner:
         with open(log, "wb") as file:
             process = subprocess.Popen([*launcher, sys.executable, "-m", f"{__package__}.ranks", str(path)],
                                        stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=self._environ(ranks),
-                                       start_new_session=True)
+                                       preexec_fn=os.setpgrp)
         return process, answers
 
     def _environ(self, ranks: int) -> dict[str, str]:

@@ -124,7 +124,7 @@ def named_blas(asked: str) -> BlasLibrary:
                          "Name the library itself, not one that it is a part of")
     routines = {name: routine for name, (routine, _) in found.items()}  # type: ignore[misc]
     wide = all(is_wide for _, is_wide in found.values())  # type: ignore[misc]
-    library = BlasLibrary(asked, _file_of(routines["dgemm"]) or handle._name, routines,
+    library = BlasLibrary(asked, file_of(routines["dgemm"]) or handle._name, routines,
                           ILP64_LARGEST if wide else LP64_LARGEST)
     for name in DTYPES:
         _check(library, name)
@@ -157,7 +157,7 @@ class _Symbol(ctypes.Structure):
                 ("address", ctypes.c_void_p)]
 
 
-def _file_of(routine: Routine) -> str:
+def file_of(routine: Routine) -> str:
     """The library that a routine is in; "" where the system does not tell."""
     found, this = _Symbol(), ctypes.CDLL(None)
     if hasattr(this, "dladdr") and this.dladdr(ctypes.cast(routine, ctypes.c_void_p), ctypes.byref(found)):

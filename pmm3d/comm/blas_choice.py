@@ -71,9 +71,14 @@ def recalled(threads: int, dtype: str = "") -> Choice:
         return Choice(variables, str(found["words"]))
     except FileNotFoundError:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {threads} thread(s) a rank: "
-                         f"run {tuned} there") from None
+                         f"run {tuned} there (--ranks-per-node: cores / threads)") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: what was chosen cannot be used: {error}. Run {tuned} again") from None
+
+
+def is_measured() -> bool:
+    """Whether PMM3D_BLAS leaves the BLAS and its kernel to what `pmm3d tune blas` chose."""
+    return asked_for().partition(":")[0] == AUTO
 
 
 def asked_of(dtype: str) -> str:
@@ -85,20 +90,27 @@ def take_blas(asked: str) -> str:
     """Load the BLAS that PMM3D_BLAS names; its name, as all ranks must have it. That of SciPy is loaded when it is
     wanted. Raises Pmm3dError.
 
-    "auto", and "auto:float32" for what is fastest for that type, becomes in this process's environment what was
-    chosen, which the BLAS reads when it is loaded.
+    "auto", and "auto:float32" for what is fastest for that type, stands for what was chosen, which is in this process's
+    environment while the BLAS reads it.
     """
     if asked == SCIPY:
         return SCIPY
     auto, _, dtype = asked.partition(":")
-    if auto == AUTO:
-        if dtype not in ("", *DTYPES.values()):
-            raise Pmm3dError(f"PMM3D_BLAS={asked}: behind the colon is one of {', '.join(DTYPES.values())}")
-        threads = next((int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()), 1)
-        choice = recalled(threads, dtype)
-        os.environ.update(choice.variables)
-        _check_kernel(asked, choice)
-    return " ".join([chosen().name, *filter(None, [os.environ.get(KERNEL_VARIABLE)])])
+    if auto != AUTO:
+        return " ".join([chosen().name, *filter(None, [os.environ.get(KERNEL_VARIABLE)])])
+    if dtype not in ("", *DTYPES.values()):
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: behind the colon is one of {', '.join(DTYPES.values())}")
+    threads = next((int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()), 1)
+    choice = recalled(threads, dtype)
+    before = {name: os.environ.get(name) for name in choice.variables}
+    os.environ.update(choice.variables)
+    try:
+        chosen()
+    finally:
+        for name, text in before.items():
+            os.environ.pop(name, None) if text is None else os.environ.update({name: text})
+    _check_kernel(asked, choice)
+    return " ".join(choice.variables.values())
 
 
 def blas_here() -> Blas:

@@ -21,7 +21,7 @@ def check_can_share(grid: Grid, form: Form) -> None:
     from ..comm.windows import ranks_that_share
 
     remedy = "Leave Overlap(shared_weights=True) out, or"
-    if not form.library.on_host:
+    if form.library.kind not in ("numpy", "torch"):
         raise LayoutError(f"shared weights: they are arrays on the host; these are of {form.library.kind}. "
                           f'{remedy} make the network with library="numpy" or "torch"')
     if not ranks_that_share(grid, "z"):

@@ -36,7 +36,7 @@ class Overlap:
     keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
     shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
                             memory that they share: each writes its shard there, and what its like on other nodes have;
-                            none are sent in a node. It stays for the backward pass. For networks of numpy arrays, z in
+                            none are sent in a node. It stays for the backward pass. For networks on the host, z in
                             a node, or evenly on several; other grids refuse it
     decomposed              with "sharded" activations, rows that come from other ranks are multiplied as they come, one
                             rank's after the other, the own ones first; and rows that others keep are multiplied first

@@ -140,7 +140,7 @@ class DistMatrix(StoredMatrix):
             part = array[shards(tuple(array.shape), layout, grid).box(grid.rank).within(EMPTY)]
             order = order_of_new(grid, order, tuple(array.shape), layout, kind, library)
             axis = sharing_axis(grid, layout, library) if shared else ""
-            local = part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
+            local = library.plain(part) if shared else library.copy(part) if order == "C" else library.copy(part.T).T
         if shared:
             shape = tuple(array.shape)
             return cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, kind, library, local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import shlex
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -241,6 +243,10 @@ def _before_mpiexec(asks_ranks: bool, attached: bool) -> None:
     """
     if not attached:
         os.setpgrp()
+        with suppress(OSError):  # nor a terminal that it would be stopped for asking
+            terminal = os.open("/dev/tty", os.O_RDWR)
+            fcntl.ioctl(terminal, termios.TIOCNOTTY)
+            os.close(terminal)
     if sys.platform.startswith("linux"):
         LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if asks_ranks:

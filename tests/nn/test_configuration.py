@@ -75,7 +75,7 @@ def test_values_that_make_no_sense(given, text):
     ({"overlap": {"buckets": False, "bucket_bytes": 3}}, "overlap.bucket_bytes"),
     ({"overlap": {"regather_inputs": True}}, "overlap.regather_inputs"),
     ({"overlap": {"shared_weights": True, "reshard_after_forward": True}}, "overlap.reshard_after_forward"),
-    ({"overlap": {"shared_weights": True}, "network": {"library": "torch"}}, "overlap.shared_weights"),
+    ({"overlap": {"shared_weights": True}, "network": {"library": "torch:cuda"}}, "overlap.shared_weights"),
     ({"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}}, "training.evaluate_every"),
 ])
 def test_what_has_no_effect_is_refused(given, key):

@@ -196,6 +196,15 @@ def test_a_dry_run_refuses_nodes_with_more_ranks_than_others(comm):
             net(DistMatrix.random(grid, (16, 12), layout=INPUT))
 
 
+@pytest.mark.parallel([1])
+def test_a_dry_run_refuses_arrays_of_a_device(comm):
+    with Grid.dry((1, 1, 2)) as grid:
+        nn.Tape.of(grid).parallel.overlap = nn.Overlap(shared_weights=True)
+        net = nn.Linear(grid, 12, 8, dtype="float64", library="cupy")
+        with pytest.raises(LayoutError, match="arrays on the host"):
+            net(DistMatrix.random(grid, (16, 12), layout=INPUT, library="cupy"))
+
+
 @pytest.mark.parallel([2, 4])
 def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
     def body(grid):

@@ -87,8 +87,9 @@ def test_torch_tensors_are_read_in_place_too(grids, dtype):
         assert all(each.window is not None and each.local.equal(other.local)
                    for each, other in zip(in_memory, (a, b)))
         assert a.redistribute(Layout.A, shared=True).local.equal(a.local)
-        made = DistMatrix.from_global(grid, a.gather(), shared=True)
-        assert made.local.equal(a.local) and made.library.name == "torch"
+        whole = a.gather().requires_grad_()
+        made = DistMatrix.from_global(grid, whole, shared=True)
+        assert made.local.equal(a.local) and made.library.name == "torch" and made.writable
 
 
 @pytest.mark.parametrize("case", ["transposed", "conjugated", "out transposed", "panels", "one in panels", "beta",
@@ -419,7 +420,8 @@ def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
 def test_what_makes_a_matrix_refuses_shared_memory_on_every_rank(comm, fails):
     with Grid(comm) as grid:
         a, _ = operands(grid)
-        fails(LayoutError, "arrays on the host", lambda: DistMatrix.random(grid, (8, 8), library="standin", shared=True))
+        fails(LayoutError, "arrays on the host",
+              lambda: DistMatrix.random(grid, (8, 8), library="standin", shared=True))
         fails(LayoutError, "split by one axis",
               lambda: DistMatrix.from_global(grid, np.ones((8, 8)), layout=Layout(), shared=True))
         fails(LayoutError, "split by one axis",

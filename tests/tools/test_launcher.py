@@ -48,7 +48,7 @@ def run_launcher(*arguments, **variables):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
     return subprocess.run(
         [sys.executable, "-m", "pmm3d.launcher", *map(str, arguments)],
-        env=environ, capture_output=True, text=True, timeout=60,
+        env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
     )
 
 

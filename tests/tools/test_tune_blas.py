@@ -83,7 +83,7 @@ def test_the_fastest_is_chosen_and_of_equals_the_first():
 
 def test_each_type_has_its_choice():
     single, twice = (gemm._replace(dtype=dtype) for gemm, dtype in ((GEMM, "float32"), (GEMM, "float64")))
-    found = [loaded("scipy"), loaded("scipy", "Haswell"), loaded(str(NUMPYS), "Haswell")]
+    found = [loaded("scipy"), loaded("scipy", "Haswell"), loaded(str(NUMPYS), "Haswell")._replace(early=True)]
     seconds = {"": (1.0, 2.0), "Haswell": (0.9, 2.4)}
     times = {each.candidate: {gemm: Times(dict.fromkeys(ORDERS, second), (0, 0)) for gemm, second in zip(
         (single, twice), seconds[each.kernel])} for each in found}
@@ -203,8 +203,42 @@ def test_commands_that_ask_before_a_grid_is_made_know_auto(cache, job, monkeypat
     monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
     done = job(1, "from pmm3d.tools.cli import main\nmain()", *words)
     said = done.stdout + done.stderr
-    assert "no such BLAS" not in said and "could not be" not in said, said
+    assert "no such BLAS" not in said and "could not be" not in said and "OPENBLAS_CORETYPE" not in said, said
     assert words[0] == "plan" and done.returncode == 0 or "kernel Haswell" in done.stdout, said
+
+
+TWICE = """
+    import os
+    from contextlib import nullcontext
+    from mpi4py import MPI
+    from pmm3d import Grid, Pmm3dError
+    from pmm3d.arrays.blas_library import chosen
+    {}
+    for _ in range(2):
+        try:
+            with nullcontext() if MPI.COMM_WORLD.rank else Grid(MPI.COMM_SELF), Grid(MPI.COMM_WORLD):
+                print("taken", os.environ["PMM3D_BLAS"], os.environ.get("OPENBLAS_CORETYPE"))
+        except Pmm3dError as error:
+            print("refused" if "had loaded it before" in str(error) else error)
+"""
+
+
+def test_a_second_grid_is_as_the_first_and_the_environment_as_it_was(cache, job, monkeypatch):
+    """What is refused stays refused, and ranks that have made a grid of their own agree with those that have not."""
+    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
+    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    done = job(2, TWICE.format(""))
+    assert done.stdout == 4 * "taken auto:float32 None\n", done.stdout + done.stderr
+    early = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
+    done = job(1, TWICE.format(early))
+    assert done.stdout == 2 * "refused\n", done.stdout + done.stderr
+
+
+def test_a_choice_names_its_kernel_though_it_was_the_blas_that_took_it():
+    own = loaded("scipy")._replace(name="openblas", kernel="SkylakeX")
+    assert own.variables == {"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "SkylakeX"}
+    assert loaded("mkl")._replace(kernel="AVX2").variables == {"PMM3D_BLAS": "mkl"}
 
 
 def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):

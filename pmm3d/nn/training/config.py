@@ -190,7 +190,7 @@ class OverlapSection(Section):
     reshard_after_forward: bool | None = None
     """whether gathered weights are dropped after the forward pass; left out: where memory is short"""
     shared_weights: bool = False
-    """whether ranks along z that are on one node share one copy of each gathered weight; for numpy"""
+    """whether ranks along z that are on one node share one copy of each gathered weight; on the host"""
     decomposed: bool | None = None
     """whether rows of sharded activations are multiplied as they come, rank by rank; left out: across nodes"""
     regather_inputs: bool = False
@@ -240,8 +240,9 @@ class Config(Section):
         if self.overlap.shared_weights and self.overlap.reshard_after_forward:
             problems.append("overlap.reshard_after_forward has no effect here: it counts where overlap.shared_weights "
                             "is false")
-        if self.overlap.shared_weights and self.network.library != "numpy":
-            problems.append("overlap.shared_weights has no effect here: it counts where network.library is numpy")
+        if self.overlap.shared_weights and self.network.library not in ("numpy", "torch", "torch:cpu"):
+            problems.append("overlap.shared_weights has no effect here: it counts where network.library is numpy or "
+                            "torch")
         if self.network.dtype != "float32" and self.training.precision != "float32":
             problems.append("training.precision has no effect here: it counts where network.dtype is float32")
         if self.training.precision == "bfloat16" and self.network.library.partition(":")[0] != "torch":

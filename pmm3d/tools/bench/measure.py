@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -17,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace, library_named, take_device
 from ...comm import Grid
+from ...comm.blas_choice import is_measured
 from ...comm.hosts import Host, hosts, mpi_name
 from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
@@ -279,10 +279,9 @@ def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> E
 
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
-    """What to do about a lesser kernel that nobody chose, and about threads that take turns on the cores; None if all is
-    well."""
-    chosen = os.environ.get("OPENBLAS_CORETYPE", "").lower() == blas.kernel.lower()
-    told = [None if chosen else blas.advice(processor)]
+    """What to do about a lesser kernel that was not measured to be faster, and about threads that take turns on the
+    cores; None if all is well."""
+    told = [None if is_measured() else blas.advice(processor)]
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:
         threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)

@@ -16,7 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
-from ...comm.blas_choice import blas_here
+from ...comm.blas_choice import blas_here, is_measured
 from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...model import machine
 from .finding import Finding, counted, ranks_by, spread, unlike_first
@@ -177,12 +177,12 @@ def gemm_rate(size: int = GEMM_SIZE) -> float:
 def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
     first = facts[0]
     blas, processor = first.blas, first.processor
-    advised = {advice for fact in facts if (advice := fact.blas.advice(fact.processor))}
+    advised = {advice for fact in facts if (advice := fact.blas.advice(fact.processor)) and not is_measured()}
     for advice in sorted(advised):
         text, _, remedy = advice.partition(": ")
         finding.warn(text, remedy)
     kernel = machine.better_kernel(processor)
-    if kernel and not advised and blas.name == "openblas" and not first.chosen:
+    if kernel and not advised and blas.name == "openblas" and not first.chosen and not is_measured():
         finding.note(f"OpenBLAS takes this CPU for a lesser one; the pmm3d command told it better ({kernel})",
                      f"for programs of your own: export OPENBLAS_CORETYPE={kernel}")
     if blas.name == "unknown":

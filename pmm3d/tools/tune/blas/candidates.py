@@ -30,11 +30,6 @@ class Candidate(NamedTuple):
         """Of the environment, that make it so."""
         return {VARIABLE: self.blas} | ({KERNEL_VARIABLE: self.kernel} if self.kernel else {})
 
-    @property
-    def in_time(self) -> bool:
-        """Whether a job can still choose it: the BLAS in numpy's own wheel has its kernel before pmm3d is there."""
-        return not self.kernel or f"/{BUNDLED[0][1]}/" not in self.blas
-
     def __str__(self) -> str:
         name = self.blas if len(self.blas) < 40 else f".../{Path(self.blas).name}"
         return f"{name} ({self.kernel})" if self.kernel else name

@@ -119,9 +119,10 @@ def _remember(findings: Findings, threads: int) -> None:
     try:
         for dtype in (*findings.dtypes, ""):
             choice = findings.choice_for(dtype, in_time=True)
-            kept = remember(Choice(choice.candidate.variables, in_words(choice)), threads, dtype)
+            kept = remember(Choice(choice.variables, in_words(choice)), threads, dtype)
+            where = "" if choice == findings.choice_for(dtype) else ", the fastest that a running Python can still take"
+            say(f"kept for PMM3D_BLAS={asked_of(dtype)}: {in_words(choice)}{where}")
         times = remember_times(times_by_blas(findings), threads)
-        names = " and ".join(f"PMM3D_BLAS={asked_of(dtype)}" for dtype in ("", *findings.dtypes))
-        say(f'kept for {names} in {kept.parent}, for order="auto" in {times}')
+        say(f'in {kept.parent}; for order="auto" in {times}')
     except (OSError, RuntimeError) as error:
         say(f"the choice is not kept: {error}. The lines above do without")

@@ -12,11 +12,12 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
+from ....comm.blas_choice import KERNEL_VARIABLE
 from ....errors import Pmm3dError
 from ....layout import itemsize
 from ....model.machine import THREAD_COUNTS, cores
 from ....model.orders import ORDERS
-from .candidates import Candidate
+from .candidates import OPENBLAS, Candidate
 from .shapes import Gemm
 
 SECONDS = 0.04
@@ -27,7 +28,8 @@ EQUAL = 0.01
 
 
 class Loaded(NamedTuple):
-    """A candidate that is here: what it turned out to be."""
+    """A candidate that is here: what it turned out to be. early: whether numpy has loaded it already, with the kernel
+    that it then keeps."""
 
     candidate: Candidate
     file: str
@@ -35,6 +37,18 @@ class Loaded(NamedTuple):
     version: str
     kernel: str
     threads: int
+    early: bool = False
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment, that make it so whatever kernel is set there."""
+        return self.candidate.variables | ({KERNEL_VARIABLE: self.kernel} if self.name == OPENBLAS and self.kernel
+                                           else {})
+
+    @property
+    def in_time(self) -> bool:
+        """Whether a job can still choose its kernel."""
+        return not (self.early and self.candidate.kernel)
 
 
 class Times(NamedTuple):
@@ -88,7 +102,7 @@ class Findings(NamedTuple):
     def choice_for(self, dtype: str, in_time: bool = False) -> Loaded:
         """The fastest in the GEMMs of that type; of equals the first. in_time: of those that a job can still choose,
         if there is one."""
-        found = [loaded for loaded in self.candidates if loaded.candidate.in_time or not in_time] or self.candidates
+        found = [loaded for loaded in self.candidates if loaded.in_time or not in_time] or self.candidates
         least = min(self.seconds(loaded.candidate, dtype) for loaded in found)
         return next(loaded for loaded in found if self.seconds(loaded.candidate, dtype) <= least * (1 + EQUAL))
 

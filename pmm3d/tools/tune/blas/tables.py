@@ -65,7 +65,7 @@ def _table(title: str, first: str, *others: str) -> Table:
 def script_lines(loaded: Loaded) -> list[str]:
     """For a batch script."""
     threads = {"OMP_NUM_THREADS": str(loaded.threads)}
-    return [f"export {name}={shlex.quote(text)}" for name, text in (loaded.candidate.variables | threads).items()]
+    return [f"export {name}={shlex.quote(text)}" for name, text in (loaded.variables | threads).items()]
 
 
 def in_words(loaded: Loaded) -> str:
@@ -82,7 +82,7 @@ def times_by_blas(findings: Findings) -> dict[str, list[Timed]]:
 def as_json(findings: Findings) -> list[dict[str, Any]]:
     """A candidate each, the fastest first."""
     ordered = sorted(findings.candidates, key=lambda loaded: findings.seconds(loaded.candidate))
-    return [{"variables": loaded.candidate.variables, "file": loaded.file, "name": loaded.name,
+    return [{"variables": loaded.variables, "file": loaded.file, "name": loaded.name,
              "version": loaded.version, "kernel": loaded.kernel, "threads": loaded.threads, "ranks": findings.ranks,
              "seconds": findings.seconds(loaded.candidate), "chosen": loaded == findings.choice,
              "gemms": [{**gemm._asdict(), "seconds": times.orders, "copies": list(times.copies)}

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ....arrays import NumpyLibrary, Workspace
-from ....arrays.blas_library import chosen
+from ....arrays.blas_library import chosen, file_of
 from ....errors import Pmm3dError
 from ....model.machine import loaded_blas
 
@@ -59,16 +60,24 @@ def _seconds(call: Any, least: float) -> float:
     return median(found[1:])
 
 
+def _mapped() -> set[str]:
+    """Files that are loaded by now; none where the system does not tell."""
+    with suppress(OSError), open("/proc/self/maps") as lines:
+        return {os.path.realpath(line[line.index("/") :].rstrip("\n")) for line in lines if "/" in line}
+    return set()
+
+
 def main() -> None:
     core, nbytes = map(int, sys.argv[1:])
     if core >= 0:
         os.sched_setaffinity(0, range(core, core + int(os.environ["OMP_NUM_THREADS"])))
+    before = _mapped()
     try:
-        file = chosen().file
+        file, early = chosen().file, file_of(chosen().routines["dgemm"]) in before
     except (Pmm3dError, MemoryError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    print(json.dumps({"file": file, **vars(loaded_blas(file))}), flush=True)
+    print(json.dumps({"file": file, "early": early, **vars(loaded_blas(file))}), flush=True)
     operands = Operands(nbytes)
     operands.timed({"dtype": "float32", "orders": "nnn", "shape": (8, 8, 8), "seconds": 0})
     for line in sys.stdin:
