@@ -171,7 +171,7 @@ def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
 
 @pytest.mark.parallel([4])
 def test_overlaps_and_checkpoints_change_no_bit(comm):
-    """The overlaps off; weights gathered anew for the backward pass; torch.utils.checkpoint."""
+    """The overlaps off; weights gathered anew for the backward pass; one copy of them; torch.utils.checkpoint."""
     from torch.utils.checkpoint import checkpoint
 
     def trained(grid, overlap, again=False):
@@ -186,6 +186,8 @@ def test_overlaps_and_checkpoints_change_no_bit(comm):
         first = trained(grid, Overlap())
         assert trained(grid, Overlap.none()) == first
         assert trained(grid, Overlap(reshard_after_forward=True)) == first
+        assert trained(grid, Overlap(shared_weights=True)) == first
+        assert trained(grid, Overlap(shared_weights=True), again=True) == first
         assert trained(grid, Overlap(), again=True) == first
 
     on_each_grid(comm, check)
