@@ -140,13 +140,16 @@ def main() -> None:
     parser.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
     parser.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
                                                           "out: that of PMM3D_BLAS, or SciPy's")
-    parser.add_argument("--tried", nargs="+", metavar="BLAS", default=[os.environ.get("PMM3D_BLAS", "scipy")],
-                        help="BLASes that are timed, each with all kernels that this CPU runs (SciPy's)")
+    parser.add_argument("--tried", nargs="+", metavar="BLAS",
+                        help="BLASes that are timed, each with all kernels that this CPU runs (that of PMM3D_BLAS, or "
+                             "SciPy's)")
     parser.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
     options = parser.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
     if "auto" in (options.order, options.blas):
-        tune(options.cells, options.tried)
+        tune(options.cells, options.tried or [os.environ.get("PMM3D_BLAS", "scipy")])
+    elif options.tried:
+        parser.error("--tried is for --blas auto and --order auto: nothing is timed without them")
     sides = {"": Side(sys.executable, stored, options.blas or "")}
     sides |= {", beside": Side(options.beside, [])} if options.beside else {}
     results: dict = {side: {cell: [] for cell in options.cells} for side in sides}

@@ -275,6 +275,18 @@ def test_mpiexec_is_in_the_session_of_the_launcher(tmp_path):
     assert session == os.getsid(0) and group != os.getpgrp()
 
 
+def test_without_a_terminal_as_stdin_mpiexec_has_none(tmp_path):
+    """It is in the background of the terminal's session, and would be stopped for asking there."""
+    asks = "try:\n    open('/dev/tty')\nexcept OSError:\n    print('no terminal')\nelse:\n    print('a terminal')\n"
+    mpiexec = make_program(tmp_path / "mpiexec", f"#!{sys.executable}\n{asks}")
+    launch = f"{sys.executable} -m pmm3d.launcher -n 2 --mpiexec {mpiexec} x"
+    for line, said in ((f"{launch} < /dev/null", "no terminal"), (launch, "a terminal")):
+        done = subprocess.run([sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", "sh", "-c", line],
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        assert said in done.stdout, done.stdout + done.stderr
+
+
 DIES = """
     import os, signal, sys, time
     from mpi4py import MPI
