@@ -95,8 +95,10 @@ class BlacsContext:
             values = []
         if len(values) != 9 or values[0] != DENSE:
             raise LayoutError("a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, "
-                              f"csrc, lld); got {list(numbers)}. Numbers of 8 bytes, of a build with INTEGER*8, look "
-                              "like (1, 0, ...)")
+                              f"csrc, lld); got {list(numbers)}")
+        if not any(values[1::2]):
+            raise LayoutError(f"the descriptor {values} looks like one of integers of 8 bytes that is read as of 4: "
+                              "compile without -i8 or -fdefault-integer-8, or copy it")
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
     def kept(self, key: Hashable) -> Any:

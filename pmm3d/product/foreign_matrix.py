@@ -89,7 +89,7 @@ class ForeignMatrix(StoredMatrix):
             return summed(self)._to_tiles(what, tiled, kind, arrays)
         matrix, grid, library = self.resolved, self.grid, self.library
         on_grid = OnGrid(matrix.placement(), matrix.order)
-        with grid.together(what, matrix.signature, tiled, arrays is None):
+        with grid.together(what, matrix.signature, tiled):
             _check_kind(f"{what}: how the matrix is to lie", tiled, kind)
             check_fits(grid, on_grid, tiled)
             if arrays is None:

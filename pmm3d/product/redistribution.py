@@ -25,6 +25,7 @@ class Redistribution:
 
     source, target   `BlockCyclic`, `Blocks`, or a Layout, then on this grid, and at most one of the two
     dtype, library   of the arrays;   order: "C" or "F", how shards of that Layout lie; as the other side if left out
+    work             bytes of work memory that it takes on this rank, of the grid's workspace
 
     One exchange: each rank sends what others want of it, and receives what it did not have; what travels is packed once
     where it leaves and unpacked once where it arrives. Collective over the grid. Raises, on every rank: LayoutError for
@@ -51,6 +52,7 @@ class Redistribution:
             self._source, self._target = _tiled(grid, source, target, order), _tiled(grid, target, source, order)
             check_fits(grid, self._source, self._target)
         self._grid, self._move = grid, planned(grid, self._source, self._target, self._dtype)
+        self.work = self._move.work
 
     def __call__(self, source: Any, target: Any, *, beta: complex = 0) -> None:
         """target = beta target + source, of this rank's arrays: one, or a list of one for each block of `Blocks`. Other
