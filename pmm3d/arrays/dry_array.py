@@ -192,7 +192,10 @@ class DryArray:
     def __neg__(self) -> DryArray:
         return self.library.elementwise("negative", (self,))
 
-    __abs__ = __pos__ = __invert__ = __neg__
+    def __abs__(self) -> DryArray:
+        return self.library.elementwise("abs", (self,))
+
+    __pos__ = __invert__ = __neg__
 
     def __float__(self) -> float:
         return float(self.number)

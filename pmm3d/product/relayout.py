@@ -220,14 +220,25 @@ def summed(matrix: Matrix) -> Matrix:
     """The matrix, or, where it is one of partial sums, their sum, in `layout.summed`: then collective."""
     if not isinstance(matrix, StoredMatrix) or not matrix.layout.sums:
         return matrix
-    grid, layout = matrix.grid, matrix.layout.summed
-    if not matrix.layout.on(grid.shape).sums:
+    return in_layout(matrix, matrix.layout.summed, "the sum of partial sums")
+
+
+def lies_in(matrix: StoredMatrix, layout: Layout) -> bool:
+    """Whether each rank's shard is the one that it has in that layout."""
+    return matrix.layout.on(matrix.grid.shape) == layout.on(matrix.grid.shape)
+
+
+def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
+    """The matrix over the memory that it has, if it lies so, or a copy of its shards in that layout, conjugated if they
+    are: then collective. what: the operation, for messages."""
+    grid = matrix.grid
+    if lies_in(matrix, layout):
         return matrix.over(matrix.stored, layout, grid)
     with ExitStack() as borrowed:
-        with grid.together("the sum of partial sums", matrix.signature):
+        with grid.together(what, matrix.signature, layout):
             grid.transport.check_place(matrix.library, matrix.memory)
             memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
-            total = matrix.over(memory, layout, grid)
-            fill = redistribution(matrix, total, borrowed)
+            there = matrix.over(memory, layout, grid)
+            fill = redistribution(matrix, there, borrowed)
         fill()
-    return total
+    return there
