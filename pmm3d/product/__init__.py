@@ -1,7 +1,8 @@
-"""Matrices spread over a grid, and their 3D product."""
+"""Matrices spread over a grid, their 3D product, and arithmetic around it."""
 
 from .matrix import DistMatrix
 from .multiply import matmul
+from .rank_k import herk, syrk
 from .repeated import MatmulPlan
 
-__all__ = ["DistMatrix", "MatmulPlan", "matmul"]
+__all__ = ["DistMatrix", "MatmulPlan", "herk", "matmul", "syrk"]

@@ -38,12 +38,13 @@ from .checks import (
 from .reductions import Reductions, diagonal_of
 from .relayout import in_layout, lies_in, summed
 from .stored import StoredMatrix, shards
+from .submatrix import Submatrices
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
 Kernel = Callable[..., Array]
 
 
-class Arithmetic(Reductions):
+class Arithmetic(Reductions, Submatrices):
     """Sums, multiples and elementwise functions of matrices."""
 
     def __add__(self: Matrix, other: Any) -> Matrix:
@@ -241,6 +242,7 @@ def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
     if isinstance(b, Number):
         raise Pmm3dError(f"{what}: {b!r} is no matrix. On the diagonal it is a.add_identity(s), on every element "
                          "a.elementwise(lambda part: part + s)")
+    check_numbers(what, a)
     check_alike(what, a, b)
 
 

@@ -32,8 +32,8 @@ class Reductions(StoredMatrix):
 
             >>> from pmm3d import DistMatrix, Grid
             >>> with Grid() as grid:
-            ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3e200 + 1e200 * i).norm()
-            5e+200
+            ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3 + i).norm()
+            5.0
         """
         with self.grid.together("norm", self.signature):
             check_numbers("norm", self)
@@ -53,6 +53,7 @@ class Reductions(StoredMatrix):
         Phase "inner" of the ledger, besides what is redistributed. Raises LayoutError, DTypeError, GridError.
         """
         with self.grid.together("inner", self.signature, signature_of(b)):
+            check_numbers("inner", self)
             check_alike("inner", self, b)
         a = summed(self)
         other = a if b is self else in_layout(b, a.layout, "inner")
