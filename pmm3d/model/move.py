@@ -31,7 +31,7 @@ class Move:
     """From one placement of a matrix to another. In each of the rounds a rank sends and receives the next rows of each
     of its pieces.
 
-        >>> from pmm3d.layout import GridShape, Layout
+        >>> from pmm3d.layout import GridShape, Layout, Placement
         >>> grid = GridShape(1, 1, 4)
         >>> rows, cols = (Placement((100, 100), layout, grid) for layout in (Layout("z"), Layout((), "z")))
         >>> move = Move(rows, cols, "float64")

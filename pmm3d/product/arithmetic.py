@@ -31,6 +31,7 @@ from .checks import (
     check_written,
     compared_dtype,
     contents,
+    no_matrix,
     scalar,
     signature_of,
     together,
@@ -260,7 +261,7 @@ def _checked_factor(what: str, factor: Any, matrix: StoredMatrix) -> complex:
 
 def _check_out(a: StoredMatrix, out: Any) -> None:
     if not isinstance(out, StoredMatrix):
-        raise Pmm3dError(f"elementwise: out is a {type(out).__name__}; it must be a DistMatrix")
+        raise Pmm3dError(no_matrix("out", out, "elementwise"))
     check_written("elementwise", out)
     if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not lies_in(out, a.layout.summed):
         raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "

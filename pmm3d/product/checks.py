@@ -118,14 +118,14 @@ def grid_of(a: Any, b: Any) -> Grid:
     for matrix in (a, b):
         if isinstance(matrix, StoredMatrix):
             return matrix.grid
-    raise Pmm3dError(_no_matrix("a", a))
+    raise Pmm3dError(no_matrix("a", a))
 
 
 def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:
     """Raises what `matmul`, or another product, says of its matrices."""
     for name, matrix in (("a", a), ("b", b), ("out", out)):
         if not isinstance(matrix, StoredMatrix) and not (name == "out" and matrix is None):
-            raise Pmm3dError(_no_matrix(name, matrix, what))
+            raise Pmm3dError(no_matrix(name, matrix, what))
         if matrix is not None and matrix.grid is not a.grid:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
                             f"bring it over with {name}.redistribute(layout, grid)")
@@ -159,7 +159,8 @@ def check_one_device(what: str, *arrays: Array) -> None:
                         f"{', '.join(map(str, found))}. Make them on one: pmm3d.arrays.take_device makes it current")
 
 
-def _no_matrix(name: str, value: Any, what: str = "matmul") -> str:
+def no_matrix(name: str, value: Any, what: str = "matmul") -> str:
+    """What is said of an operand that is none."""
     return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
             "DistMatrix.from_global")
 
@@ -174,7 +175,7 @@ def check_numbers(what: str, matrix: StoredMatrix) -> None:
 def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
     """Raises what an operation on A and B, element by element, says of them. shape: that B must have, if not A's."""
     if not isinstance(b, StoredMatrix):
-        raise Pmm3dError(_no_matrix(name, b, what))
+        raise Pmm3dError(no_matrix(name, b, what))
     shape = a.shape if shape is None else shape
     if b.grid is not a.grid:
         raise GridError(f"{what}: A is on grid {a.grid.shape}, {name} on another Grid ({b.grid.shape}); bring it over "

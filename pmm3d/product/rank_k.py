@@ -12,7 +12,7 @@ from ..arrays import Array, each_slice
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from .arithmetic import Arithmetic
-from .checks import check_numbers, check_operands, scalar, signature_of
+from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
 from .multiply import matmul
 from .reductions import diagonal_of
 from .relayout import in_layout, summed
@@ -21,6 +21,8 @@ from .stored import StoredMatrix
 Matrix = TypeVar("Matrix", bound=Arithmetic)
 LEAST_ROWS = 512
 """Of a block on the diagonal: products of smaller ones cost more than they save."""
+LEAST_DEPTH = 1024
+"""k from which halves are computed: for each element of C a product of fewer takes less time than copies of it."""
 MOST_HALVINGS = 3
 """Of the rows: 9/16 of the product are computed then; each brings operands together once more."""
 
@@ -39,8 +41,8 @@ def syrk(a: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None
     The rows of A are halved, and the halves again, up to three times, while blocks have at least 512 rows. Products of
     different parts are computed once, those on the diagonal in full: 3/4, 5/8, 9/16 of the operations of A A^T. Each
     part of A is copied to where a product takes it, phase "submatrix" of the ledger, and what is below the diagonal is
-    sent once to where its mirror image belongs, "redistribute"; operands are brought together for each halving. It pays
-    where the GEMM takes most of the time.
+    sent once to where its mirror image belongs, "redistribute"; operands are brought together for each halving. That
+    pays where the GEMM takes most of the time: with k below 1024 the product is computed in full, and mirrored.
 
     Returns C. Raises, on every rank: LayoutError if C does not fit, DTypeError, DisagreementError.
 
@@ -70,8 +72,7 @@ def herk(a: Matrix, *, alpha: float = 1, beta: float = 0, out: Matrix | None = N
 
 def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | None, uplo: str) -> Matrix:
     if not isinstance(a, Arithmetic):
-        raise Pmm3dError(f"{what}: a is a {type(a).__name__}; it must be a DistMatrix. A whole array comes in with "
-                         "DistMatrix.from_global")
+        raise Pmm3dError(no_matrix("a", a, what))
     grid, hermitian = a.grid, what == "herk"
     with grid.engine.guard:
         with grid.together(what, a.signature, signature_of(out), alpha, beta, uplo):
@@ -106,9 +107,9 @@ def _check(what: str, a: StoredMatrix, beta: complex, out: Any, uplo: Any) -> No
 
 def _lower(a: Matrix, alpha: complex, hermitian: bool, out: Matrix | None) -> Matrix:
     """alpha A A^T, below the diagonal and in the blocks on it; what is above those is whatever it was."""
-    rows = a.shape[0]
+    rows, depth = a.shape
     halvings = [number for number in range(1, MOST_HALVINGS + 1) if rows >> number >= LEAST_ROWS]
-    if not halvings:
+    if not halvings or depth < LEAST_DEPTH:
         return matmul(a, _turned(a, hermitian), alpha=alpha, out=out)
     c = type(a)(*_room(a)) if out is None else out
     every = slice(None)

@@ -79,6 +79,25 @@ def test_in_place_operators_change_what_others_see(some_grid):
     assert_is(view, 2 * (whole - 2 * whole_b).T)
 
 
+def test_transposes_and_conjugates_are_views_that_products_read_in_place(some_grid):
+    """The BLAS transposes, and conjugates what it transposes: nothing is copied, and no operand moves."""
+    for dtype in TYPES:
+        (a, whole), (b, whole_b) = (made(some_grid, (7, cols), layout, dtype, seed=cols)
+                                      for cols, layout in ((6, Layout.A), (5, Layout.C)))
+        for view in (a.T, a.H, a.conj()):
+            assert a.library.share_memory(view.memory, a.memory) or not a.box.size
+        some_grid.ledger.reset()
+        products = a.T @ b, a.H @ b
+        assert some_grid.ledger.total(phase="redistribute").calls == 0
+        for matrix, right in zip(products, (whole.T @ whole_b, whole.conj().T @ whole_b)):
+            assert_is(matrix, right)
+    with Grid.dry((1, 1, 1)) as dry:
+        a, b = (DistMatrix.random(dry, (70, cols), dtype="complex64") for cols in (60, 50))
+        a.H @ b
+        assert [action.what for action in dry.dry_run.actions] == ["gemm"]
+        assert dry.dry_run.most.get("workspace", 0) == 0
+
+
 def assert_types(grid, library, dtypes):
     for dtype in dtypes:
         s = factor_of(dtype)
