@@ -292,8 +292,9 @@ def _zeros(grid: Grid, n: int, dtype: Any, layout: Layout,
 
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
-    """The memory of a matrix, turned as that of the other one is stored."""
-    return matrix.memory if like.order == "C" else matrix.memory.T
+    """What a matrix stores, to be read, turned as the other one stores it."""
+    stored = matrix.library.plain(matrix.stored)
+    return stored if matrix.order == like.order else stored.T
 
 
 def _one_place(a: StoredMatrix, b: StoredMatrix) -> bool:

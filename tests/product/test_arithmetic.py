@@ -7,7 +7,7 @@ import pytest
 from samples import TESTED, UP_TO_4, bits_of, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError
-from pmm3d.layout import EMPTY, MATRIX_DTYPES
+from pmm3d.layout import EMPTY
 
 pytestmark = pytest.mark.parallel([1, 2, 4, 6])
 up_to_4 = pytest.mark.parallel(UP_TO_4)
@@ -44,7 +44,7 @@ def factor_of(dtype):
 
 
 def test_sums_in_all_layouts(grid):
-    for shape, one, other in product(SHAPES, LAYOUTS, LAYOUTS):
+    for shape, one, other in (*product(SHAPES[:1], LAYOUTS, LAYOUTS), *product(SHAPES[1:], LAYOUTS[:1], LAYOUTS[-1:])):
         (a, whole_a), (b, whole_b) = made(grid, shape, one), made(grid, shape, other, seed=1)
         total = a + b
         assert total.layout == one and total.memory is not a.memory
@@ -143,7 +143,7 @@ def test_every_type(some_grid):
 
 @up_to_4
 def test_every_type_in_torch(some_grid):
-    assert_types(some_grid, "torch", MATRIX_DTYPES)
+    assert_types(some_grid, "torch", ("bfloat16", "float64", "complex64"))
 
 
 @up_to_4
@@ -153,8 +153,9 @@ def test_tensors_with_gradients_are_read_and_not_written(some_grid, fails):
     a, whole = made(some_grid, (5, 5), library="torch")
     wanting = DistMatrix.from_local(some_grid, a.local.clone().requires_grad_(), (5, 5))
     wanting.local = wanting.local.clone().requires_grad_()
-    total = wanting + 2 * wanting
-    assert_is(total, 3 * whole) if not total.local.requires_grad else None
+    assert_is(wanting + 2 * wanting, 3 * whole)
+    assert not (wanting + 2 * wanting).local.requires_grad
+    assert wanting.inner(a) == np.vdot(whole, whole) and np.isclose(wanting.norm(), np.linalg.norm(whole))
     fails(LayoutError, "add: the matrix is read-only", lambda: wanting.add(a))
     assert_is(a.elementwise(torch.abs), np.abs(whole))
 
