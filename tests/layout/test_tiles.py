@@ -10,8 +10,9 @@ from test_placement import IDLE_TOO, grids, layouts, shapes
 from tiles import held, indices, places, tilings
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
-from pmm3d.layout import OnGrid, Placement, Shared, arriving, leaving, packed, strided
-from pmm3d.layout.dealing import Cyclic, Intervals, in_common
+from pmm3d.layout import OnGrid, Placement
+from pmm3d.layout.dealing import Cyclic, Intervals, Shared, in_common, packed, strided
+from pmm3d.layout.pieces import arriving, leaving
 
 pairs = shapes.flatmap(lambda shape: st.tuples(*(tilings(shape, IDLE_TOO, layouts, grids) for _ in range(2))))
 numbers = st.integers(1, 6)
