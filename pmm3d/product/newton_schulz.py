@@ -15,6 +15,7 @@ from ..layout import LOW_PRECISION, Layout, whole_number
 from .checks import check_numbers, check_square, check_written, grid_of, signature_of
 from .matrix import DistMatrix
 from .multiply import matmul, plan_for
+from .reductions import diagonal_of
 from .relayout import summed
 
 Coefficients = tuple[float, float, float]
@@ -81,7 +82,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
         check_written("newton_schulz", out)
     a, last = summed(a), len(coefficients) - 1
     factor = 1 / max(a.norm(), SMALLEST)
-    x = a.scale(factor) if a is out and last else _times(a, factor)
+    x = _times(a, factor, out if a is out and last else None)
     x, target = (x.T, out.T) if a.shape[0] < a.shape[1] else (x, out)
     for index, each in enumerate(coefficients):
         x = _applied(x, _product(x.H, x), each, target if index == last else None)
@@ -181,9 +182,9 @@ def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatri
     for step in range(most + 1):
         squared = square(x)
         if step == 0 and (bound := squared.norm()) > 0:
-            x.scale(bound**-0.5)
-            squared.scale(1 / bound)
-        errors.append(_times(squared, 1).add_identity(-1).norm())
+            _times(x, bound**-0.5, out=x)
+            _times(squared, 1 / bound, out=squared)
+        errors.append(_plus(-1, _times(squared, 1)).norm())
         if not isfinite(errors[-1]) or step and errors[-2] < enough:
             break
         if step < most:
@@ -198,8 +199,8 @@ def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatri
 def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients, out: DistMatrix | None = None) -> DistMatrix:
     """X (p I + q S + r S^2), in `out` or in work memory. S is written to where r is 0."""
     p, q, r = coefficients
-    factor = _product(squared, _times(squared, r).add_identity(q)) if r else squared.scale(q)
-    factor.add_identity(p)
+    factor = _product(squared, _plus(q, _times(squared, r))) if r else _times(squared, q, out=squared)
+    _plus(p, factor)
     return _product(x, factor) if out is None else matmul(x, factor, out=out)
 
 
@@ -209,9 +210,16 @@ def _product(a: DistMatrix, b: DistMatrix) -> DistMatrix:
     return matmul(a, b, out=_room(a, (a.shape[0], b.shape[1]), layout))
 
 
-def _times(a: DistMatrix, factor: float) -> DistMatrix:
-    """factor A, in work memory."""
-    room = _room(a, a.shape, a.layout)
+def _plus(number: float, a: DistMatrix) -> DistMatrix:
+    """A += number I."""
+    diagonal, _ = diagonal_of(a)
+    diagonal[...] += number
+    return a
+
+
+def _times(a: DistMatrix, factor: float, out: DistMatrix | None = None) -> DistMatrix:
+    """factor A, in work memory if not in A itself."""
+    room = _room(a, a.shape, a.layout) if out is None else out
     by_rows(lambda part: factor * part, room.memory, a.local, name="scale")
     return room
 

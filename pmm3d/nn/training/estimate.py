@@ -18,8 +18,8 @@ OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
 """Passes over gradients, weights and states; all others are over activations."""
 AGREED_BYTES = 64
 """What every rank says at the end of a batch."""
-ACTIONS = 8
-"""Of a product on the whole grid: what is begun, waited for, packed and multiplied."""
+LOCAL_ACTIONS = 3
+"""Of a product on one rank, its passes over matrices included."""
 
 
 class Weight(NamedTuple):
@@ -126,15 +126,14 @@ class Estimates:
 
     def _orthogonal(self, shape: GridShape, groups: dict[str, Group]) -> dict[str, float]:
         """Of the products of Muon's Newton-Schulz steps, which all ranks along data do."""
-        spent = dict.fromkeys(("gemm", "overhead", "all", "x", "y", "z"), 0.0)
+        spent = dict.fromkeys(("gemm", "overhead", "x", "y", "z"), 0.0)
         steps, machine = self.config.optimizer.ns_steps, self.machine
-        agreed = machine.collective_in_step("all_reduce", groups["all"], AGREED_BYTES)
+        actions = LOCAL_ACTIONS + 2 * sum(getattr(shape, axis) > 1 for axis in "xyz")
         for (m, n, k, dtype), times in self._products().items():
             rows, cols, depth = _local(shape, m, n, k)
             size = itemsize(dtype)
             spent["gemm"] += steps * times * machine.gemm_seconds(rows, cols, depth, dtype, "nn")
-            spent["overhead"] += steps * times * ACTIONS * machine.overhead_in_step
-            spent["all"] += steps * times * agreed
+            spent["overhead"] += steps * times * actions * machine.overhead_in_step
             for axis, operation, nbytes in (("x", "all_gather", rows * depth), ("z", "all_gather", depth * cols),
                                             ("y", "reduce_scatter", rows * cols)):
                 spent[axis] += steps * times * self._collective(operation, groups[axis], size * nbytes)[0]
