@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
         Pmm3dError,
     )
     from .layout import Box, GridShape, Layout
-    from .product import DistMatrix, MatmulPlan, matmul, matrix_sign, newton_schulz, polar
+    from .product import DistMatrix, MatmulPlan, herk, matmul, matrix_sign, newton_schulz, polar, syrk
 
 __version__ = "0.1.0"
 
@@ -32,12 +32,13 @@ _ROOMS = {
     "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
                "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
     "layout": ("Box", "GridShape", "Layout"),
-    "product": ("DistMatrix", "MatmulPlan", "matmul", "matrix_sign", "newton_schulz", "polar"),
+    "product": ("DistMatrix", "MatmulPlan", "herk", "matmul", "matrix_sign", "newton_schulz", "polar", "syrk"),
 }  # fmt: skip
 __all__ = [
     "Axis", "Box", "CheckpointError", "DTypeError", "DataError", "DisagreementError", "DistMatrix", "Grid", "GridError",
     "GridShape", "LauncherError", "Layout", "LayoutError", "MatmulPlan", "MemoryLimitError", "MissingPackageError",
-    "OutOfMemoryError", "Pending", "Pmm3dError", "__version__", "matmul", "matrix_sign", "newton_schulz", "polar",
+    "OutOfMemoryError", "Pending", "Pmm3dError", "__version__", "herk", "matmul", "matrix_sign",
+    "newton_schulz", "polar", "syrk",
 ]  # fmt: skip
 
 

@@ -72,6 +72,10 @@ class DryArray:
     def T(self) -> DryArray:
         return self._view(self.elements.T)
 
+    @property
+    def real(self) -> DryArray:
+        return self.library.elementwise("real", (self,))
+
     def reshape(self, *shape: Any) -> DryArray:
         """A view where the elements lie without gaps, else a copy."""
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape

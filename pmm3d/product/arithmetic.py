@@ -31,6 +31,7 @@ from .checks import (
     check_written,
     compared_dtype,
     contents,
+    no_matrix,
     scalar,
     signature_of,
     together,
@@ -38,12 +39,13 @@ from .checks import (
 from .reductions import Reductions, diagonal_of
 from .relayout import in_layout, lies_in, summed
 from .stored import StoredMatrix, shards
+from .submatrix import Submatrices
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
 Kernel = Callable[..., Array]
 
 
-class Arithmetic(Reductions):
+class Arithmetic(Reductions, Submatrices):
     """Sums, multiples and elementwise functions of matrices."""
 
     def __add__(self: Matrix, other: Any) -> Matrix:
@@ -241,6 +243,7 @@ def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
     if isinstance(b, Number):
         raise Pmm3dError(f"{what}: {b!r} is no matrix. On the diagonal it is a.add_identity(s), on every element "
                          "a.elementwise(lambda part: part + s)")
+    check_numbers(what, a)
     check_alike(what, a, b)
 
 
@@ -258,7 +261,7 @@ def _checked_factor(what: str, factor: Any, matrix: StoredMatrix) -> complex:
 
 def _check_out(a: StoredMatrix, out: Any) -> None:
     if not isinstance(out, StoredMatrix):
-        raise Pmm3dError(f"elementwise: out is a {type(out).__name__}; it must be a DistMatrix")
+        raise Pmm3dError(no_matrix("out", out, "elementwise"))
     check_written("elementwise", out)
     if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not lies_in(out, a.layout.summed):
         raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
@@ -289,8 +292,9 @@ def _zeros(grid: Grid, n: int, dtype: Any, layout: Layout,
 
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
-    """The memory of a matrix, turned as that of the other one is stored."""
-    return matrix.memory if like.order == "C" else matrix.memory.T
+    """What a matrix stores, to be read, turned as the other one stores it."""
+    stored = matrix.library.plain(matrix.stored)
+    return stored if matrix.order == like.order else stored.T
 
 
 def _one_place(a: StoredMatrix, b: StoredMatrix) -> bool:

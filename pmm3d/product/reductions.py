@@ -32,13 +32,13 @@ class Reductions(StoredMatrix):
 
             >>> from pmm3d import DistMatrix, Grid
             >>> with Grid() as grid:
-            ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3e200 + 1e200 * i).norm()
-            5e+200
+            ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3 + i).norm()
+            5.0
         """
         with self.grid.together("norm", self.signature):
             check_numbers("norm", self)
         matrix = summed(self)
-        own = _norm_of(matrix.library, matrix.stored, self.dtype) if _counts(matrix) else 0.0
+        own = _norm_of(matrix.library, self.library.plain(matrix.stored), self.dtype) if _counts(matrix) else 0.0
         everyone = self.grid.everyone
         with self.grid.ledger.phase("norm"):
             norms = everyone.all_gather(np.array([own]), counts=[1] * everyone.size).wait()
@@ -53,6 +53,7 @@ class Reductions(StoredMatrix):
         Phase "inner" of the ledger, besides what is redistributed. Raises LayoutError, DTypeError, GridError.
         """
         with self.grid.together("inner", self.signature, signature_of(b)):
+            check_numbers("inner", self)
             check_alike("inner", self, b)
         a = summed(self)
         other = a if b is self else in_layout(b, a.layout, "inner")
@@ -158,5 +159,6 @@ def _inner_of(a: StoredMatrix, b: StoredMatrix) -> complex:
             y = library.conjugate(y) if b.conjugated else y
         return (x * y).sum()
 
-    other = b.memory if a.order == "C" else b.memory.T
-    return sum((each.item() for each in _over_rows(library, product, a.stored, other)), 0.0)
+    stored, other = library.plain(a.stored), library.plain(b.stored)
+    other = other if a.order == b.order else other.T
+    return sum((each.item() for each in _over_rows(library, product, stored, other)), 0.0)
