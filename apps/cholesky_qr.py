@@ -27,10 +27,10 @@ from __future__ import annotations
 from math import sqrt
 
 import numpy as np
-from proving import Report, from_file, on_root, parser, write
+from proving import Report, from_file, on_root, parser, run, write
 from scipy.linalg import cholesky, solve_triangular
 
-from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, herk
+from pmm3d import DistMatrix, Grid, Layout, herk
 
 ROWS = Layout("z")
 """Rows over all ranks."""
@@ -76,10 +76,10 @@ def cholesky_qr(report: Report, a: DistMatrix, method: str) -> tuple[str, DistMa
         near = made is not None and (shifted or made[2] <= roundoff(a) ** -0.5 / 8)
         if not near and method != "cholesky-qr2":
             shifted, made = True, cholesky_pass(report, q, True)
-        if made is None or shifts == MOST:
-            raise Pmm3dError(f"cholesky_qr: A^H A is not positive definite in {a.dtype} after {shifts} shifted passes: "
-                             "the columns of A are linearly dependent, to rounding"
-                             + "; --method shifted-cholesky-qr3 takes larger conditions" * (method == "cholesky-qr2"))
+        report.refuse(made is None or shifts == MOST,
+                      f"cholesky_qr: A^H A is not positive definite in {a.dtype} after {shifts} shifted passes: the "
+                      "columns of A are linearly dependent, to rounding"
+                      + "; --method shifted-cholesky-qr3 takes larger conditions" * (method == "cholesky-qr2"))
         q, r = made[0], np.triu(made[1] @ r)
         shifts, plain = shifts + shifted, 0 if shifted else plain + 1
     return f"shifted-cholesky-qr{shifts + 2}" if shifts else "cholesky-qr2", q, r
@@ -150,12 +150,11 @@ def main() -> None:
     with Grid(MPI.COMM_WORLD, (1, 1, MPI.COMM_WORLD.size)) as grid:
         making, report = Report(grid), Report(grid)
         if given.file:
-            a = from_file(grid, given.file, ROWS)
+            a = from_file(report, given.file, ROWS)
         else:
             a = random(making, given.rows, given.cols, given.dtype, given.condition, given.seed)
-        if a.shape[0] < a.shape[1]:
-            raise Pmm3dError(f"cholesky_qr: A is {a.shape[0]} x {a.shape[1]}; it must have at least as many rows as "
-                             "columns")
+        report.refuse(a.shape[0] < a.shape[1], f"cholesky_qr: A is {a.shape[0]} x {a.shape[1]}; it must have at least as "
+                                               "many rows as columns")
         how, q, r = cholesky_qr(report, a, given.method)
         report.say(f"{how} on {grid.size} ranks: A {a.shape[0]} x {a.shape[1]} {a.dtype}")
         prove(report, a, q, r, given.check)
@@ -166,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -24,9 +24,9 @@ from __future__ import annotations
 from math import sqrt
 
 import numpy as np
-from proving import Report, from_file, grid_of, on_root, parser, write
+from proving import Report, from_file, grid_of, on_root, parser, run, write
 
-from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matrix_sign, polar
+from pmm3d import DistMatrix, Grid, Layout, matrix_sign, polar
 from pmm3d.product.newton_schulz import MUON
 
 
@@ -133,11 +133,11 @@ def main() -> None:
         report = Report(grid)
         with report.phase("A"):
             if given.file:
-                a = from_file(grid, given.file, Layout.A)
+                a = from_file(report, given.file, Layout.A)
             else:
                 a = random(grid, given.rows, given.cols, given.condition, given.dtype, given.seed, given.sign)
-            if given.sign and (a.shape[0] != a.shape[1] or (a - a.H).norm() > 1e-6 * a.norm()):
-                raise Pmm3dError("--sign is of symmetric (Hermitian) matrices; |A - A^H| is too large")
+            report.refuse(given.sign and (a.shape[0] != a.shape[1] or (a - a.H).norm() > 1e-6 * a.norm()),
+                          "--sign is of symmetric (Hermitian) matrices; |A - A^H| is too large")
         report.say(f"{'sign' if given.sign else 'polar factor'} on grid {grid.shape}: A {a.shape[0]} x {a.shape[1]} "
                    f"{a.dtype}" + f", condition {given.condition:.0e}" * (given.condition > 0))
         first = [MUON] * given.quintic
@@ -155,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

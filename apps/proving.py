@@ -5,30 +5,64 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from pmm3d import DistMatrix, Grid, Pmm3dError
+from pmm3d import DistMatrix, Grid, Layout, Pmm3dError
 from pmm3d.comm.ledger import Entry
 from pmm3d.io.new_hdf5 import written
+from pmm3d.tools.terminal import complain
 
 ROWS = 2**26
 """Bytes of rows that rank 0 writes at a time."""
 
 
-def parser(text: str, grid: str = "auto") -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Speaks on rank 0 only, and ends all ranks once it has."""
+
+    def _print_message(self, message: str, file=None) -> None:
+        if MPI.COMM_WORLD.rank == 0:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"pmm3d: UsageError: {message}\n")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            self._print_message(message, sys.stderr)
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Barrier()
+        sys.exit(status)
+
+
+def parser(text: str, grid: str = "auto") -> Parser:
     """With the options that all of them have."""
-    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--grid", default=grid, help=f"GxxGyxGz, or auto: the best for a product of that size ({grid})")
     made.add_argument("--out", type=Path, help="HDF5 file to write the result to; left out: nothing is written")
     made.add_argument("--check", action="store_true",
                       help="compare with scipy on rank 0, which then holds the whole matrices; exit status 1 if it "
                            "differs")
     return made
+
+
+def run(main: Callable[[], None]) -> None:
+    """The program. What all ranks raise together rank 0 says, and all end with status 1."""
+    try:
+        main()
+    except Pmm3dError as error:
+        if not error.everywhere:
+            raise
+        if MPI.COMM_WORLD.rank == 0:
+            complain(error)
+        MPI.COMM_WORLD.Barrier()
+        sys.exit(1)
 
 
 def grid_of(text: str, product: tuple[int, int, int]) -> Grid:
@@ -60,6 +94,12 @@ class Report:
         total: Entry = self.grid.ledger.total()
         return total.received
 
+    def refuse(self, wrong: bool, text: str) -> None:
+        """Raises Pmm3dError, on every rank, if that is so."""
+        with self.grid.together("a check", wrong, text):
+            if wrong:
+                raise Pmm3dError(text)
+
     def holds(self, what: str, value: float, limit: float, note: str = "") -> None:
         """A number that must not be above a limit; the same on all ranks."""
         good = bool(value <= limit)
@@ -82,11 +122,10 @@ class Report:
             sys.exit(1)
 
 
-def from_file(grid: Grid, names: list[str], layout) -> DistMatrix:
+def from_file(report: Report, names: list[str], layout: Layout) -> DistMatrix:
     """The matrix of FILE DATASET, or of FILE where that is a .npy file."""
-    if len(names) > 2:
-        raise Pmm3dError(f"a file, and the name of a data set in it, are needed; got {names}")
-    return DistMatrix.from_file(grid, *names, layout=layout)
+    report.refuse(len(names) > 2, f"--file FILE DATASET: a file, and the name of a data set in it; got {names}")
+    return DistMatrix.from_file(report.grid, *names, layout=layout)
 
 
 def write(report: Report, path: Path, matrices: dict[str, DistMatrix], facts: dict[str, float]) -> None:
@@ -115,7 +154,7 @@ def write(report: Report, path: Path, matrices: dict[str, DistMatrix], facts: di
     report.say(f"wrote {', '.join(matrices)} to {path}")
 
 
-def on_root(grid: Grid, what: str, calculate) -> float:
+def on_root(grid: Grid, what: str, calculate: Callable[[], float]) -> float:
     """What rank 0 calculates, told to all. Collective."""
     found = None
     with grid.together(what, always=True):

@@ -26,9 +26,10 @@ norm, the energy tr(P H), seconds and bytes of each phase; with --check max |P -
 from __future__ import annotations
 
 from math import isnan, sqrt
+from typing import NoReturn
 
 import numpy as np
-from proving import Report, from_file, grid_of, on_root, parser, write
+from proving import Report, from_file, grid_of, on_root, parser, run, write
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 
@@ -126,7 +127,7 @@ def sp2(report: Report, h: DistMatrix, bounds: tuple[float, float], electrons: f
         if error <= LIMIT and abs(trace - electrons) <= COUNT:
             return x
         x, other = new, x
-    raise lost(electrons, error)
+    raise_lost(report, electrons, error)
 
 
 def mcweeny(report: Report, h: DistMatrix, bounds: tuple[float, float], electrons: float | None,
@@ -160,7 +161,7 @@ def mcweeny(report: Report, h: DistMatrix, bounds: tuple[float, float], electron
         with report.phase("products"):
             matmul(factor, x, out=spare)
         x, spare = spare, x
-    raise lost(wanted, error)
+    raise_lost(report, wanted, error)
 
 
 def canonical(c: float) -> tuple[float, float, float]:
@@ -174,9 +175,10 @@ def told(report: Report, step: int, what: str, excess: float, error: float) -> N
     report.say(f"{step:4}  {what:12} {excess:12.3e} " + ("" if isnan(error) else f"{error:12.3e}"))
 
 
-def lost(electrons: float, error: float) -> Pmm3dError:
-    return Pmm3dError(f"purification: |X^2 - X|_F is {error:.3g} after {MOST} steps, {LIMIT:.0e} is wanted: H has no gap "
-                      f"at {electrons:.10g} electrons, or one that is too small; name another --electrons or --mu")
+def raise_lost(report: Report, electrons: float, error: float) -> NoReturn:
+    with report.grid.together("purification", always=True):
+        raise Pmm3dError(f"purification: |X^2 - X|_F is {error:.3g} after {MOST} steps, {LIMIT:.0e} is wanted: H has no "
+                         f"gap at {electrons:.10g} electrons, or too small a one; name another --electrons or --mu")
 
 
 def exact(h: np.ndarray, electrons: float) -> np.ndarray:
@@ -234,14 +236,15 @@ def main() -> None:
         report = Report(grid)
         with report.phase("H"):
             if given.file:
-                h, electrons = from_file(grid, given.file, Layout.A), given.electrons
+                h, electrons = from_file(report, given.file, Layout.A), given.electrons
             else:
                 h, count = lattice(grid, given.size, given.cubic, given.delta, given.disorder, given.seed)
                 electrons = count if given.electrons is None and given.mu is None else given.electrons
-            if h.shape[0] != h.shape[1] or (h - h.T).norm() > 1e-12 * h.norm():
-                raise Pmm3dError(f"H is {h.shape[0]} x {h.shape[1]}, and must be symmetric")
-            if electrons is not None and not 0 < electrons < h.shape[0]:
-                raise Pmm3dError(f"{electrons} electrons in {h.shape[0]} states: at least 1 and fewer than the states")
+            n = h.shape[0]
+            report.refuse(h.dtype != "float64" or n != h.shape[1] or (h - h.T).norm() > 1e-12 * h.norm(),
+                          f"H is {n} x {h.shape[1]} {h.dtype}; it must be symmetric, of float64")
+            report.refuse(electrons is not None and not 0 < electrons < n,
+                          f"{electrons} electrons in {n} states: at least 1 and fewer than the states")
         with report.phase(f"bounds ({given.bounds})"):
             bounds = (gershgorin if given.bounds == "gershgorin" else lanczos)(h)
         report.say(f"{given.method} on grid {grid.shape}: H {h.shape[0]} x {h.shape[1]}, spectrum within "
@@ -258,4 +261,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
