@@ -101,7 +101,9 @@ class Muon(AdamW):
         split = direction.layout != parameter.layout
         whole = direction.redistribute(parameter.layout) if split else direction
         with self.grid.ledger.passing("muon"):
-            newton_schulz(whole, [tuple(self.ns_coefficients)] * self.ns_steps, out=direction)
+            newton_schulz(whole, [tuple(self.ns_coefficients)] * self.ns_steps, out=whole)
+        if split:
+            whole.redistribute(direction.layout, out=direction)
         with computing(self.grid, "update", PER_ELEMENT * prod(direction.local.shape)):
             self._move(parameter, self._scale(parameter), direction.local.reshape(-1), [])
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import by_rows
+from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
 from ..layout import LOW_PRECISION, Layout, whole_number
-from .checks import check_numbers, check_square, check_written, grid_of, signature_of
+from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
 from .matrix import DistMatrix
 from .multiply import matmul, plan_for
 from .reductions import diagonal_of
@@ -69,7 +70,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
         ...     np.allclose(u.T @ u, np.eye(2), atol=1e-6)
         True
     """
-    grid = grid_of(a, a)
+    grid = _grid_of("newton_schulz", a)
     with grid.together("newton_schulz", signature_of(a), signature_of(out), list(coefficients)):
         _check_type("newton_schulz", a)
         _check_coefficients("newton_schulz", coefficients)
@@ -114,7 +115,7 @@ def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120)
                [1., 0.]]), array([[3., 0.],
                [0., 4.]]))
     """
-    grid = grid_of(a, a)
+    grid = _grid_of("polar", a)
     with grid.together("polar", signature_of(a), list(first), most):
         _check("polar", a, first, most)
     wide = a.shape[0] < a.shape[1]
@@ -138,12 +139,18 @@ def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int 
         array([[ 1.,  2.],
                [ 0., -1.]])
     """
-    grid = grid_of(a, a)
+    grid = _grid_of("matrix_sign", a)
     with grid.together("matrix_sign", signature_of(a), list(first), most):
         _check("matrix_sign", a, first, most)
         check_square("matrix_sign", a)
     x, errors = _iterated("matrix_sign", a, lambda x: _product(x, x), first, most)
     return Sign(x.redistribute(a.layout.summed), errors)
+
+
+def _grid_of(what: str, a: object) -> Grid:
+    if not isinstance(a, DistMatrix):
+        raise Pmm3dError(no_matrix("a", a, what))
+    return a.grid
 
 
 def _check(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> None:
