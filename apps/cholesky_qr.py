@@ -132,7 +132,7 @@ def options():
     made.add_argument("--rows", type=int, default=20000, help="(20000)")
     made.add_argument("--cols", type=int, default=64, help="(64)")
     made.add_argument("--dtype", choices=TYPES, default="float64")
-    made.add_argument("--condition", type=float, default=0.0, help="of A, at least 1; left out: that of a random matrix")
+    made.add_argument("--condition", type=float, default=0.0, help="of A, at least 1; left out: as it is drawn")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--method", choices=("auto", "cholesky-qr2", "shifted-cholesky-qr3"), default="auto")
     given = made.parse_args()
@@ -153,8 +153,8 @@ def main() -> None:
             a = from_file(report, given.file, ROWS)
         else:
             a = random(making, given.rows, given.cols, given.dtype, given.condition, given.seed)
-        report.refuse(a.shape[0] < a.shape[1], f"cholesky_qr: A is {a.shape[0]} x {a.shape[1]}; it must have at least as "
-                                               "many rows as columns")
+        m, n = a.shape
+        report.refuse(m < n, f"cholesky_qr: A is {m} x {n}; it must have at least as many rows as columns")
         how, q, r = cholesky_qr(report, a, given.method)
         report.say(f"{how} on {grid.size} ranks: A {a.shape[0]} x {a.shape[1]} {a.dtype}")
         prove(report, a, q, r, given.check)

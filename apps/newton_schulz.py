@@ -5,8 +5,8 @@
     srun -n 64 python apps/newton_schulz.py --sign --file a.h5 A --out s.h5
 
 A = U H: U has orthonormal columns (rows, if A is wide), H is Hermitian positive semidefinite; U is the nearest such
-matrix to A, and what Muon puts in place of its momentum. sign(A) of a symmetric matrix has the signs of its eigenvalues,
-S^2 = I, S A = A S; (I - S) / 2 projects onto the states of negative energy, as apps/purify.py does.
+matrix to A, and what Muon puts in place of its momentum. S = sign(A) of a symmetric matrix has its eigenvectors, and the
+signs of its eigenvalues: S^2 = I, S A = A S; (I - S) / 2 projects onto what is below zero, as apps/purify.py does.
 
 The iterations are those of pmm3d.polar and pmm3d.matrix_sign: X (3 I - X^H X) / 2 from X = A / |A|_F, scaled so that no
 singular value is above 1: from anywhere below 3^(1/2) it converges, at the end quadratically, after about
@@ -89,7 +89,7 @@ def prove_sign(report: Report, a: DistMatrix, s: DistMatrix, check: bool) -> Non
         positive = (n + s.trace().real) / 2
     report.holds("|S^2 - I|_F / n^(1/2)", involution, 100 * eps)
     report.holds("|S A - A S|_F / |A|_F", commutator, 1000 * eps)
-    report.holds("eigenvalues above 0, apart from a whole number", abs(positive - round(positive)), 1e-9 + 1e3 * n * eps,
+    report.holds("eigenvalues above 0, from a whole number", abs(positive - round(positive)), 1e-9 + 1e3 * n * eps,
                  f"{round(positive)} of {n}")
     if check:
         with report.phase("check (scipy eigh)"):

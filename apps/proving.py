@@ -1,4 +1,4 @@
-"""What the programs share that prove their science: the grid that is asked for, phases that are timed, files, checks."""
+"""What the apps share that prove their science: the grid that is asked for, phases that are timed, files, checks."""
 
 from __future__ import annotations
 

@@ -177,8 +177,8 @@ def told(report: Report, step: int, what: str, excess: float, error: float) -> N
 
 def raise_lost(report: Report, electrons: float, error: float) -> NoReturn:
     with report.grid.together("purification", always=True):
-        raise Pmm3dError(f"purification: |X^2 - X|_F is {error:.3g} after {MOST} steps, {LIMIT:.0e} is wanted: H has no "
-                         f"gap at {electrons:.10g} electrons, or too small a one; name another --electrons or --mu")
+        raise Pmm3dError(f"purification: |X^2 - X|_F is {error:.3g} after {MOST} steps, {LIMIT:.0e} is wanted: H has "
+                         f"no gap at {electrons:.10g} electrons, or too small a one; name another --electrons or --mu")
 
 
 def exact(h: np.ndarray, electrons: float) -> np.ndarray:
@@ -221,7 +221,7 @@ def options():
     made.add_argument("--electrons", type=int, help="states below the gap; left out: the sites of -Delta")
     made.add_argument("--mu", type=float, help="an energy in the gap, for mcweeny, in place of --electrons")
     made.add_argument("--method", choices=("sp2", "mcweeny"), default="sp2")
-    made.add_argument("--bounds", choices=("gershgorin", "lanczos"), default="lanczos", help="of the spectrum (lanczos)")
+    made.add_argument("--bounds", choices=("gershgorin", "lanczos"), default="lanczos", help="of the spectrum")
     given = made.parse_args()
     if given.mu is not None and (given.method == "sp2" or given.electrons is not None):
         made.error("--mu is for --method mcweeny, in place of --electrons")
@@ -247,6 +247,7 @@ def main() -> None:
                           f"{electrons} electrons in {n} states: at least 1 and fewer than the states")
         with report.phase(f"bounds ({given.bounds})"):
             bounds = (gershgorin if given.bounds == "gershgorin" else lanczos)(h)
+        report.refuse(not bounds[0] < bounds[1], "H is a multiple of the identity: it has no gap")
         report.say(f"{given.method} on grid {grid.shape}: H {h.shape[0]} x {h.shape[1]}, spectrum within "
                    f"{bounds[0]:.6g} to {bounds[1]:.6g} ({given.bounds}), "
                    + (f"mu {given.mu}" if electrons is None else f"{electrons} electrons"))

@@ -128,9 +128,9 @@ def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120)
 def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120) -> Sign:
     """S = A (A^2)^(-1/2), the sign of a square matrix, by Newton-Schulz steps X (3 I - X^2) / 2.
 
-    Arguments, scale, end and errors as of `polar`, with X^2 for X^H X. It is certain to converge for Hermitian A that is
-    not singular, whose sign has the same eigenvectors and the signs of the eigenvalues; else where all eigenvalues are
-    real, or no further from +-1, when scaled, than 1: where not it raises.
+    Arguments, scale, end and errors as of `polar`, with X^2 for X^H X. It is certain to converge where A is Hermitian
+    and not singular: S has the eigenvectors of A, and the signs of its eigenvalues. Other matrices need eigenvalues that
+    are real, or near +-1 when they are scaled; it raises where they are not.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid() as grid:
@@ -177,7 +177,8 @@ def _check_type(what: str, a: DistMatrix) -> None:
 def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None:
     for each in coefficients:
         if not isinstance(each, tuple) or len(each) != 3 or not all(isinstance(number, Real) for number in each):
-            raise Pmm3dError(f"{what}: the coefficients of a step are a tuple of three numbers, (p, q, r); got {each!r}")
+            raise Pmm3dError(f"{what}: the coefficients of a step are a tuple of three numbers, (p, q, r); got "
+                             f"{each!r}")
 
 
 def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatrix], first: Sequence[Coefficients],
@@ -203,7 +204,8 @@ def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatri
     return x, errors
 
 
-def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients, out: DistMatrix | None = None) -> DistMatrix:
+def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients,
+             out: DistMatrix | None = None) -> DistMatrix:
     """X (p I + q S + r S^2), in `out` or in work memory. S is written to where r is 0."""
     p, q, r = coefficients
     factor = _product(squared, _plus(q, _times(squared, r))) if r else _times(squared, q, out=squared)

@@ -121,7 +121,8 @@ class OptimizerSection(Section):
     adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], only("kind", "muon")] = "match_rms_adamw"
     """what lr is multiplied with for a weight of k inputs and n outputs: original, the root of max(1, n / k);
     match_rms_adamw, 0.2 times that of max(k, n), with which adamw's lr and weight_decay fit"""
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2), only("kind", "adam", "adamw", "muon")] = [0.9, 0.999]
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2), only("kind", "adam", "adamw", "muon")] = [
+        0.9, 0.999]
     """what the means of gradients and of their squares keep in a step"""
     eps: Annotated[Positive, only("kind", "adam", "adamw", "muon")] = 1e-8
     """added to the root of the mean square, against a division by 0"""
