@@ -27,7 +27,7 @@ import numpy as np
 from proving import Report, from_file, grid_of, on_root, parser, run, write
 
 from pmm3d import DistMatrix, Grid, Layout, matrix_sign, polar
-from pmm3d.product.newton_schulz import MUON
+from pmm3d.product.orthogonal import MUON
 
 
 def random(grid: Grid, rows: int, cols: int, condition: float, dtype: str, seed: int, symmetric: bool) -> DistMatrix:

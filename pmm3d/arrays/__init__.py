@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 from .devices import take_device
 from .libraries import check_matrix_dtype, dtype_named, library_here, library_kind, library_named, library_of
 from .numpy_library import Array, NumpyLibrary
-from .rows import by_rows, slices_of_rows
 from .sums import add_up, sum_in_order
-from .threads import LoneThread, blas_threads, copy_into, each_slice
+from .threads import LoneThread, blas_threads, by_rows, copy_into, each_slice, slices_of_rows
 from .workspace import Slab, Workspace
 
 if TYPE_CHECKING:  # loaded by dry runs only

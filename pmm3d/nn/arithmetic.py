@@ -12,12 +12,12 @@ from functools import lru_cache, partial
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ..arrays import Array, by_rows, check_matrix_dtype, dtype_named
+from ..arrays import Array, check_matrix_dtype, dtype_named
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from ..product.checks import check_one_device
-from .compute import Form, check_type, computing, elementwise, sums_along
+from .compute import Form, by_rows, check_type, computing, elementwise, sums_along
 from .contract import Gradient
 from .tensor import Tensor, as_tensor, relayout, whole
 

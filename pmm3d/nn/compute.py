@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, by_rows, each_slice, library_of
+from ..arrays import Array, NumpyLibrary, each_slice, library_of, threads
 from ..comm import Axis, Grid
 from ..comm.ledger import clock
 from ..errors import DTypeError, needs
@@ -251,6 +251,11 @@ def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> li
     """Slices of a flat array of that size; on a device of so many elements, or one of all of it."""
     step = library.slice_elements or on_device or max(1, size)
     return [slice(start, start + step) for start in range(0, size, step)]
+
+
+def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
+    """out = function(*arrays) on slices of rows; see `pmm3d.arrays.threads.by_rows`."""
+    threads.by_rows(library_of(out), function, out, *arrays, name=name)
 
 
 def _at_once(library: NumpyLibrary, out: Array) -> bool:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, by_rows, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION, Layout
 from ..layout.layout import layout_of
 from ..product import DistMatrix
-from .compute import PER_ELEMENT, Form, array_namespace, computing, elementwise, scaled
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, scaled
 from .pointwise import in_one_kernel
 from .statistics import across, added, log_sum_exp, total
 from .tape import Rule

@@ -11,7 +11,7 @@ from ..arrays import Array
 from ..errors import DTypeError, Pmm3dError
 from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
-from ..product.newton_schulz import MUON, Coefficients
+from ..product.orthogonal import MUON, Coefficients
 from .adam import AdamW
 from .compute import PER_ELEMENT, computing, in_chunks
 from .kernels import OnePass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..arrays import Array, by_rows
+from ..arrays import Array
 from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from .arithmetic import factor_of, sums_to
-from .compute import array_namespace, check_type, computing, sums_along
+from .compute import array_namespace, by_rows, check_type, computing, sums_along
 from .statistics import added, beside, log_sum_exp, total
 from .tensor import Tensor, as_tensor, relayout, whole
 

@@ -7,9 +7,9 @@ from math import prod
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, by_rows
+from ..arrays import Array, NumpyLibrary
 from ..comm import Grid, Pending
-from .compute import PER_ELEMENT, Form, array_namespace, computing, elementwise, stacked, sums_along
+from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, stacked, sums_along
 from .pointwise import in_one_kernel
 
 Combine = Callable[[Array, Sequence[int]], Array]

@@ -37,9 +37,8 @@ from .checks import (
     together,
 )
 from .reductions import Reductions, diagonal_of
-from .relayout import in_layout, lies_in, summed
+from .relayout import Submatrices, in_layout, lies_in, summed
 from .stored import StoredMatrix, shards
-from .submatrix import Submatrices
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
 Kernel = Callable[..., Array]
@@ -328,13 +327,13 @@ def _add_into(out: StoredMatrix, a: StoredMatrix, b: StoredMatrix, alpha: comple
     read_a, read_b = _read(a), _read(b)
     kernels: dict[complex, Kernel] = {1: lambda x, y: read_a(x) + read_b(y), -1: lambda x, y: read_a(x) - read_b(y)}
     kernel = kernels.get(alpha, lambda x, y: read_a(x) + alpha * read_b(y))
-    by_rows(kernel, out.stored, _as_in(a, out), _as_in(b, out), name="add")
+    by_rows(a.library, kernel, out.stored, _as_in(a, out), _as_in(b, out), name="add")
 
 
 def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) -> None:
     read = _read(a)
     kernel = (lambda x: read(x) / factor) if what == "divide" else lambda x: read(x) * factor
-    by_rows(kernel, out.stored, _as_in(a, out), name="scale")
+    by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
 
 
 def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredMatrix], out: Matrix | None) -> Matrix:
@@ -346,7 +345,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
                               for matrix, array in zip(matrices, arrays)):
             made = _new_like(first, kind) if out is None else out
             turned = arrays if made.order == "C" else [array.T for array in arrays]
-            by_rows(function, made.stored, *turned)
+            by_rows(library, function, made.stored, *turned)
             return made
     found = function(*arrays)
     kind = _checked_type(library, found, out)

@@ -178,15 +178,15 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
         raise Pmm3dError(no_matrix(name, b, what))
     shape = a.shape if shape is None else shape
     if b.grid is not a.grid:
-        raise GridError(f"{what}: A is on grid {a.grid.shape}, {name} on another Grid ({b.grid.shape}); bring it over "
-                        f"with {name}.redistribute(layout, grid)")
+        raise GridError(f"{what}: the matrix is on grid {a.grid.shape}, {name} on another Grid ({b.grid.shape}); bring "
+                        f"it over with {name}.redistribute(layout, grid)")
     a.grid.transport.check_place(a.library, a.memory, b.memory)
     if b.shape != shape:
         raise LayoutError(f"{what}: {name} is {b.shape[0]} x {b.shape[1]}; it must be {shape[0]} x {shape[1]}: "
                           "nothing is repeated along rows or columns")
     if b.dtype != a.dtype or b.library != a.library:
-        raise DTypeError(f"{what}: A is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; convert "
-                         "them to one type and one array library")
+        raise DTypeError(f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
+                         "convert them to one type and one array library")
 
 
 def check_written(what: str, matrix: StoredMatrix) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, each_slice, slices_of_rows
+from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm.guard import one_thread
 from .checks import check_alike, check_numbers, check_square, signature_of
 from .relayout import in_layout, summed
@@ -125,7 +126,9 @@ def _over_rows(library: NumpyLibrary, function: Callable[..., Any], *arrays: Arr
     """function(*arrays) of each slice of their rows."""
     if 0 in arrays[0].shape:
         return []
-    slices = slices_of_rows(library, tuple(arrays[0].shape)) if library.has_data else [slice(None)]
+    slices = [slice(None)]
+    if library.has_data:
+        slices = slices_of_rows(arrays[0].shape, library.slice_elements or DEVICE_ELEMENTS)
     found: list[Any] = [None] * len(slices)
 
     def work(index: int) -> None:

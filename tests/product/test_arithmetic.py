@@ -247,6 +247,7 @@ def test_elementwise_functions(grid):
         assert_is(a, whole)
 
 
+@pytest.mark.numpy_only("its functions are numpy's")
 def test_elementwise_types_views_and_out(some_grid, fails):
     a, whole = made(some_grid, (6, 5), dtype="complex64")
     assert_is(a.H.elementwise(np.multiply, a.T), whole.conj().T * whole.T)
@@ -270,6 +271,7 @@ def test_elementwise_types_views_and_out(some_grid, fails):
     assert_is(square, values.T - values)
 
 
+@pytest.mark.numpy_only("its functions are numpy's")
 def test_what_elementwise_refuses(some_grid, fails):
     a, _ = made(some_grid, (6, 5))
     single = DistMatrix.empty(some_grid, (6, 5), dtype="float32")
@@ -304,8 +306,8 @@ def test_what_sums_and_multiples_refuse(some_grid, fails):
     square = DistMatrix.identity(some_grid, 4)
     single = DistMatrix.empty(some_grid, (6, 5), dtype="float32")
     fails(LayoutError, "add: B is 4 x 4; it must be 6 x 5", lambda: a + square)
-    fails(DTypeError, "subtract: A is float64 of numpy, B float32 of numpy", lambda: a - single)
-    fails(DTypeError, "inner: A is", lambda: a.inner(single))
+    fails(DTypeError, "subtract: the matrix is float64 of .*, B float32", lambda: a - single)
+    fails(DTypeError, "inner: the matrix is float64", lambda: a.inner(single))
     fails(Pmm3dError, r"add: 3 is no matrix.*add_identity.*elementwise", lambda: a + 3)
     fails(Pmm3dError, "add: 3.5 is no matrix", lambda: 3.5 + a)
     fails(Pmm3dError, "subtract: 1 is no matrix", lambda: 1 - a)
@@ -328,7 +330,13 @@ def test_what_sums_and_multiples_refuse(some_grid, fails):
     values, _ = made(some_grid, (6, 5), dtype="complex64")
     for call in (lambda: values.H.scale(2), lambda: values.H.add(values.H), lambda: values.H.__iadd__(values.H)):
         fails(LayoutError, r"a conjugated view \(.H\) is not written to", call)
+
+
+@pytest.mark.numpy_only("tensors are not frozen")
+def test_frozen_arrays_are_not_written(some_grid, fails):
+    a, whole = made(some_grid, (6, 5))
     a.local.flags.writeable = False
+    assert_is(2 * a, 2 * whole)
     fails(LayoutError, "scale: the matrix is read-only", lambda: a.scale(2))
     fails(LayoutError, "add: the matrix is read-only", lambda: a.add(a))
 
@@ -402,6 +410,20 @@ def test_shared_memory(some_grid):
     assert a.shared and not (a + a).shared
     assert_is(a, np.full((8, 6), 12.0))
     assert (a.window.block == 12).all() and a.norm() == np.sqrt(48 * 144)
+
+
+@pytest.mark.parallel([4])
+def test_replicas_count_once_and_other_axes_split(comm):
+    for options, layouts in (({"data": 2}, (Layout.A, Layout("data", "y"), Layout("y", sums="data"))),
+                             ({"axes": {"seq": 2}}, (Layout(("seq", "y")), Layout(), Layout("y", "seq")))):
+        with Grid(comm, (1, 2, 1), **options) as grid:
+            for layout in layouts:
+                (a, whole), (b, whole_b) = made(grid, (9, 9), layout), made(grid, (9, 9), Layout.B, seed=1)
+                assert a.inner(b) == np.vdot(whole, whole_b) and np.isclose(a.norm(), np.linalg.norm(whole))
+                assert a.trace() == np.trace(whole) and np.array_equal(to_numpy(a.diagonal()), np.diagonal(whole))
+                assert_is(a.add(b).add_identity(2), whole + whole_b + 2 * np.eye(9))
+                assert_is(DistMatrix.diag(grid, a.diagonal(), layout=layout), np.diag(np.diagonal(whole + whole_b)
+                                                                                     + 2))
 
 
 @pytest.mark.parallel([7])

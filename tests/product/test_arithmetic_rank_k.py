@@ -126,7 +126,8 @@ def operations(shape, data, rank, run):
         return sum(action.m * action.n * action.k for action in grid.dry_run.actions if action.what == "gemm")
 
 
-@pytest.mark.parametrize("shape, data", [((1, 1, 1), 1), ((2, 1, 2), 1), ((1, 4, 1), 1), ((2, 3, 4), 1), ((1, 2, 2), 2)])
+@pytest.mark.parametrize("shape, data", [((1, 1, 1), 1), ((2, 1, 2), 1), ((1, 4, 1), 1), ((2, 3, 4), 1),
+                                         ((1, 2, 2), 2)])
 @pytest.mark.parallel([1])
 def test_half_of_the_operations_on_every_rank(shape, data, comm, monkeypatch):
     monkeypatch.undo()
