@@ -32,8 +32,11 @@ if TYPE_CHECKING:  # the same names, for type checkers
         Redistribution,
         herk,
         matmul,
+        matrix_sign,
+        newton_schulz,
         pgemm,
         pgemr2d,
+        polar,
         syrk,
     )
 
@@ -45,13 +48,14 @@ _ROOMS = {
                "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
     "layout": ("BlockCyclic", "Blocks", "Box", "GridShape", "Layout"),
     "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk", "matmul",
-                "pgemm", "pgemr2d", "syrk"),
+                "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar", "syrk"),
 }  # fmt: skip
 __all__ = [
     "Axis", "BlacsContext", "BlockCyclic", "Blocks", "Box", "CheckpointError", "DTypeError", "DataError", "Descriptor",
     "DisagreementError", "DistMatrix", "Grid", "GridError", "GridShape", "LauncherError", "Layout", "LayoutError",
     "MatmulPlan", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pending", "PgemmPlan", "Pmm3dError",
-    "Redistribution", "__version__", "herk", "matmul", "pgemm", "pgemr2d", "syrk",
+    "Redistribution", "__version__", "herk", "matmul", "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar",
+    "syrk",
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ and for what goes through the cache on the way, which is not counted.
     mse mae; backward                           nn.loss                             loss; -
     cross_entropy, cross_entropy backward       nn.loss, nn.statistics              statistics; loss
     accuracy r2                                 nn.loss                             -
-    sgd adam adamw, and the name of any other   nn.optimizer: weight, gradient,     update
+    sgd adam adamw muon, and the name of others   nn.optimizer: weight, gradient,     update
         Optimizer, in lower case                state and remainder
     norm, clip                                  nn.optimizer: of all gradients      -
     bias                                        nn.dense: where O begins from it    -

@@ -1,12 +1,15 @@
-"""The change that Adam makes to a slice of a parameter."""
+"""Adam and AdamW, and the change that they make to a slice of a parameter."""
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, sqrt
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array, NumpyLibrary, library_of
+from ..errors import Pmm3dError
 from .kernels import OnePass
+from .optimizer import Optimizer, Option, Parameters
 from .torch_kernels import has_kernel
 
 FORMULA = ("h = h + decay * x; m = first * m + fresh_first * h; v = second * v + fresh_second * h * h; "
@@ -73,3 +76,56 @@ class AdamStep(NamedTuple):
         count = torch.full((), float(self.number), device=weight.device)
         kernel([weight], [gradient], [mean], [square], [], [count], lr=self.lr, beta1=self.first, beta2=self.second,
                weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False)
+
+
+class Adam(Optimizer):
+    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient. Its correction for the first steps counts,
+    for each parameter, the steps in which it had a gradient.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(Adam(nn.Linear(grid, 3, 2, bias=False).parameters(), shard_over_data=True).matrices())
+        ['optimizer/weight/mean', 'optimizer/weight/square']
+    """
+
+    state_names: tuple[str, ...] = ("mean", "square")
+    takes_remainders = in_threads = True
+    betas, eps = Option(), Option()
+
+    def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, **options: Any):
+        super().__init__(parameters, lr, betas=betas, eps=eps, **options)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise Pmm3dError(f"{type(self).__name__}: betas are two numbers of at least 0 and below 1; got "
+                             f"{self.betas!r}")
+        if not 0 <= self.eps < inf:
+            raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {self.eps!r}")
+
+    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        self._step().change(library_of(weight), weight, gradient, *state)
+
+    def one_pass(self) -> OnePass:
+        return self._step().one_pass()
+
+    def _step(self) -> AdamStep:
+        first, second = self.betas
+        return AdamStep(self.lr, first, second, self.eps, self.weight_decay, self.decoupled, self.changes)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov, Hutter 2019): w = (1 - lr weight_decay) w before each step.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     AdamW(nn.Linear(grid, 3, 2).parameters()).weight_decay
+        0.01
+    """
+
+    decoupled = True
+
+    def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, *, weight_decay: float = 0.01, **options: Any):
+        super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, **options)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from math import cos, inf, pi
+from math import cos, pi
 from types import ModuleType
 from typing import Any
 
 from ..arrays import Array, library_of
 from ..errors import Pmm3dError
-from .adam import AdamStep
+from .adam import Adam, AdamW
 from .clipping import NonFiniteGradientError
 from .kernels import OnePass
 from .loss_scale import LossScale
+from .muon import Muon
 from .optimizer import Optimizer, Option, Parameters
 from .torch_kernels import has_kernel
 
-__all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "NonFiniteGradientError", "Optimizer", "Schedule", "Step"]
+__all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGradientError", "Optimizer",
+           "Schedule", "Step"]
 
 
 class SGD(Optimizer):
@@ -65,59 +67,6 @@ class SGD(Optimizer):
         formula = f"h = h + decay * x; {f'm = momentum * m + h; {push}' if self.momentum else 'd = rate * h;'}"
         numbers = {"decay": self.weight_decay, "momentum": self.momentum, "rate": self.lr}
         return OnePass(formula, ("m",) * len(self.state_names), numbers)
-
-
-class Adam(Optimizer):
-    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient. Its correction for the first steps counts,
-    for each parameter, the steps in which it had a gradient.
-
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Adam(nn.Linear(grid, 3, 2, bias=False).parameters(), shard_over_data=True).matrices())
-        ['optimizer/weight/mean', 'optimizer/weight/square']
-    """
-
-    state_names = ("mean", "square")
-    takes_remainders = in_threads = True
-    betas, eps = Option(), Option()
-
-    def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, **options: Any):
-        super().__init__(parameters, lr, betas=betas, eps=eps, **options)
-
-    def check_options(self) -> None:
-        super().check_options()
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise Pmm3dError(f"{type(self).__name__}: betas are two numbers of at least 0 and below 1; got "
-                             f"{self.betas!r}")
-        if not 0 <= self.eps < inf:
-            raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {self.eps!r}")
-
-    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        self._step().change(library_of(weight), weight, gradient, *state)
-
-    def one_pass(self) -> OnePass:
-        return self._step().one_pass()
-
-    def _step(self) -> AdamStep:
-        first, second = self.betas
-        return AdamStep(self.lr, first, second, self.eps, self.weight_decay, self.decoupled, self.changes)
-
-
-class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov, Hutter 2019): w = (1 - lr weight_decay) w before each step.
-
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     AdamW(nn.Linear(grid, 3, 2).parameters()).weight_decay
-        0.01
-    """
-
-    decoupled = True
-
-    def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, *, weight_decay: float = 0.01, **options: Any):
-        super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, **options)
 
 
 class Schedule:

@@ -4,7 +4,7 @@ asked (ZeRO-1)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf, isfinite, prod, sqrt
 from types import ModuleType
 from typing import Any
@@ -159,8 +159,8 @@ class Optimizer:
         self.missed.update(parameter for parameter in self.parameters if parameter not in filled)
         with self.grid.ledger.phase("optimizer"):
             for parameter in self._in_groups(filled):
-                with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
-                    self._change(parameter, factor)
+                self.changes = self.steps - self.missed[parameter]
+                self._change(parameter, factor)
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
@@ -222,13 +222,17 @@ class Optimizer:
         """The same as the formula of a kernel, of the group under way; None if there is none."""
         return None
 
+    def names_of(self, parameter: Parameter) -> tuple[str, ...]:
+        """Of the state arrays that this parameter has."""
+        return self.state_names
+
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
         precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed."""
         return {state_name(parameter.name, name):
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
                 for parameter in self.parameters
-                for name, array in zip([*self.state_names, REMAINDER], self._states(parameter))}
+                for name, array in zip([*self.names_of(parameter), REMAINDER], self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
@@ -308,10 +312,16 @@ class Optimizer:
         return record.array
 
     def _change(self, parameter: Parameter, factor: float) -> None:
-        library, self.changes = parameter.library, self.steps - self.missed[parameter]
-        weight, gradient = (self._own(parameter, array) for array in (parameter.shard, self._gradient(parameter)))
-        states = [array.reshape(-1) for array in self._states(parameter)]
-        remainder = states.pop() if parameter.precision.has_master else None
+        """Change a parameter by its gradient times a factor."""
+        gradient = self._own(parameter, self._gradient(parameter))
+        with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
+            self._move(parameter, factor, gradient, self._states(parameter)[: len(self.names_of(parameter))])
+
+    def _move(self, parameter: Parameter, factor: float, gradient: Array, states: Sequence[Array]) -> None:
+        """Change this rank's part of a parameter by what `update` makes of a flat array and states."""
+        library, weight = parameter.library, self._own(parameter, parameter.shard)
+        states = [array.reshape(-1) for array in states]
+        remainder = self._states(parameter)[-1].reshape(-1) if parameter.precision.has_master else None
         formula = self.one_pass()
         if formula is not None and formula.change(library, factor, weight, gradient, remainder, states):
             return
@@ -337,7 +347,7 @@ class Optimizer:
                       remainder: Array | None, states: list[Array], written: bool) -> None:
         """By `update`. The gradient is let go after the step: it may be scaled where it is."""
         xp, library, types = array_namespace(weight), parameter.library, parameter.precision
-        if types.gradient != types.master:
+        if library.dtype(gradient) != types.master:
             gradient = library.astype(gradient, types.master)
         if factor != 1:
             gradient *= factor
@@ -385,7 +395,8 @@ class Optimizer:
             types, library = parameter.precision, parameter.library
             shape = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords).shape
             with self.grid.ledger.holding("state"):
-                states = [library.empty(shape, types.master) for _ in range(len(self.state_names) + types.has_master)]
+                states = [library.empty(shape, types.master)
+                          for _ in range(len(self.names_of(parameter)) + types.has_master)]
             for array in states:
                 array[...], parameter.has_state = 0, True
             self._state[parameter] = states

@@ -9,20 +9,27 @@ from .repeated import MatmulPlan
 
 if TYPE_CHECKING:  # loaded when they are first used
     from .blacs import BlacsContext, Descriptor
+    from .orthogonal import matrix_sign, newton_schulz, polar
     from .pblas import PgemmPlan, pgemm
     from .rank_k import herk, syrk
     from .redistribution import Redistribution, pgemr2d
 
-_LATER = {"BlacsContext": "blacs", "Descriptor": "blacs", "PgemmPlan": "pblas", "pgemm": "pblas", "herk": "rank_k",
-          "syrk": "rank_k", "Redistribution": "redistribution", "pgemr2d": "redistribution"}  # fmt: skip
+_LATER = {
+    "blacs": ("BlacsContext", "Descriptor"),
+    "orthogonal": ("matrix_sign", "newton_schulz", "polar"),
+    "pblas": ("PgemmPlan", "pgemm"),
+    "rank_k": ("herk", "syrk"),
+    "redistribution": ("Redistribution", "pgemr2d"),
+}  # fmt: skip
 
 __all__ = [
-    "BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk", "matmul", "pgemm",
-    "pgemr2d", "syrk",
+    "BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk", "matmul",
+    "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar", "syrk",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'pmm3d.product' has no attribute {name!r}")
-    return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module 'pmm3d.product' has no attribute {name!r}")

@@ -19,6 +19,7 @@ GRIDS = {2: [GridShape(1, 1, 1, 2), GridShape(1, 1, 2)], 4: [GridShape(1, 1, 2, 
 
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("sections", [{}, {"optimizer": {"shard_over_data": True}},
+                                      {"optimizer": {"kind": "muon"}},
                                       {"training": {"precision": "float16"}}], ids=str)
 def test_every_piece_is_written_once(comm, shared_path, sections):
     config = checked({"data": {"file": "nowhere.h5", "batch_size": 64}, "network": {"hidden": [50, 20]}, **sections})

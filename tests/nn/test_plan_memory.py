@@ -28,6 +28,7 @@ GRIDS = {1: [GridShape(1, 1, 1)],
 OPTIONS = {
     "as by default": {},
     "sgd": {"optimizer": {"kind": "sgd"}},
+    "muon, ZeRO-1": {"optimizer": {"kind": "muon", "shard_over_data": True}},
     "adam, clipped, ZeRO-1": {"optimizer": {"kind": "adam", "clip": 1.0, "shard_over_data": True}},
     "recompute, norm": {"network": {"recompute": True, "norm": True}},
     "dropout": {"network": {"dropout": 0.2}, "optimizer": {"weight_decay": 0.1}},

@@ -104,20 +104,27 @@ class NetworkSection(Section):
 class OptimizerSection(Section):
     """What changes the weights by their gradients."""
 
-    kind: Literal["sgd", "adam", "adamw"] = "adamw"
-    """which optimizer"""
+    kind: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
+    """which optimizer; muon: of matrices, and AdamW of biases and gains"""
     lr: Positive = 1e-3
     """learning rate, which the schedule scales"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """how fast weights shrink: times the weight, it is added to the gradient (sgd, adam) or lr times taken off the
-    weight (adamw)"""
+    weight (adamw, muon)"""
     decay_vectors: Annotated[bool, Only("weight_decay", bool, "weight_decay is above 0")] = False
     """whether biases and gains shrink too"""
-    momentum: Annotated[Share, only("kind", "sgd")] = 0.9
-    """share of the last step that is taken again"""
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2), only("kind", "adam", "adamw")] = [0.9, 0.999]
+    momentum: Annotated[Share, only("kind", "sgd", "muon")] = Field(
+        default_factory=lambda given: 0.95 if given.get("kind") == "muon" else 0.9)
+    """share of the last step that is taken again (sgd), or that the mean of gradients keeps (muon: 0.95 if left out)"""
+    ns_steps: Annotated[int, Field(ge=1, lt=100), only("kind", "muon")] = 5
+    """steps of Newton-Schulz that make the mean of gradients orthogonal"""
+    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], only("kind", "muon")] = "match_rms_adamw"
+    """what lr is multiplied with for a weight of k inputs and n outputs: original, the root of max(1, n / k);
+    match_rms_adamw, 0.2 times that of max(k, n), with which adamw's lr and weight_decay fit"""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2), only("kind", "adam", "adamw", "muon")] = [
+        0.9, 0.999]
     """what the means of gradients and of their squares keep in a step"""
-    eps: Annotated[Positive, only("kind", "adam", "adamw")] = 1e-8
+    eps: Annotated[Positive, only("kind", "adam", "adamw", "muon")] = 1e-8
     """added to the root of the mean square, against a division by 0"""
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights: longer ones are scaled down to it; left out: none is"""

@@ -14,10 +14,12 @@ from ..overlap import Overlap
 from ..parameter import Parameter
 from .dry_step import DrySteps, Step
 
-OF_WEIGHTS = ("norm", "sgd", "adam", "adamw")
+OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
 """Passes over gradients, weights and states; all others are over activations."""
 AGREED_BYTES = 64
 """What every rank says at the end of a batch."""
+LOCAL_ACTIONS = 3
+"""Of a product on one rank, its passes over matrices included."""
 
 
 class Weight(NamedTuple):
@@ -36,6 +38,11 @@ class Weight(NamedTuple):
         rows, columns = (tuple(axis for axis in axes if axis != "z")
                          for axes in (parameter.layout.rows, parameter.layout.cols))
         return cls(*parameter.shape, rows, columns, parameter.dtype, first)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The smaller and the larger of inputs and outputs."""
+        return min(self.inputs, self.outputs), max(self.inputs, self.outputs)
 
     def local(self, shape: GridShape, rows: int) -> tuple[int, int, int]:
         """m, n, k of the product of a rank that has so many rows of the batch."""
@@ -112,7 +119,44 @@ class Estimates:
         step["passes"] += self._passes(shape, rows, of_weights=True)
         if shape.data > 1:
             step["data"] = step.get("data", 0.0) + self._data(shape, groups, spent.backward)
+        if self.config.optimizer.kind == "muon":
+            for name, seconds in self._orthogonal(shape, groups).items():
+                step[name] = step.get(name, 0.0) + seconds
         return step
+
+    def _orthogonal(self, shape: GridShape, groups: dict[str, Group]) -> dict[str, float]:
+        """Of the products of Muon's Newton-Schulz steps, which all ranks along data do."""
+        spent = dict.fromkeys(("gemm", "overhead", "x", "y", "z"), 0.0)
+        steps, machine = self.config.optimizer.ns_steps, self.machine
+        actions = LOCAL_ACTIONS + 2 * sum(getattr(shape, axis) > 1 for axis in "xyz")
+        for (m, n, k, dtype), times in self._products().items():
+            rows, cols, depth = _local(shape, m, n, k)
+            size = itemsize(dtype)
+            spent["gemm"] += steps * times * machine.gemm_seconds(rows, cols, depth, dtype, "nn")
+            spent["overhead"] += steps * times * actions * machine.overhead_in_step
+            for axis, operation, nbytes in (("x", "all_gather", rows * depth), ("z", "all_gather", depth * cols),
+                                            ("y", "reduce_scatter", rows * cols)):
+                spent[axis] += steps * times * self._collective(operation, groups[axis], size * nbytes)[0]
+        return {name: seconds for name, seconds in spent.items() if seconds}
+
+    def _orthogonal_work(self, shape: GridShape) -> float:
+        """Bytes of matrices in work memory, and of the blocks that the largest product takes."""
+        most = 0.0
+        for m, n, k, dtype in self._products():
+            rows, cols, depth = _local(shape, m, n, k)
+            blocks = rows * depth * (shape.x > 1) + depth * cols * (shape.z > 1) + 2 * rows * cols * (shape.y > 1)
+            most = max(most, itemsize(dtype) * ((2 * m * k + 6 * k * n) * self._share(shape) + blocks))
+        return most
+
+    def _products(self) -> Counter[tuple[int, int, int, str]]:
+        """m, n, k and type of the products of a Newton-Schulz step of all weights."""
+        found = Counter[tuple[int, int, int, str]]()
+        for weight, count in self.weights.items():
+            small, large = weight.sides
+            dtype = "float64" if weight.dtype == "float64" else "float32"
+            for m, n, k in ((small, small, large), (small, small, small), (large, small, small)):
+                found[m, n, k, dtype] += count
+        return found
 
     def _add(self, spent: _Spent, weight: Weight, count: int, shape: GridShape, groups: dict[str, Group], rows: int,
              kept: bool) -> None:
@@ -209,7 +253,14 @@ class Estimates:
         work += 2 * known["gradients"] * share if shape.data > 1 else 0
         batch = rows * itemsize(self.config.network.dtype) * (
             ceil(self.samples.features / shape.y) + (2 if self.samples.classes else self.samples.outputs))
+        if self.config.optimizer.kind == "muon":
+            work = max(work, self._orthogonal_work(shape))
         found: dict[str, float] = {"weights": known["weights"] * share, "gradients": known["gradients"] * share,
                                    "state": known["state"] * state, "work": work,
                                    "batches": (self.config.data.prefetch + 2) * batch}
         return {kind: ceil(nbytes) for kind, nbytes in found.items()}
+
+
+def _local(shape: GridShape, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """Rows and columns of C, and of k, that a rank multiplies."""
+    return ceil(m / shape.z), ceil(n / shape.x), ceil(k / shape.y)

@@ -59,6 +59,10 @@ def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
                                "shard_over_data": section.shard_over_data, "decay_vectors": section.decay_vectors}
     if section.kind == "sgd":
         return optim.SGD(network.parameters(), momentum=section.momentum, **options)
-    kind = optim.AdamW if section.kind == "adamw" else optim.Adam
     first, second = section.betas
-    return kind(network.parameters(), betas=(first, second), eps=section.eps, **options)
+    options |= {"betas": (first, second), "eps": section.eps}
+    if section.kind == "muon":
+        return optim.Muon(network.parameters(), momentum=section.momentum, ns_steps=section.ns_steps,
+                          adjust_lr_fn=section.adjust_lr_fn, **options)
+    kind = optim.AdamW if section.kind == "adamw" else optim.Adam
+    return kind(network.parameters(), **options)

@@ -1,0 +1,147 @@
+"""Muon: momentum whose matrices are made orthogonal, on the whole grid."""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+from numbers import Real
+from types import ModuleType
+from typing import Any
+
+from ..arrays import Array
+from ..errors import DTypeError, Pmm3dError
+from ..layout import whole_number
+from ..product import DistMatrix, newton_schulz
+from ..product.orthogonal import MUON, Coefficients
+from .adam import AdamW
+from .compute import PER_ELEMENT, computing, in_chunks
+from .kernels import OnePass
+from .optimizer import Option, Parameters
+from .parameter import Parameter
+
+SCALES = ("original", "match_rms_adamw")
+MATRIX, VECTOR = ("momentum",), ("mean", "square")
+"""The state of what Muon changes, and of what AdamW does."""
+
+
+class Muon(AdamW):
+    """Muon (K. Jordan and others, 2024): m = momentum m + (1 - momentum) g;  d = (1 - momentum) g + momentum m, or m
+    without nesterov;  W = (1 - lr weight_decay) W - lr s NS(d), with NS(d) of singular values near 1: `newton_schulz`.
+
+    ns_steps, ns_coefficients   of NS
+    adjust_lr_fn   s: "original", max(1, n / k)^(1/2) for a weight of k inputs and n outputs; or "match_rms_adamw",
+                   0.2 max(k, n)^(1/2), with which lr and weight_decay of AdamW fit (J. Liu and others,
+                   arXiv:2502.16982, 2025)
+    use_muon       of a group, once and for all: False has AdamW change its matrices too, as is usual for the table of
+                   an embedding and the last layer
+    betas, eps     of AdamW, which changes all vectors (biases, gains), at their group's lr
+
+    Names, defaults and values are those of torch.optim.Muon, whose weights are transposed; but NS is calculated in the
+    type of the master weights, not in bfloat16. It takes 2 ns_steps s^2 (2 l + s) operations of a k x n weight, s and l
+    the smaller and the larger of k and n, over x, y and z; the ranks along data do all the same, so that on nodes
+    whose BLAS rounds differently their weights would drift apart. What it moves is in the phases of `matmul`, and a
+    number from each rank ("norm"). With shard_over_data the momentum is split over data and gathered for it.
+
+    Raises Pmm3dError, on every rank, for options that make no sense, DTypeError for complex matrices.
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="fsdp") as grid:
+        ...     list(Muon(nn.Linear(grid, 3, 2).parameters(), lr=0.02).matrices())
+        ['optimizer/weight/momentum', 'optimizer/bias/mean', 'optimizer/bias/square']
+    """
+
+    state_names = (*MATRIX, *VECTOR)
+    takes_remainders = in_threads = True
+    momentum, nesterov, ns_steps, ns_coefficients = Option(), Option(), Option(), Option()
+    adjust_lr_fn, use_muon = Option(), Option()
+    _orthogonal = False
+    """Whether what is changed is by Muon, and not by AdamW."""
+
+    def __init__(self, parameters: Parameters, lr: float = 1e-3, momentum: float = 0.95, *, weight_decay: float = 0.1,
+                 nesterov: bool = True, ns_steps: int = 5, ns_coefficients: Coefficients = MUON,
+                 adjust_lr_fn: str = "original", use_muon: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, **options: Any):
+        super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
+                         ns_steps=ns_steps, ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
+                         use_muon=use_muon, **options)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if not 0 <= self.momentum < 1:
+            raise Pmm3dError(f"Muon: momentum is at least 0 and below 1; got {self.momentum!r}")
+        try:
+            known = 1 <= whole_number(self.ns_steps) < 100
+        except TypeError:
+            known = False
+        if not known:
+            raise Pmm3dError(f"Muon: ns_steps is a number of steps, 1 to 99; got {self.ns_steps!r}")
+        numbers = self.ns_coefficients
+        if len(numbers) != 3 or not all(isinstance(number, Real) for number in numbers):
+            raise Pmm3dError(f"Muon: ns_coefficients are three numbers; got {numbers!r}")
+        if self.adjust_lr_fn not in SCALES:
+            raise Pmm3dError(f"Muon: adjust_lr_fn is one of {', '.join(SCALES)}; got {self.adjust_lr_fn!r}")
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._names = {parameter: MATRIX if group["use_muon"] and not parameter.is_vector else VECTOR
+                       for group in self.groups for parameter in group["params"]}
+        for parameter, names in self._names.items():
+            if names is MATRIX and parameter.dtype.startswith("complex"):
+                raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon is of real "
+                                 "matrices: put it in a group of its own with use_muon=False")
+
+    def names_of(self, parameter: Parameter) -> tuple[str, ...]:
+        return self._names[parameter]
+
+    def _change(self, parameter: Parameter, factor: float) -> None:
+        self._orthogonal = self._names[parameter] == MATRIX
+        if not self._orthogonal:
+            super()._change(parameter, factor)
+            return
+        direction = self._direction(parameter, factor)
+        split = direction.layout != parameter.layout
+        whole = direction.redistribute(parameter.layout) if split else direction
+        with self.grid.ledger.passing("muon"):
+            newton_schulz(whole, [tuple(self.ns_coefficients)] * self.ns_steps, out=whole)
+        if split:
+            whole.redistribute(direction.layout, out=direction)
+        with computing(self.grid, "update", PER_ELEMENT * prod(direction.local.shape)):
+            self._move(parameter, self._scale(parameter), direction.local.reshape(-1), [])
+
+    def _direction(self, parameter: Parameter, factor: float) -> DistMatrix:
+        """The momentum takes in the gradient; what is to be made orthogonal, in work memory."""
+        library, types, keep = parameter.library, parameter.precision, self.momentum
+        momentum, shape = self._states(parameter)[0], tuple(self._states(parameter)[0].shape)
+        gradient = self._own(parameter, self._gradient(parameter)).reshape(shape)
+        made = self.grid.workspace.array(shape, types.master, library)
+        fresh = (1 - keep) * factor
+
+        def taken(kept: Array, new: Array) -> Array:
+            return keep * kept + fresh * (new if types.gradient == types.master else library.astype(new, types.master))
+
+        with computing(self.grid, "update", PER_ELEMENT * prod(shape)):
+            in_chunks(taken, momentum, momentum, gradient, name="muon")
+            if self.nesterov:
+                in_chunks(taken, made, momentum, gradient, name="muon")
+            else:
+                in_chunks(lambda kept: kept, made, momentum, name="muon")
+        return DistMatrix(self.grid, made, parameter.shape, self._layout(parameter))
+
+    def _scale(self, parameter: Parameter) -> float:
+        inputs, outputs = parameter.shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * sqrt(max(inputs, outputs))
+        return sqrt(max(1.0, outputs / inputs))
+
+    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
+        if not self._orthogonal:
+            super().update(xp, weight, gradient, *state)
+            return
+        if self.weight_decay:
+            weight *= 1 - self.lr * self.weight_decay
+        weight -= self.lr * gradient
+
+    def one_pass(self) -> OnePass:
+        if not self._orthogonal:
+            return super().one_pass()
+        numbers = {"loss": self.lr * self.weight_decay, "rate": self.lr}
+        return OnePass("d = loss * x + rate * h;", (), numbers)

@@ -1,0 +1,245 @@
+"""Orthogonal factors and signs of matrices by Newton-Schulz iterations: nothing but products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite, sqrt
+from numbers import Real
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import by_rows
+from ..comm import Grid
+from ..errors import DTypeError, Pmm3dError
+from ..layout import LOW_PRECISION, Layout, whole_number
+from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
+from .matrix import DistMatrix
+from .multiply import matmul, plan_for
+from .reductions import diagonal_of
+from .relayout import summed
+
+Coefficients = tuple[float, float, float]
+
+CUBIC: Coefficients = (1.5, -0.5, 0.0)
+"""Of Newton-Schulz: singular values in (0, 3^(1/2)) go to 1, at the end quadratically."""
+QUINTIC: Coefficients = (1.875, -1.25, 0.375)
+"""Of the next order: cubically."""
+MUON: Coefficients = (3.4445, -4.7750, 2.0315)
+"""K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks" (2024): small singular values grow
+3.4-fold a step, and all stay between 0.68 and 1.2 once they are there. They do not go to 1."""
+SMALLEST = 1e-7
+"""A norm below which a matrix is divided by this."""
+SIGNS = ", or has eigenvalues that are far from real, or no eigenvectors that are well apart"
+
+
+class Polar(NamedTuple):
+    """A = U H.   u: of orthonormal columns, or rows if A has more columns than rows;   h: Hermitian, positive
+    semidefinite.   errors: |X^H X - I|_F before each step, and of U the last."""
+
+    u: DistMatrix
+    h: DistMatrix
+    errors: list[float]
+
+
+class Sign(NamedTuple):
+    """sign: S, S^2 = I, which commutes with A.   errors: |X^2 - I|_F before each step, and of S the last."""
+
+    sign: DistMatrix
+    errors: list[float]
+
+
+def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: DistMatrix | None = None) -> DistMatrix:
+    """X = X (p I + q X^H X + r (X^H X)^2) for each (p, q, r), from X = A / |A|_F on: near the orthogonal factor of A.
+
+    a      (m, n)  in any layout; work is least where it is one that `matmul` takes
+    out    (m, n)  where the result goes, which may be `a`; a new matrix in the layout of A if left out
+
+    A step takes three products, 2 s^2 (2 l + s) operations with s = min(m, n), l = max(m, n), two if r is 0; what they
+    move is as of `matmul`, in its phases of the ledger, and |A|_F is phase "norm". Of wide matrices the transposes are
+    multiplied, which are views. Work memory, two matrices like A and three of s x s over all ranks, is the grid's.
+    Results are bitwise the same on all ranks, and each time. Low precision is not taken: X^H X would lose it.
+
+    Raises, on every rank, what `matmul` does, and Pmm3dError for what are no coefficients.
+
+        >>> import numpy as np
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (3, 2), lambda i, j: 1.0 + i * j)
+        ...     u = newton_schulz(a, [MUON] * 3 + [QUINTIC] * 4).gather()
+        ...     np.allclose(u.T @ u, np.eye(2), atol=1e-6)
+        True
+    """
+    grid = _grid_of("newton_schulz", a)
+    with grid.together("newton_schulz", signature_of(a), signature_of(out), list(coefficients)):
+        _check_type("newton_schulz", a)
+        _check_coefficients("newton_schulz", coefficients)
+        if not coefficients:
+            raise Pmm3dError("newton_schulz: no coefficients, so no step: pass a triple (p, q, r) for each")
+        if out is None:
+            out = _like(a)
+        elif not isinstance(out, DistMatrix) or out.shape != a.shape:
+            raise Pmm3dError(f"newton_schulz: out is {out!r}; it must be a DistMatrix of {a.shape[0]} x {a.shape[1]}")
+        check_written("newton_schulz", out)
+    a, last = summed(a), len(coefficients) - 1
+    factor = 1 / max(a.norm(), SMALLEST)
+    x = _times(a, factor, out if a is out and last else None)
+    x, target = (x.T, out.T) if a.shape[0] < a.shape[1] else (x, out)
+    for index, each in enumerate(coefficients):
+        x = _applied(x, _product(x.H, x), each, target if index == last else None)
+    return out
+
+
+def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120) -> Polar:
+    """A = U H, the polar decomposition, by Newton-Schulz steps to the precision of the type.
+
+    a       (m, n)  of full rank, in any layout
+    first   coefficients of the first steps, such as [MUON] * 6, which bring small singular values up 3.4-fold for three
+            products; all others are X (3 I - X^H X) / 2, 1.5-fold for two
+    most    steps, after which it gives up
+
+    U is in the layout of A, H in that of a product. The scale is safe: X = A / |A|_F first, whose singular values are
+    at most 1, then divided by |X^H X|_F^(1/2), which they do not exceed either. It ends a step after
+    |X^H X - I|_F was below the square root of the type's epsilon: the error is squared once more. The number of steps
+    is about log(c) / log(1.5) + 5 for A of condition c (N. Higham, "Functions of Matrices", SIAM 2008, chapter 8).
+
+    Raises Pmm3dError, on every rank: where A has no such factor, being singular or not finite, and on a grid without
+    data, which cannot tell how many steps there are.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: (3.0 + j) * (i != j))
+        ...     u, h, errors = polar(a)
+        ...     u.gather().round(9) + 0.0, h.gather().round(9) + 0.0
+        (array([[0., 1.],
+               [1., 0.]]), array([[3., 0.],
+               [0., 4.]]))
+    """
+    grid = _grid_of("polar", a)
+    with grid.together("polar", signature_of(a), list(first), most):
+        _check("polar", a, first, most)
+    wide = a.shape[0] < a.shape[1]
+    x, errors = _iterated("polar", a.T if wide else a, lambda x: _product(x.H, x), first, most)
+    u = (x.T if wide else x).redistribute(a.layout.summed)
+    h = matmul(u.H, a)
+    return Polar(u, (h + h.H).scale(0.5), errors)
+
+
+def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120) -> Sign:
+    """S = A (A^2)^(-1/2), the sign of a square matrix, by Newton-Schulz steps X (3 I - X^2) / 2.
+
+    Arguments, scale, end and errors as of `polar`, with X^2 for X^H X. It is certain to converge where A is Hermitian
+    and not singular: S has the eigenvectors of A, and the signs of its eigenvalues. Other matrices need eigenvalues that
+    are real, or near +-1 when they are scaled; it raises where they are not.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: 3.0 * j - 4 * i * j + 2 * (i + j == 0))
+        ...     matrix_sign(a).sign.gather().round(9)
+        array([[ 1.,  2.],
+               [ 0., -1.]])
+    """
+    grid = _grid_of("matrix_sign", a)
+    with grid.together("matrix_sign", signature_of(a), list(first), most):
+        _check("matrix_sign", a, first, most)
+        check_square("matrix_sign", a)
+    x, errors = _iterated("matrix_sign", a, lambda x: _product(x, x), first, most)
+    return Sign(x.redistribute(a.layout.summed), errors)
+
+
+def _grid_of(what: str, a: object) -> Grid:
+    if not isinstance(a, DistMatrix):
+        raise Pmm3dError(no_matrix("a", a, what))
+    return a.grid
+
+
+def _check(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> None:
+    """Raises what `polar` and `matrix_sign` say of their arguments."""
+    _check_type(what, a)
+    _check_coefficients(what, first)
+    if a.grid.dry_run is not None:
+        raise Pmm3dError(f"{what}: how many steps there are depends on values, and Grid.dry has none; newton_schulz "
+                         "takes as many steps as it is told")
+    try:
+        known = whole_number(most) >= 1
+    except TypeError:
+        known = False
+    if not known:
+        raise Pmm3dError(f"{what}: most is a number of steps, at least 1; got {most!r}")
+
+
+def _check_type(what: str, a: DistMatrix) -> None:
+    check_numbers(what, a)
+    if a.dtype in LOW_PRECISION:
+        raise DTypeError(f"{what}: {a.dtype} has too few digits for the sums of X^H X; make a float32 matrix of it")
+
+
+def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None:
+    for each in coefficients:
+        if not isinstance(each, tuple) or len(each) != 3 or not all(isinstance(number, Real) for number in each):
+            raise Pmm3dError(f"{what}: the coefficients of a step are a tuple of three numbers, (p, q, r); got "
+                             f"{each!r}")
+
+
+def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatrix], first: Sequence[Coefficients],
+              most: int) -> tuple[DistMatrix, list[float]]:
+    """X to which the steps converge, in work memory, and the errors on the way."""
+    a = summed(a)
+    norm = a.norm()
+    x, errors, enough = _times(a, 1 / norm if norm else 1.0), list[float](), sqrt(np.finfo(a.dtype).eps)
+    for step in range(most + 1):
+        squared = square(x)
+        if step == 0 and (bound := squared.norm()) > 0:
+            _times(x, bound**-0.5, out=x)
+            _times(squared, 1 / bound, out=squared)
+        errors.append(_plus(-1, _times(squared, 1)).norm())
+        if not isfinite(errors[-1]) or step and errors[-2] < enough:
+            break
+        if step < most:
+            x = _applied(x, squared, first[step] if step < len(first) else CUBIC)
+    with a.grid.together(what, always=True):
+        if not errors[-1] < enough:
+            raise Pmm3dError(f"{what}: |X^2 - I|_F is {errors[-1]:.3g} after {len(errors) - 1} steps: A is singular, "
+                             "or nearly so" + SIGNS * (what == "matrix_sign"))
+    return x, errors
+
+
+def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients,
+             out: DistMatrix | None = None) -> DistMatrix:
+    """X (p I + q S + r S^2), in `out` or in work memory. S is written to where r is 0."""
+    p, q, r = coefficients
+    factor = _product(squared, _plus(q, _times(squared, r))) if r else _times(squared, q, out=squared)
+    _plus(p, factor)
+    return _product(x, factor) if out is None else matmul(x, factor, out=out)
+
+
+def _product(a: DistMatrix, b: DistMatrix) -> DistMatrix:
+    """A B, in work memory."""
+    layout = plan_for(a, b, None, None, None).c_layout
+    return matmul(a, b, out=_room(a, (a.shape[0], b.shape[1]), layout))
+
+
+def _plus(number: float, a: DistMatrix) -> DistMatrix:
+    """A += number I."""
+    diagonal, _ = diagonal_of(a)
+    diagonal[...] += number
+    return a
+
+
+def _times(a: DistMatrix, factor: float, out: DistMatrix | None = None) -> DistMatrix:
+    """factor A, in work memory if not in A itself."""
+    room = _room(a, a.shape, a.layout) if out is None else out
+    by_rows(lambda part: factor * part, room.memory, a.local, name="scale")
+    return room
+
+
+def _room(like: DistMatrix, shape: tuple[int, int], layout: Layout) -> DistMatrix:
+    """A matrix in work memory, whose elements are arbitrary."""
+    grid = like.grid
+    local = grid.workspace.array(layout.box(shape, grid.shape, grid.coords).shape, like.dtype, like.library)
+    return type(like)(grid, local, shape, layout)
+
+
+def _like(a: DistMatrix) -> DistMatrix:
+    local = a.library.empty(a.box.shape, a.dtype)
+    return type(a)(a.grid, local, a.shape, a.layout.summed)

@@ -1,0 +1,287 @@
+"""Muon: beside torch's and a plain one, on every grid, in every precision; what a dry run and a plan say of it."""
+
+from functools import partial
+from math import sqrt
+
+import numpy as np
+import pytest
+from networks import (
+    ALL_GRIDS,
+    CLASSES,
+    GRIDS,
+    INPUT,
+    VECTORS,
+    assert_replicas_agree,
+    batch_of,
+    bits,
+    largest_difference,
+    loss_of,
+    network_of,
+    on_each_grid,
+    train,
+    weights_of,
+)
+from samples import to_library, to_numpy
+from scipy.stats import spearmanr
+from test_nn_torch import torch_network
+from torch_reference import by_rank_0, torch_loss
+
+from pmm3d import DistMatrix, DTypeError, Grid, Layout, Pmm3dError, nn
+from pmm3d.io import Checkpoints
+from pmm3d.layout import GridShape
+from pmm3d.model.machines import load
+from pmm3d.nn import Precision, optim
+from pmm3d.nn.dry import dry_grid, twin
+from pmm3d.nn.training import TrainState
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.estimate import Estimates
+from pmm3d.nn.training.parts import make_optimizer
+from pmm3d.nn.training.planning import rank_training
+
+STEPS = 4
+OPTIONS = {
+    "original": {"lr": 0.02, "weight_decay": 0.1},
+    "match_rms_adamw": {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.8, "weight_decay": 0.0},
+    "without nesterov": {"lr": 0.02, "nesterov": False, "ns_steps": 3, "ns_coefficients": (1.5, -0.5, 0.1)},
+}
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+
+
+def torch_weights(case, options, steps=STEPS):
+    """Name -> weight, as torch.optim.Muon trains the matrices and AdamW the vectors; in float64, where torch would round
+    to bfloat16."""
+    import torch
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    with Grid(MPI.COMM_SELF, (1, 1, 1)) as grid, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        start = weights_of(network_of(grid, case))
+        net = torch_network(torch, case, start)
+        parameters = list(net.parameters())
+        optimizers = [torch.optim.Muon([each for each in parameters if each.ndim == 2], **options),
+                      torch.optim.AdamW([each for each in parameters if each.ndim == 1], lr=options["lr"],
+                                        weight_decay=0.0)]
+        for step in range(steps):
+            x, y = map(torch.from_numpy, batch_of(case, step))
+            net.zero_grad()
+            torch_loss(torch, case, net(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        values = [value.detach().numpy() for value in parameters]
+        return dict(zip(start, (value.T if value.ndim == 2 else value[None] for value in values), strict=True))
+
+
+@pytest.mark.parallel([1, 4, 8])
+@pytest.mark.parametrize("name, case", [("original", CLASSES), ("match_rms_adamw", VECTORS),
+                                        ("without nesterov", CLASSES)], ids=OPTIONS)
+def test_it_takes_the_steps_of_torch(comm, name, case):
+    expected = by_rank_0(comm, lambda: torch_weights(case, OPTIONS[name]))
+
+    def check(grid):
+        for shard in (False, True)[: grid.data.size]:
+            make = partial(optim.Muon, shard_over_data=shard, **OPTIONS[name])
+            _, net = train(grid, case, STEPS, make)
+            found = weights_of(net)
+            assert {name: value.shape for name, value in found.items()} == {
+                name: value.shape for name, value in expected.items()}
+            assert largest_difference(found, expected) < 1e-8
+
+    on_each_grid(comm, check, GRIDS[comm.size][: 6 if comm.size < 8 else 3])
+
+
+def orthogonalised(matrix, steps=5):
+    x = matrix / max(np.linalg.norm(matrix), 1e-7)
+    x = x.T if x.shape[0] < x.shape[1] else x
+    for _ in range(steps):
+        p, q, r = COEFFICIENTS
+        gram = x.T @ x
+        x = x @ (p * np.eye(len(gram)) + q * gram + r * gram @ gram)
+    return x.T if matrix.shape[0] < matrix.shape[1] else x
+
+
+def plainly(weight, gradients, lr=0.02, momentum=0.95, decay=0.1):
+    """The steps of Muon, by numpy in float64."""
+    kept = np.zeros_like(weight)
+    for gradient in gradients:
+        kept = momentum * kept + (1 - momentum) * gradient
+        direction = (1 - momentum) * gradient + momentum * kept
+        scale = sqrt(max(1, weight.shape[1] / weight.shape[0]))
+        weight = weight * (1 - lr * decay) - lr * scale * orthogonalised(direction)
+    return weight
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("dtype, library, error", [("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
+                                                   ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
+                                                   ("float32", "standin", 2e-5)])
+def test_a_weight_of_each_precision(grid, dtype, library, error):
+    """A gradient of float32's accuracy is orthogonal to about 500 times that: small singular values grow so much."""
+    shapes = [(9, 7), (5, 12), (8, 8), (1, 3), (6, 1)]
+    for shape in shapes if grid.size == 1 else shapes[:3]:
+        drawn = np.random.default_rng([*shape])
+        rounded = lambda values: to_numpy(to_library(values, library, dtype), library).astype("float64")
+        start, *gradients = (rounded(drawn.standard_normal(shape).astype("float32")) for _ in range(4))
+        spread = lambda values: DistMatrix.from_global(
+            grid, to_library(values.astype("float32"), library, dtype), layout=Layout(("y", "z"), "x"))
+        weight = nn.Parameter(spread(start), Precision.named(dtype))
+        optimizer = optim.Muon([weight], lr=0.02)
+        for gradient in gradients:
+            (nn.Tensor(spread(gradient)) * weight).backward(spread(np.ones(shape)))
+            optimizer.step(factor=0.5)
+        kept = [to_numpy(each.gather(), library) for each in optimizer.matrices().values()]
+        found = to_numpy(weight.gather(), library).astype("float64") + (kept[1] if len(kept) == 2 else 0)
+        assert np.abs(found - plainly(start, [0.5 * gradient for gradient in gradients])).max() < error
+
+
+@pytest.mark.parallel([2, 4, 8])
+def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(comm):
+    def check(grid):
+        (losses, net), (again, other), (split, third) = (
+            train(grid, CLASSES, 4, partial(optim.Muon, lr=0.02, shard_over_data=shard))
+            for shard in (False, False, True))
+        assert losses.tobytes() == again.tobytes() == split.tobytes()
+        assert bits(weights_of(net)) == bits(weights_of(other)) == bits(weights_of(third))
+        for each in (net, third):
+            assert_replicas_agree(grid, {name: value.value for name, value in each.named_parameters().items()})
+
+    on_each_grid(comm, check, ALL_GRIDS[comm.size][:: 2 if comm.size < 8 else 5])
+
+
+@pytest.mark.parallel([1, 4])
+def test_a_group_without_it_is_changed_by_adamw(comm):
+    def check(grid):
+        found = []
+        for make in (partial(optim.AdamW, lr=0.01, weight_decay=0.1),
+                     lambda given: optim.Muon([{"params": list(given), "use_muon": False}], lr=0.01)):
+            _, net = train(grid, CLASSES, 3, make)
+            found.append(bits(weights_of(net)))
+        assert found[0] == found[1]
+        net = network_of(grid, CLASSES)
+        *body, last = (each for each in net.parameters() if not each.is_vector)
+        vectors = [each for each in net.parameters() if each.is_vector]
+        optimizer = optim.Muon([{"params": body, "lr": 0.02}, {"params": [last, *vectors], "use_muon": False}])
+        loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+        optimizer.step()
+        assert {name.split("/")[-1] for name in optimizer.matrices() if last.name in name} == {"mean", "square"}
+        assert {name.split("/")[-1] for name in optimizer.matrices() if body[0].name in name} == {"momentum"}
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([1, 4])
+def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
+    """On the same grid to the same bits, on another one close to it."""
+    def loop(state, steps):
+        for step in steps:
+            loss_of(state.network, CLASSES, *batch_of(CLASSES, step)).backward()
+            state.optimizer.step()
+
+    def begun(grid):
+        net = network_of(grid, CLASSES)
+        net.settle(CLASSES.sizes[0], dtype="float64")
+        return TrainState(net, optim.Muon(net.parameters(), lr=0.02))
+
+    shapes = GRIDS[comm.size][:3]
+    with Grid(comm, *shapes[0]) as grid:
+        state = begun(grid)
+        loop(state, range(3))
+        state.save(Checkpoints(grid, shared_path / "runs"))
+        loop(state, range(3, 5))
+        expected = weights_of(state.network)
+    for shape, data in shapes:
+        with Grid(comm, shape, data) as grid:
+            state = begun(grid)
+            assert state.resume(Checkpoints(grid, shared_path / "runs"))["optimizer"]["kind"] == "Muon"
+            loop(state, range(3, 5))
+            found = weights_of(state.network)
+            assert largest_difference(found, expected) < 1e-9
+            assert bits(found) == bits(expected) or (shape, data) != shapes[0]
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("options, text", [
+    ({"momentum": 1.0}, "Muon: momentum is at least 0 and below 1; got 1.0"),
+    ({"ns_steps": 0}, "Muon: ns_steps is a number of steps, 1 to 99; got 0"),
+    ({"ns_steps": 2.5}, "ns_steps is a number of steps, 1 to 99; got 2.5"),
+    ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients are three numbers; got \(1.0, 2.0\)"),
+    ({"adjust_lr_fn": "mine"}, "adjust_lr_fn is one of original, match_rms_adamw; got 'mine'"),
+    ({"betas": (1.0, 0.0)}, "Muon: betas are two numbers"),
+    ({"lr": -1}, "Muon: lr is a number of at least 0; got -1"),
+])
+def test_options_that_make_no_sense_are_refused(some_grid, fails, options, text):
+    fails(Pmm3dError, text, lambda: optim.Muon(network_of(some_grid, CLASSES).parameters(), **options))
+
+
+@pytest.mark.parallel([1, 2])
+def test_complex_matrices_are_refused(some_grid, fails):
+    weight = nn.Parameter(DistMatrix.random(some_grid, (4, 4), dtype="complex64"))
+    fails(DTypeError, "Muon is of real matrices: put it in a group of its own with use_muon=False",
+          lambda: optim.Muon([weight]))
+    optim.Muon([{"params": [weight], "use_muon": False}])
+
+
+@pytest.mark.parallel([1, 4, 8])
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_dry_run_does_what_a_step_does(comm, shard):
+    """The same bytes in the same phases, and as many operations as the formula says."""
+    def check(grid):
+        net = nn.MLP(grid, [16, 32, 24], bias=False)
+        optimizer = optim.Muon(net.parameters(), shard_over_data=shard)
+        x, y = (DistMatrix.random(grid, (8, columns), dtype="float32", layout=layout)
+                for columns, layout in ((16, INPUT), (24, net.output_layout)))
+        nn.mse(net(x), y).backward()
+        optimizer.step()
+        with dry_grid(grid) as dry:
+            copies = twin((net, optimizer), dry)
+            entries = []
+            for where, (network, its) in ((grid, (net, optimizer)), (dry, copies)):
+                inputs = [each if where is grid else DistMatrix.empty(where, each.shape, dtype="float32",
+                                                                      layout=each.layout) for each in (x, y)]
+                for _ in range(2):
+                    nn.mse(network(inputs[0]), inputs[1]).backward()
+                    where.ledger.reset()
+                    if where is dry:
+                        dry.dry_run.actions.clear()
+                    its.step()
+                entries.append({key: (entry.calls, entry.sent, entry.received)
+                                for key, entry in where.ledger.entries.items()
+                                if key.axis and not key.operation.startswith("agreement on")})
+            assert entries[0] == entries[1]
+            flop = sum(2 * each.m * each.n * each.k for each in dry.dry_run.actions if each.what == "gemm")
+            wanted = sum(5 * 2 * small * small * (2 * large + small) for small, large in ((16, 32), (24, 32)))
+            assert abs(flop * grid.size / grid.data.size - wanted) < 0.3 * wanted
+
+    on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_configuration_asks_for_it(comm):
+    settings = {"data": {"file": "nowhere.h5"}, "optimizer": {"kind": "muon", "lr": 0.003}}
+    with Grid(comm, "ddp") as grid:
+        net = nn.MLP(grid, [4, 8, 2])
+        made = make_optimizer(checked(settings), net)
+        assert type(made) is optim.Muon and (made.lr, made.momentum, made.ns_steps) == (0.003, 0.95, 5)
+        assert (made.adjust_lr_fn, made.weight_decay) == ("match_rms_adamw", 0.0)
+        settings["optimizer"] |= {"momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "original", "weight_decay": 0.2}
+        made = make_optimizer(checked(settings), net)
+        assert (made.momentum, made.ns_steps, made.adjust_lr_fn, made.weight_decay) == (0.5, 3, "original", 0.2)
+    with pytest.raises(Pmm3dError, match="ns_steps has no effect here: it counts where kind is muon"):
+        checked({"data": {"file": "nowhere.h5"}, "optimizer": {"ns_steps": 3}})
+
+
+@pytest.mark.deadline(120)
+def test_the_formulas_of_a_plan_know_its_products():
+    """All grids of 16 ranks: the order's correlation, seconds within a half."""
+    machine = load("nominal")
+    settings = checked({"data": {"file": "nowhere.h5", "batch_size": 256}, "network": {"hidden": [1024] * 3},
+                        "optimizer": {"kind": "muon"}})
+    steps = DrySteps(settings, (784, 10, True), keep=2**62)
+    formulas = Estimates(steps, steps.of(GridShape(1, 1, 1), 1), machine)
+    ranking = rank_training(settings, 16, machine, samples=(784, 10, True), top=35, actions=10**9)
+    exact = {each.grid: each.seconds for each in ranking.candidates if not each.estimated}
+    estimated = {grid: formulas.of(grid, machine.ranks_per_node).seconds for grid in exact}
+    assert len(exact) == 35
+    assert spearmanr(list(exact.values()), list(estimated.values())).statistic > 0.9
+    assert all(1 / 1.5 < estimated[grid] / seconds < 1.5 for grid, seconds in exact.items())
