@@ -1,0 +1,266 @@
+"""What libpmm3d.so (embed/) calls in the Python that it started: objects by number, arguments as integers."""
+
+from __future__ import annotations
+
+import ctypes
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from ..comm import Grid
+from ..errors import (
+    DisagreementError,
+    DTypeError,
+    GridError,
+    LayoutError,
+    MemoryLimitError,
+    OutOfMemoryError,
+    Pmm3dError,
+)
+from ..layout import Layout
+from ..product import DistMatrix, matmul
+
+TYPES = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
+NAMED_LAYOUTS = {"A": Layout.A, "B": Layout.B, "C": Layout.C}
+NO_COMM = -1
+CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
+OTHER = 8
+"""The codes of embed/pmm3d.h."""
+
+Kind = TypeVar("Kind")
+
+
+class Answer(NamedTuple):
+    """code, whether all ranks have this error, its text, and up to four numbers."""
+
+    code: int
+    everywhere: bool
+    text: str
+    results: Sequence[int]
+
+
+class Held:
+    """A matrix that the caller knows by a number, and its transposes, the same each time: products that are repeated
+    are known by them."""
+
+    def __init__(self, matrix: DistMatrix):
+        self.matrix = matrix
+
+    @cached_property
+    def transposed(self) -> DistMatrix:
+        return self.matrix.T
+
+    @cached_property
+    def conjugated(self) -> DistMatrix:
+        return self.matrix.H
+
+    def operand(self, op: int) -> DistMatrix:
+        """op(A). Raises LayoutError."""
+        match chr(op & 0xFF):
+            case "N" | "n":
+                return self.matrix
+            case "T" | "t":
+                return self.transposed
+            case "C" | "c":
+                return self.conjugated
+        raise LayoutError(f"transa and transb are 'N', 'T' or 'C'; got {shown(op)}")
+
+
+class Host:
+    """The objects of a caller, and what it does with them. Arguments are those of embed/pmm3d.h, addresses and
+    characters as integers."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+        self._last = 0
+
+    def call(self, name: str, arguments: Sequence[int]) -> Answer:
+        """A method by its name. Never raises."""
+        try:
+            found: Callable[..., tuple[int, ...] | None] = getattr(self, name)
+            return Answer(0, False, "", found(*arguments) or ())
+        except (Pmm3dError, MemoryError) as error:
+            code = next((code for kinds, code in CODES if isinstance(error, kinds)), OTHER)
+            return Answer(code, getattr(error, "everywhere", False), f"{type(error).__name__}: {error}", ())
+        except BaseException as error:
+            return Answer(OTHER, getattr(error, "everywhere", False), traceback.format_exc(), ())
+
+    def grid(self, comm: int, gx: int, gy: int, gz: int, out: int) -> tuple[int]:
+        """Collective."""
+        auto = gx == gy == gz == 0
+        grid = Grid(communicator(comm), "auto" if auto else (gx, gy, gz))
+        try:
+            with grid.together("pmm3d_grid", always=True):
+                check_address("grid", out)
+        except Pmm3dError:
+            grid.close()
+            raise
+        return (self._keep(grid),)
+
+    def grid_shape(self, number: int, out: int) -> tuple[int, ...]:
+        check_address("shape", out)
+        shape = self._found(number, Grid).shape
+        return shape.x, shape.y, shape.z
+
+    def box(self, number: int, layout: int, rows: int, columns: int, out: int) -> tuple[int, ...]:
+        check_address("box", out)
+        grid = self._found(number, Grid)
+        return layout_named(layout).box((rows, columns), grid.shape, grid.coords)
+
+    def matrix(self, number: int, kind: int, rows: int, columns: int, layout: int, order: int, shard: int,
+               out: int) -> tuple[int]:
+        """Collective."""
+        grid = self._found(number, Grid)
+        try:
+            check_address("matrix", out)
+            placed, dtype, lies = layout_named(layout), dtype_named(kind), order_named(order)
+            shape = placed.box((rows, columns), grid.shape, grid.coords).shape
+            local = array_at("shard", shard, shape, dtype, lies)
+        except (Pmm3dError, ValueError) as error:
+            refuse(grid, "DistMatrix.from_local", error)
+        return (self._keep(Held(DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=lies))),)
+
+    def matmul(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int) -> None:
+        """Collective."""
+        grid = self._grid_of(a, b, c)
+        try:
+            held_a, held_b, held_c = (self._found(number, Held) for number in (a, b, c))
+            first, second, out = held_a.operand(transa), held_b.operand(transb), held_c.matrix
+            factors = scalar_at("alpha", alpha, out.dtype), scalar_at("beta", beta, out.dtype)
+        except Pmm3dError as error:
+            refuse(grid, "matmul", error)
+        matmul(first, second, out=out, alpha=factors[0], beta=factors[1])
+
+    def redistribute(self, source: int, target: int) -> None:
+        """Collective."""
+        grid = self._grid_of(source, target)
+        try:
+            origin, out = self._found(source, Held).matrix, self._found(target, Held).matrix
+        except Pmm3dError as error:
+            refuse(grid, "redistribute", error)
+        if origin.order == out.order or origin.shape != out.shape:
+            origin.redistribute(out.layout, out.grid, out=out)
+        else:
+            out.memory[...] = origin.redistribute(out.layout, out.grid).memory
+
+    def free(self, number: int) -> None:
+        """Collective, of a grid or a context."""
+        found = self._found(number, object)
+        if not isinstance(found, Held):
+            found.close()
+        del self._objects[number]
+
+    def finalize(self, _: int) -> None:
+        """Collective."""
+        while self._objects:
+            _, last = self._objects.popitem()
+            if not isinstance(last, Held):
+                last.close()
+
+    def _keep(self, made: Any) -> int:
+        self._last += 1
+        self._objects[self._last] = made
+        return self._last
+
+    def _found(self, number: int, kind: type[Kind]) -> Kind:
+        found = self._objects.get(number)
+        if not isinstance(found, kind):
+            wanted = {Grid: "grid", Held: "matrix", object: "object"}.get(kind, "context")
+            is_there = "there is no such object, or it was freed" if found is None else f"it is {described(found)}"
+            raise GridError(f"{number} names no {wanted} of this process: {is_there}")
+        return found
+
+    def _grid_of(self, *numbers: int) -> Grid | None:
+        """That of the first matrix that there is."""
+        held = (self._objects.get(number) for number in numbers)
+        return next((each.matrix.grid for each in held if isinstance(each, Held)), None)
+
+
+def described(found: object) -> str:
+    return "a grid" if isinstance(found, Grid) else "a matrix" if isinstance(found, Held) else "a context"
+
+
+def refuse(grid: Grid | None, what: str, error: Exception) -> NoReturn:
+    """Raise it on all ranks of the grid, which are in that operation; where no grid is known, here."""
+    if grid is not None:
+        with grid.together(what, always=True):
+            raise error
+    raise error
+
+
+def communicator(handle: int) -> MPI.Intracomm:
+    """The caller's. Raises GridError."""
+    comm = MPI.COMM_NULL if handle == NO_COMM else MPI.Comm.f2py(handle)
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise GridError("the communicator is MPI_COMM_NULL, or no intracommunicator of this process's MPI: pass one that "
+                        "this process belongs to")
+    return comm
+
+
+def check_address(name: str, address: int) -> None:
+    if address == 0:
+        raise LayoutError(f"{name} is a NULL pointer")
+
+
+def text_at(name: str, address: int) -> str:
+    check_address(name, address)
+    return ctypes.string_at(address).decode(errors="replace")
+
+
+def layout_named(address: int) -> Layout:
+    """ "A", "B", "C", or the axes of the rows and of the columns: "zx/y". Raises LayoutError."""
+    text = text_at("layout", address).strip()
+    if text in NAMED_LAYOUTS:
+        return NAMED_LAYOUTS[text]
+    rows, slash, columns = text.partition("/")
+    if not slash or set(rows + columns) - set("xyz"):
+        raise LayoutError(f'a layout is "A", "B", "C", or the axes x, y, z that cut the rows, a slash, and those that cut '
+                          f'the columns, as "zx/y"; got {text!r}')
+    return Layout(tuple(rows), tuple(columns))
+
+
+def dtype_named(kind: int) -> str:
+    """Raises DTypeError."""
+    found = TYPES.get(chr(kind & 0xFF).lower())
+    if found is None:
+        raise DTypeError(f"the type is 's', 'd', 'c' or 'z', as in the BLAS; got {shown(kind)}")
+    return found
+
+
+def order_named(order: int) -> str:
+    """Raises LayoutError."""
+    found = chr(order & 0xFF).upper()
+    if found not in ("C", "F"):
+        raise LayoutError(f"the order is 'C', by rows, or 'F', by columns; got {shown(order)}")
+    return found
+
+
+def shown(character: int) -> str:
+    return f"the character {chr(character & 0xFF)!r} ({character & 0xFF})"
+
+
+def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order: str) -> np.ndarray:
+    """The caller's memory as an array, nothing is copied. Raises LayoutError for a NULL pointer to elements."""
+    if 0 in shape:
+        return np.empty(shape, dtype, order="F" if order == "F" else "C")
+    check_address(name, address)
+    pointer = Pointer(address, shape if order == "C" else shape[::-1], np.dtype(dtype))
+    array = np.asarray(pointer)
+    return array if order == "C" else array.T
+
+
+def scalar_at(name: str, address: int, dtype: str) -> Any:
+    """One element. Raises LayoutError."""
+    check_address(name, address)
+    return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize), dtype)[0].item()
+
+
+class Pointer:
+    """Memory, as numpy's array interface has it."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype):
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": dtype.str, "version": 3}
