@@ -16,10 +16,15 @@ enum { TEXT = 8192 };
 
 static struct {
     atomic_flag busy;
-    int started, finalized, everywhere;
-    char text[TEXT];
+    int started, finalized;
     pmm3d_python_call_type *call;
-} state = {ATOMIC_FLAG_INIT, 0, 0, 0, "", NULL};
+} state = {ATOMIC_FLAG_INIT, 0, 0, NULL};
+
+/* The last error of each thread. */
+static _Thread_local struct {
+    int everywhere;
+    char text[TEXT];
+} last;
 
 static int leave(int code) {
     atomic_flag_clear(&state.busy);
@@ -27,8 +32,8 @@ static int leave(int code) {
 }
 
 static int failed(int code, const char *text) {
-    snprintf(state.text, TEXT, "%s", text);
-    state.everywhere = 0;
+    snprintf(last.text, TEXT, "%s", text);
+    last.everywhere = 0;
     return code;
 }
 
@@ -74,8 +79,16 @@ static int load(void) {
     MPI_Get_library_version(version, &length);
     dladdr((void *)&MPI_Get_library_version, &mpi);
     int64_t arguments[] = {(intptr_t)version, (intptr_t)mpi.dli_fname, MPI_Comm_c2f(MPI_COMM_WORLD)}, results[4];
-    int everywhere = 0, code = PMM3D_ERROR_PYTHON;
-    if (!state.call("begin", arguments, 3, results, &code, &everywhere, text, TEXT))
+    int everywhere = 0, code = PMM3D_ERROR_PYTHON, ran;
+    MPI_Errhandler of_world, of_self; /* which mpi4py sets */
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &of_world);
+    MPI_Comm_get_errhandler(MPI_COMM_SELF, &of_self);
+    ran = state.call("begin", arguments, 3, results, &code, &everywhere, text, TEXT);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, of_world);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, of_self);
+    MPI_Errhandler_free(&of_world);
+    MPI_Errhandler_free(&of_self);
+    if (!ran)
         return failed(PMM3D_ERROR_PYTHON, "Python's side of the library could not be started; what Python said is on "
                                           "stderr. Build it again: make embed");
     if (code) return failed(code, text);
@@ -87,8 +100,8 @@ static int load(void) {
 /* Whether this thread may call now; then it has the library until `leave`. */
 static int enter(void) {
     int running = 0, over = 0, provided = MPI_THREAD_SINGLE, main_thread = 1;
-    if (atomic_flag_test_and_set(&state.busy)) /* the other call's text is not this one's to change */
-        return PMM3D_ERROR_THREAD;
+    if (atomic_flag_test_and_set(&state.busy))
+        return failed(PMM3D_ERROR_THREAD, "another thread is in a call: one at a time");
     if (state.finalized) return leave(failed(PMM3D_ERROR_FINALIZED, "called after pmm3d_finalize: nothing can be done "
                                              "any more. Call it once, at the end"));
     MPI_Initialized(&running);
@@ -115,8 +128,10 @@ static int call(const char *name, int count, const int64_t *arguments, int64_t *
     if (code) return code;
     code = PMM3D_ERROR_OTHER;
     state.call(name, arguments, count, results, &code, &everywhere, text, TEXT);
-    if (code) failed(code, text);
-    state.everywhere = code && everywhere;
+    if (code) {
+        failed(code, text);
+        last.everywhere = everywhere;
+    }
     return leave(code);
 }
 
@@ -127,6 +142,20 @@ static int call(const char *name, int count, const int64_t *arguments, int64_t *
 int pmm3d_start(void) {
     int code = enter();
     return code ? code : leave(PMM3D_OK);
+}
+
+/* Whether all ranks of comm could start: a rank that cannot is not waited for. */
+static int start_together(MPI_Comm comm) {
+    int code = pmm3d_start(), worst = PMM3D_OK, running = 0, over = 0;
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    if (comm == MPI_COMM_NULL || !running || over || code == PMM3D_ERROR_THREAD || code == PMM3D_ERROR_FINALIZED)
+        return code;
+    MPI_Allreduce(&code, &worst, 1, MPI_INT, MPI_MAX, comm);
+    if (!code && worst)
+        failed(worst, "other ranks of the communicator could not start: what was wrong is told there");
+    if (worst) last.everywhere = 1;
+    return worst;
 }
 
 int pmm3d_finalize(void) {
@@ -143,11 +172,11 @@ int pmm3d_finalize(void) {
 }
 
 int pmm3d_last_error(char *text, int size) {
-    if (text && size > 0) snprintf(text, size, "%s", state.text);
-    return (int)strlen(state.text) + 1;
+    if (text && size > 0) snprintf(text, size, "%s", last.text);
+    return (int)strlen(last.text) + 1;
 }
 
-int pmm3d_error_everywhere(void) { return state.everywhere; }
+int pmm3d_error_everywhere(void) { return last.everywhere; }
 
 /* One object that was made: its number, or 0. */
 static int made(int code, const int64_t *results, int *object) {
@@ -165,7 +194,8 @@ static MPI_Comm named(int comm) {
 
 int pmm3d_grid(MPI_Comm comm, int gx, int gy, int gz, int *grid) {
     int64_t results[4];
-    return made(CALL("grid", results, handle(comm), gx, gy, gz, ADDRESS(grid)), results, grid);
+    int code = start_together(comm);
+    return made(code ? code : CALL("grid", results, handle(comm), gx, gy, gz, ADDRESS(grid)), results, grid);
 }
 
 int pmm3d_grid_f(int comm, int gx, int gy, int gz, int *grid) { return pmm3d_grid(named(comm), gx, gy, gz, grid); }
@@ -205,7 +235,7 @@ int pmm3d_free(int *object) {
     int64_t results[4];
     int code;
     if (object && *object == 0) return PMM3D_OK;
-    code = CALL("free", results, object ? *object : 0);
+    code = CALL("free", results, object ? *object : 0, ADDRESS(object));
     if (!code) *object = 0;
     return code;
 }

@@ -46,8 +46,8 @@ int pmm3d_start(void);
 /* Gives back all objects. Collective over their communicators, on each rank in the opposite order of their making. */
 int pmm3d_finalize(void);
 
-/* The text of the last error that a call returned, cut to size - 1 bytes and ended by a zero; empty if there was none.
-   Returns the size that the whole text needs. Any thread, at any time. */
+/* The text of the last error that a call returned to this thread, cut to size - 1 bytes and ended by a zero; empty if
+   there was none. Returns the size that the whole text needs. At any time. */
 int pmm3d_last_error(char *text, int size);
 
 /* 1 if that error was returned on every rank of the call, else 0. */

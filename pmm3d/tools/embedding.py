@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from mpi4py import MPI
@@ -25,13 +26,13 @@ from ..layout import Layout
 from ..product import DistMatrix, matmul
 
 TYPES = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
+REALS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "complex64": ctypes.c_float,
+         "complex128": ctypes.c_double}
 NAMED_LAYOUTS = {"A": Layout.A, "B": Layout.B, "C": Layout.C}
 NO_COMM = -1
 CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
 OTHER = 8
 """The codes of embed/pmm3d.h."""
-
-Kind = TypeVar("Kind")
 
 
 class Answer(NamedTuple):
@@ -43,12 +44,22 @@ class Answer(NamedTuple):
     results: Sequence[int]
 
 
+@runtime_checkable
+class Kept(Protocol):
+    """What a caller knows by a number."""
+
+    def close(self) -> None: ...
+
+
 class Held:
     """A matrix that the caller knows by a number, and its transposes, the same each time: products that are repeated
     are known by them."""
 
     def __init__(self, matrix: DistMatrix):
         self.matrix = matrix
+
+    def close(self) -> None:
+        """The memory is the caller's, and nothing else is held."""
 
     @cached_property
     def transposed(self) -> DistMatrix:
@@ -75,7 +86,7 @@ class Host:
     characters as integers."""
 
     def __init__(self) -> None:
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, Kept] = {}
         self._last = 0
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
@@ -83,16 +94,16 @@ class Host:
         try:
             found: Callable[..., tuple[int, ...] | None] = getattr(self, name)
             return Answer(0, False, "", found(*arguments) or ())
-        except (Pmm3dError, MemoryError) as error:
-            code = next((code for kinds, code in CODES if isinstance(error, kinds)), OTHER)
-            return Answer(code, getattr(error, "everywhere", False), f"{type(error).__name__}: {error}", ())
         except BaseException as error:
-            return Answer(OTHER, getattr(error, "everywhere", False), traceback.format_exc(), ())
+            code = next((code for kinds, code in CODES if isinstance(error, kinds)), OTHER)
+            text = f"{type(error).__name__}: {error}" if isinstance(error, Pmm3dError) else traceback.format_exc()
+            return Answer(code, getattr(error, "everywhere", False), text, ())
 
     def grid(self, comm: int, gx: int, gy: int, gz: int, out: int) -> tuple[int]:
         """Collective."""
         auto = gx == gy == gz == 0
-        grid = Grid(communicator(comm), "auto" if auto else (gx, gy, gz))
+        with errors_returned(communicator(comm)) as parent:
+            grid = Grid(parent, "auto" if auto else (gx, gy, gz))
         try:
             with grid.together("pmm3d_grid", always=True):
                 check_address("grid", out)
@@ -117,10 +128,12 @@ class Host:
         grid = self._found(number, Grid)
         try:
             check_address("matrix", out)
+            if rows < 0 or columns < 0:
+                raise LayoutError(f"a matrix has 0 rows and columns or more; got {rows} x {columns}")
             placed, dtype, lies = layout_named(layout), dtype_named(kind), order_named(order)
             shape = placed.box((rows, columns), grid.shape, grid.coords).shape
             local = array_at("shard", shard, shape, dtype, lies)
-        except (Pmm3dError, ValueError) as error:
+        except Pmm3dError as error:
             refuse(grid, "DistMatrix.from_local", error)
         return (self._keep(Held(DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=lies))),)
 
@@ -147,29 +160,26 @@ class Host:
         else:
             out.memory[...] = origin.redistribute(out.layout, out.grid).memory
 
-    def free(self, number: int) -> None:
+    def free(self, number: int, pointer: int) -> None:
         """Collective, of a grid or a context."""
-        found = self._found(number, object)
-        if not isinstance(found, Held):
-            found.close()
+        check_address("object", pointer)
+        self._found(number, Kept).close()
         del self._objects[number]
 
     def finalize(self, _: int) -> None:
         """Collective."""
         while self._objects:
-            _, last = self._objects.popitem()
-            if not isinstance(last, Held):
-                last.close()
+            self._objects.popitem()[1].close()
 
-    def _keep(self, made: Any) -> int:
+    def _keep(self, made: Kept) -> int:
         self._last += 1
         self._objects[self._last] = made
         return self._last
 
-    def _found(self, number: int, kind: type[Kind]) -> Kind:
+    def _found(self, number: int, kind: Any) -> Any:
         found = self._objects.get(number)
         if not isinstance(found, kind):
-            wanted = {Grid: "grid", Held: "matrix", object: "object"}.get(kind, "context")
+            wanted = {Grid: "grid", Held: "matrix", Kept: "object"}.get(kind, "context")
             is_there = "there is no such object, or it was freed" if found is None else f"it is {described(found)}"
             raise GridError(f"{number} names no {wanted} of this process: {is_there}")
         return found
@@ -199,6 +209,18 @@ def communicator(handle: int) -> MPI.Intracomm:
         raise GridError("the communicator is MPI_COMM_NULL, or no intracommunicator of this process's MPI: pass one that "
                         "this process belongs to")
     return comm
+
+
+@contextmanager
+def errors_returned(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    """What is made of the communicator meanwhile returns MPI's errors, which the caller's own may end the process with."""
+    before = comm.Get_errhandler()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        yield comm
+    finally:
+        comm.Set_errhandler(before)
+        before.Free()
 
 
 def check_address(name: str, address: int) -> None:
@@ -256,7 +278,10 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
 def scalar_at(name: str, address: int, dtype: str) -> Any:
     """One element. Raises LayoutError."""
     check_address(name, address)
-    return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize), dtype)[0].item()
+    kind = REALS[dtype]
+    if dtype.startswith("complex"):
+        return complex(*(kind * 2).from_address(address))
+    return kind.from_address(address).value
 
 
 class Pointer:

@@ -1,0 +1,57 @@
+"""C and Fortran programs that call the product: right, on any number of ranks, again and again. `make test-embed`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("sizes", [(300, 200, 100), (13, 5, 7), (1, 1, 1), (4, 3, 0), (0, 6, 6)])
+def test_the_program_in_c_is_right(program, ranks, sizes):
+    done = program("apps/embed/product.c")(ranks, *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(rf"{ranks} ranks as \d x \d x \d: right\n", done.stdout)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_the_program_in_fortran_is_right(program, ranks):
+    done = program("embed/pmm3d.f90", "apps/embed/product.f90")(ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(rf"{ranks} ranks as \d x \d x \d: right\n", done.stdout)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_thousand_calls_leave_no_memory_behind(program, ranks):
+    done = program("apps/embed/overhead.c")(ranks, 200)
+    assert done.returncode == 0, done.stderr
+    held = dict(re.findall(r"after (\d+) calls: VmData (\d+) KiB", done.stdout))
+    assert int(held["1000"]) <= int(held["200"]) + 64, done.stdout
+    assert "from C" in done.stdout and "from Python" in done.stdout
+
+
+@pytest.mark.parametrize("kind", "sdcz")
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_type_transpose_and_order_is_exact(program, ranks, kind):
+    done = program("tests/embed/forms.c")(ranks, kind)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 1 and re.fullmatch(r"(\d+) products, (\d+) moves, 0 wrong", told[0]), done.stdout
+
+
+def test_what_the_process_had_is_as_it_was(program):
+    """MPI's error handlers, signals, the locale."""
+    done = program("tests/embed/faults.c")(2, "untouched")
+    assert done.returncode == 0 and done.stdout.count("untouched: 1 1 1") == 2, done.stdout + done.stderr
+
+
+def test_a_subset_of_the_ranks_calls(program):
+    done = program("tests/embed/faults.c")(3, "subset")
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    assert "1 stays out" in done.stdout
+
+
+def test_mpi_finalize_does_what_the_program_did_not(program):
+    done = program("tests/embed/faults.c")(2, "not finalized")
+    assert done.returncode == 0 and done.stdout.count("ended") == 2 and not done.stderr, done.stdout + done.stderr

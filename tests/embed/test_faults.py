@@ -1,0 +1,127 @@
+"""What a C caller can do wrong: a code and a text on every rank that called, and the caller lives on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
+ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
+ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
+    ("alpha", DISAGREEMENT, "alpha is a NULL pointer"),
+    ("beta", DISAGREEMENT, "beta is a NULL pointer"),
+    ("transa", DISAGREEMENT, r"got the character '\x01' (1)"),
+    ("number", DISAGREEMENT, "99 names no matrix of this process: there is no such object, or it was freed"),
+    ("kind", ARGUMENT, "names no matrix of this process: it is a grid"),
+    ("disagree", DISAGREEMENT, "the ranks passed different arguments"),
+    ("alias", ARGUMENT, "out shares memory with an operand"),
+    ("shard", DISAGREEMENT, "shard is a NULL pointer"),
+    ("layout", DISAGREEMENT, "layout is a NULL pointer"),
+    ("axes", ARGUMENT, "got 'w/x'"),
+    ("twice", ARGUMENT, "names the axis x twice"),
+    ("type", ARGUMENT, "as in the BLAS; got the character 'q' (113)"),
+    ("order", ARGUMENT, "got the character 'X' (88)"),
+    ("negative", ARGUMENT, "got -1 x 6"),
+    ("out", DISAGREEMENT, "matrix is a NULL pointer"),
+    ("grid out", ARGUMENT, "grid is a NULL pointer"),
+    ("shape", ARGUMENT, "grid 7x7x7 (data 1) needs 343 ranks"),
+    ("shapes", DISAGREEMENT, "the ranks passed different arguments"),
+    ("freed", ARGUMENT, "or it was freed"),
+    ("move", ARGUMENT, "redistribute: out is"),
+]
+HERE = [  # of calls that are not collective, or name nothing by which other ranks could be told
+    ("numbers", ARGUMENT, "97 names no matrix"),
+    ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
+    ("intercomm", ARGUMENT, "no intracommunicator"),
+    ("box", ARGUMENT, "box is a NULL pointer"),
+    ("free", ARGUMENT, "object is a NULL pointer"),
+    ("other thread", THREAD, "called by another thread than the one that started MPI"),
+]
+
+
+def told(done):
+    """(rank, code, everywhere, text) of each wrong call"""
+    return [(int(rank), int(code), int(everywhere), text)
+            for rank, code, everywhere, text in TOLD.findall(done.stdout)]
+
+
+@pytest.mark.parametrize("which, code, text", ON_ALL)
+def test_all_ranks_are_told(program, which, code, text):
+    done = program("tests/embed/faults.c")(2, which)
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    found = told(done)
+    assert [fault[1:3] for fault in found] == [(code, 1)] * 2, done.stdout
+    assert len({fault[3] for fault in found}) == 1 and text in found[0][3], done.stdout
+
+
+@pytest.mark.parametrize("which, code, text", HERE)
+def test_the_caller_is_told(program, which, code, text):
+    done = program("tests/embed/faults.c")(2, which)
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    assert [fault[1:3] for fault in told(done)] == [(code, 0)] * 2 and done.stdout.count(text) == 2, done.stdout
+
+
+@pytest.mark.parametrize("which, code, text, times", [
+    ("before", MPI, "called before MPI_Init", 1),
+    ("after", FINALIZED, "called after pmm3d_finalize", 2),
+    ("finalized twice", FINALIZED, "called after pmm3d_finalize", 2),
+    ("never started", FINALIZED, "called after pmm3d_finalize", 1),
+])
+def test_a_call_at_the_wrong_time(program, which, code, text, times):
+    done = program("tests/embed/faults.c")(2, which)
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
+    assert [fault[1] for fault in told(done)] == [code] * 2 * times and done.stdout.count(text) == 2 * times
+
+
+def test_two_threads_at_once(program):
+    done = program("tests/embed/faults.c")(2, "two threads")
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    assert not told(done) and done.stdout.count("met: 1") == 2, done.stdout
+
+
+@pytest.mark.parametrize("python, text", [
+    ("/no/such/python", "Python cannot be started from /no/such/python: No such file or directory"),
+    ("/etc/passwd", "Python cannot be started from /etc/passwd: Permission denied"),
+    ("bare", "lacks a package: No module named '_cffi_backend'. Install it there: pip install \"pmm3d[embed]\""),
+    ("cffi only", "lacks a package: No module named 'mpi4py'. Install it there: pip install \"pmm3d[embed]\""),
+])
+def test_a_python_that_cannot_be_used(program, tmp_path, python, text):
+    if not python.startswith("/"):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+        if python == "cffi only":
+            [site] = tmp_path.glob("lib/python*/site-packages")
+            (site / "_cffi_backend.py").write_text("")
+        python = str(tmp_path / "bin" / "python")
+    done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=python)
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
+    assert [fault[1] for fault in told(done)] == [PYTHON] * 4, done.stdout
+    assert done.stdout.count(text) == 4, done.stdout
+
+
+def test_a_python_without_a_standard_library(program):
+    done = program("tests/embed/faults.c")(1, "start", PYTHONHOME="/no/such/folder")
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    assert "failed to get the Python codec" in done.stdout and "it was tried before, in vain" in done.stdout
+
+
+def test_one_rank_that_cannot_start_is_not_waited_for(program):
+    done = program("tests/embed/faults.c")(3, "start on one")
+    assert done.returncode == 0 and done.stdout.count("ended") == 3, done.stdout + done.stderr
+    assert [fault[1:3] for fault in told(done)] == [(PYTHON, 1)] * 3, done.stdout
+    assert done.stdout.count("other ranks of the communicator could not start") == 2
+
+
+def test_python_with_another_mpi(program, tmp_path):
+    """An mpi4py that brings its own: as two libraries in one process."""
+    module = "rc = type('rc', (), {})\n"
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text(module)
+    (tmp_path / "mpi4py" / "MPI.py").write_text("Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\n"
+                                                "Is_initialized = lambda: False\n")
+    done = program("tests/embed/faults.c")(2, "start", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
+    assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
+    assert done.stdout.count("MPICH Version: 9") == 4
