@@ -231,6 +231,42 @@ int pmm3d_redistribute(int source, int target) {
     return CALL("redistribute", results, source, target);
 }
 
+int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context) {
+    int64_t results[4];
+    int code = start_together(comm);
+    return made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context)), results,
+                context);
+}
+
+int pmm3d_context_f(int comm, int rows, int columns, char order, int *context) {
+    return pmm3d_context(named(comm), rows, columns, order, context);
+}
+
+int pmm3d_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,
+                const void *a, int ia, int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9],
+                const void *beta, void *c, int ic, int jc, const int descc[9]) {
+    int64_t results[4];
+    return CALL("pgemm", results, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
+                ADDRESS(desca), ADDRESS(b), ib, jb, ADDRESS(descb), ADDRESS(beta), ADDRESS(c), ic, jc, ADDRESS(descc));
+}
+
+int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b,
+                  int ib, int jb, const int descb[9], int contextb) {
+    int64_t results[4];
+    return CALL("pgemr2d", results, type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
+                ADDRESS(descb), contextb);
+}
+
+int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix) {
+    int64_t results[4];
+    return CALL("from_block_cyclic", results, context, ADDRESS(a), ADDRESS(desca), matrix);
+}
+
+int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]) {
+    int64_t results[4];
+    return CALL("to_block_cyclic", results, matrix, context, ADDRESS(a), ADDRESS(desca));
+}
+
 int pmm3d_free(int *object) {
     int64_t results[4];
     int code;

@@ -82,6 +82,28 @@ int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, cons
    order. Collective over the source's grid. */
 int pmm3d_redistribute(int source, int target);
 
+/* A process grid of rows x columns ranks, as a BLACS context is: the first ones of comm, by rows (order 'R', as BLACS
+   has them by default) or by columns ('C'). The others take part in every call too. comm is duplicated. Collective over
+   comm. Keep a context for the whole run: it keeps the plans of products. */
+int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context);
+
+/* As ScaLAPACK's p?gemm, on block-cyclic matrices of one context: sub(C) = alpha op(sub(A)) op(sub(B)) + beta sub(C).
+   Descriptors are ScaLAPACK's; the context in them is not looked at. ia, ja, ... count from 1. Collective over the
+   context's communicator. */
+int pmm3d_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,
+                const void *a, int ia, int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9],
+                const void *beta, void *c, int ic, int jc, const int descc[9]);
+
+/* As ScaLAPACK's p?gemr2d: sub(B) = sub(A), m x n, between two contexts over the same ranks in the same order.
+   Collective. */
+int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b,
+                  int ib, int jb, const int descb[9], int contextb);
+
+/* matrix = a, block-cyclic, and a = matrix. The context is over the ranks of the matrix's grid, in the same order.
+   Collective. */
+int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix);
+int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]);
+
 /* Gives back a grid, a matrix or a context, and makes it 0; 0 is left alone. Of grids and contexts collective. A grid
    outlives its matrices. */
 int pmm3d_free(int *object);

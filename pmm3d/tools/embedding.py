@@ -23,13 +23,15 @@ from ..errors import (
     Pmm3dError,
 )
 from ..layout import Layout
-from ..product import DistMatrix, matmul
+from ..product import BlacsContext, Descriptor, DistMatrix, Redistribution, matmul, pgemm, pgemr2d
 
 TYPES = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
 REALS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "complex64": ctypes.c_float,
          "complex128": ctypes.c_double}
 NAMED_LAYOUTS = {"A": Layout.A, "B": Layout.B, "C": Layout.C}
 NO_COMM = -1
+KEPT_DESCRIPTORS = 256
+"""Of a context; all go when there would be more."""
 CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
 OTHER = 8
 """The codes of embed/pmm3d.h."""
@@ -56,7 +58,7 @@ class Held:
     are known by them."""
 
     def __init__(self, matrix: DistMatrix):
-        self.matrix = matrix
+        self.matrix, self.grid = matrix, matrix.grid
 
     def close(self) -> None:
         """The memory is the caller's, and nothing else is held."""
@@ -71,14 +73,53 @@ class Held:
 
     def operand(self, op: int) -> DistMatrix:
         """op(A). Raises LayoutError."""
-        match chr(op & 0xFF):
-            case "N" | "n":
+        match letter(op):
+            case "N":
                 return self.matrix
-            case "T" | "t":
+            case "T":
                 return self.transposed
-            case "C" | "c":
+            case "C":
                 return self.conjugated
         raise LayoutError(f"transa and transb are 'N', 'T' or 'C'; got {shown(op)}")
+
+
+class Part(NamedTuple):
+    """This rank's of a block-cyclic matrix."""
+
+    descriptor: Descriptor
+    local: np.ndarray
+
+
+class HeldContext:
+    """A context, and the descriptors that it was used with."""
+
+    def __init__(self, context: BlacsContext):
+        self.context, self.grid = context, context.grid
+        self._descriptors: dict[tuple[int, ...], Descriptor] = {}
+
+    def close(self) -> None:
+        """Collective."""
+        self.context.close()
+
+    def part(self, name: str, address: int, numbers: int, dtype: str) -> Part:
+        """Raises LayoutError."""
+        check_address(f"the descriptor of {name}", numbers)
+        values = tuple((ctypes.c_int * 9).from_address(numbers))
+        key = values[:1] + values[2:]
+        if key not in self._descriptors:
+            if len(self._descriptors) == KEPT_DESCRIPTORS:
+                self._descriptors.clear()
+            self._descriptors[key] = self._made(name, values)
+        descriptor = self._descriptors[key]
+        if address == 0 and descriptor.local_rows == 0:
+            return Part(descriptor, descriptor.empty(dtype))
+        return Part(descriptor, array_at(name, address, (descriptor.lld or 0, descriptor.local_cols), dtype, "F"))
+
+    def _made(self, name: str, values: tuple[int, ...]) -> Descriptor:
+        if not any(values[1:8:2]):
+            raise LayoutError(f"the descriptor of {name} is {values}: as of integers of 8 bytes. They are of 4: compile "
+                              "without -i8 or -fdefault-integer-8, or copy it")
+        return self.context.from_array(values)
 
 
 class Host:
@@ -160,6 +201,69 @@ class Host:
         else:
             out.memory[...] = origin.redistribute(out.layout, out.grid).memory
 
+    def context(self, comm: int, rows: int, columns: int, order: int, out: int) -> tuple[int]:
+        """Collective."""
+        with errors_returned(communicator(comm)) as parent:
+            context = BlacsContext(parent, (rows, columns), letter(order))
+        try:
+            with context.grid.together("pmm3d_context", always=True):
+                check_address("context", out)
+        except Pmm3dError:
+            context.close()
+            raise
+        return (self._keep(HeldContext(context)),)
+
+    def pgemm(self, number: int, kind: int, transa: int, transb: int, m: int, n: int, k: int, alpha: int, a: int, ia: int,
+              ja: int, desca: int, b: int, ib: int, jb: int, descb: int, beta: int, c: int, ic: int, jc: int,
+              descc: int) -> None:
+        """Collective."""
+        context: HeldContext = self._found(number, HeldContext)
+        try:
+            dtype = dtype_named(kind)
+            of_a, of_b, of_c = (context.part(*each, dtype) for each in (("a", a, desca), ("b", b, descb), ("c", c, descc)))
+            factors = scalar_at("alpha", alpha, dtype), scalar_at("beta", beta, dtype)
+        except Pmm3dError as error:
+            refuse(context.grid, "pgemm", error)
+        pgemm(letter(transa), letter(transb), m, n, k, factors[0], of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb,
+              of_b.descriptor, factors[1], of_c.local, ic, jc, of_c.descriptor)
+
+    def pgemr2d(self, kind: int, m: int, n: int, a: int, ia: int, ja: int, desca: int, contexta: int, b: int, ib: int,
+                jb: int, descb: int, contextb: int) -> None:
+        """Collective."""
+        grid = self._grid_of(contexta, contextb)
+        try:
+            dtype = dtype_named(kind)
+            of_a = self._found(contexta, HeldContext).part("a", a, desca, dtype)
+            of_b = self._found(contextb, HeldContext).part("b", b, descb, dtype)
+        except Pmm3dError as error:
+            refuse(grid, "pgemr2d", error)
+        pgemr2d(m, n, of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb, of_b.descriptor)
+
+    def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int) -> None:
+        """Collective."""
+        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca)
+        moved = Redistribution(held.grid, part.descriptor.cyclic, held.layout, dtype=held.dtype, order=held.order)
+        moved(part.local, held.memory)
+
+    def to_block_cyclic(self, matrix: int, context: int, a: int, desca: int) -> None:
+        """Collective."""
+        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca)
+        moved = Redistribution(held.grid, held.layout, part.descriptor.cyclic, dtype=held.dtype, order=held.order)
+        moved(held.memory, part.local)
+
+    def _cyclic(self, what: str, matrix: int, context: int, a: int, desca: int) -> tuple[DistMatrix, Part]:
+        """Raises on all ranks of the matrix, or of the context. Collective."""
+        grid = self._grid_of(matrix, context)
+        try:
+            held: DistMatrix = self._found(matrix, Held).matrix
+            within: HeldContext = self._found(context, HeldContext)
+            if not held.grid.same_processes(within.grid):
+                raise GridError(f"{what}: the context is over other ranks than the matrix, or these in another order: make "
+                                "both on one communicator")
+            return held, within.part("a", a, desca, held.dtype)
+        except Pmm3dError as error:
+            refuse(grid, "Redistribution", error)
+
     def free(self, number: int, pointer: int) -> None:
         """Collective, of a grid or a context."""
         check_address("object", pointer)
@@ -179,15 +283,15 @@ class Host:
     def _found(self, number: int, kind: Any) -> Any:
         found = self._objects.get(number)
         if not isinstance(found, kind):
-            wanted = {Grid: "grid", Held: "matrix", Kept: "object"}.get(kind, "context")
+            wanted = {Grid: "grid", Held: "matrix", HeldContext: "context"}.get(kind, "object")
             is_there = "there is no such object, or it was freed" if found is None else f"it is {described(found)}"
             raise GridError(f"{number} names no {wanted} of this process: {is_there}")
         return found
 
     def _grid_of(self, *numbers: int) -> Grid | None:
-        """That of the first matrix that there is."""
+        """That of the first matrix or context that there is."""
         held = (self._objects.get(number) for number in numbers)
-        return next((each.matrix.grid for each in held if isinstance(each, Held)), None)
+        return next((each.grid for each in held if isinstance(each, (Held, HeldContext))), None)
 
 
 def described(found: object) -> str:
@@ -255,10 +359,14 @@ def dtype_named(kind: int) -> str:
 
 def order_named(order: int) -> str:
     """Raises LayoutError."""
-    found = chr(order & 0xFF).upper()
+    found = letter(order)
     if found not in ("C", "F"):
         raise LayoutError(f"the order is 'C', by rows, or 'F', by columns; got {shown(order)}")
     return found
+
+
+def letter(character: int) -> str:
+    return chr(character & 0xFF).upper()
 
 
 def shown(character: int) -> str:

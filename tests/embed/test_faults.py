@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 import pytest
+from callers import ENVIRONMENT
 
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
 ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
@@ -85,20 +85,37 @@ def test_two_threads_at_once(program):
 @pytest.mark.parametrize("python, text", [
     ("/no/such/python", "Python cannot be started from /no/such/python: No such file or directory"),
     ("/etc/passwd", "Python cannot be started from /etc/passwd: Permission denied"),
-    ("bare", "lacks a package: No module named '_cffi_backend'. Install it there: pip install \"pmm3d[embed]\""),
-    ("cffi only", "lacks a package: No module named 'mpi4py'. Install it there: pip install \"pmm3d[embed]\""),
 ])
-def test_a_python_that_cannot_be_used(program, tmp_path, python, text):
-    if not python.startswith("/"):
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
-        if python == "cffi only":
-            [site] = tmp_path.glob("lib/python*/site-packages")
-            (site / "_cffi_backend.py").write_text("")
-        python = str(tmp_path / "bin" / "python")
+def test_a_python_that_is_none(program, python, text):
     done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=python)
     assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
+    assert [fault[1] for fault in told(done)] == [PYTHON] * 4 and done.stdout.count(text) == 4, done.stdout
+
+
+@pytest.mark.parametrize("packages, lacks", [
+    ((), "_cffi_backend"), (("_cffi_backend*",), "mpi4py"), (("_cffi_backend*", "mpi4py"), "pmm3d"),
+    (("_cffi_backend*", "mpi4py", "__editable__*pmm3d*"), "numpy"),
+])
+def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, packages, lacks):
+    subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "venv", "--without-pip", tmp_path], check=True)
+    [site] = tmp_path.glob("lib/python*/site-packages")
+    for pattern in packages:
+        found = [*site_packages.glob(pattern)]
+        assert found
+        for path in found:
+            (site / path.name).symlink_to(path)
+    done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=str(tmp_path / "bin" / "python"))
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
     assert [fault[1] for fault in told(done)] == [PYTHON] * 4, done.stdout
+    text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \"pmm3d[embed]\""
     assert done.stdout.count(text) == 4, done.stdout
+
+
+def test_a_python_with_a_damaged_cffi(program, tmp_path):
+    (tmp_path / "_cffi_backend.py").write_text("")
+    done = program("tests/embed/faults.c")(1, "start", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    assert "what Python said is on stderr" in done.stdout and "initialization code failed" in done.stderr
 
 
 def test_a_python_without_a_standard_library(program):
