@@ -1,4 +1,4 @@
-"""Builds libpmm3d.so, and the library with Python that it loads.
+"""Builds libpmm3d.so, the library with Python that it loads, and the drop-in for p?gemm, libpmm3d_scalapack.so.
 
     python embed/build.py [--into build/embed] [--mpicc mpicc]
 
@@ -30,7 +30,10 @@ def main() -> None:
     options = parser.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
     with_python(options.into)
-    compiled(options.mpicc, ["-O2"], "pmm3d.c", options.into / "libpmm3d.so")
+    compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
+    # Names of BLACS are those of the ScaLAPACK in the program, or of none where a program that has none is preloaded.
+    compiled(options.mpicc, "scalapack.c", options.into / "libpmm3d_scalapack.so", f"-L{options.into}", "-lpmm3d", "-ldl",
+             "-Wl,-rpath,$ORIGIN,-z,lazy")
 
 
 def with_python(into: Path) -> None:
@@ -53,9 +56,9 @@ def with_python(into: Path) -> None:
         shutil.move(made, into / "libpmm3d_python.so")
 
 
-def compiled(mpicc: str, more: list[str], source: str, target: Path) -> None:
+def compiled(mpicc: str, source: str, target: Path, *libraries: str) -> None:
     python = f'-DPMM3D_BUILT_WITH="{sys.executable}"'
-    subprocess.run([mpicc, *FLAGS, python, *more, str(HERE / source), "-o", str(target), "-ldl"], check=True)
+    subprocess.run([mpicc, *FLAGS, python, str(HERE / source), "-o", str(target), *libraries], check=True)
 
 
 if __name__ == "__main__":
