@@ -22,8 +22,18 @@ if TYPE_CHECKING:  # the same names, for type checkers
         OutOfMemoryError,
         Pmm3dError,
     )
-    from .layout import Box, GridShape, Layout
-    from .product import DistMatrix, MatmulPlan, matmul
+    from .layout import BlockCyclic, Blocks, Box, GridShape, Layout
+    from .product import (
+        BlacsContext,
+        Descriptor,
+        DistMatrix,
+        MatmulPlan,
+        PgemmPlan,
+        Redistribution,
+        matmul,
+        pgemm,
+        pgemr2d,
+    )
 
 __version__ = "0.1.0"
 
@@ -31,13 +41,15 @@ _ROOMS = {
     "comm": ("Axis", "Grid", "Pending"),
     "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
                "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
-    "layout": ("Box", "GridShape", "Layout"),
-    "product": ("DistMatrix", "MatmulPlan", "matmul"),
+    "layout": ("BlockCyclic", "Blocks", "Box", "GridShape", "Layout"),
+    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "matmul", "pgemm",
+                "pgemr2d"),
 }  # fmt: skip
 __all__ = [
-    "Axis", "Box", "CheckpointError", "DTypeError", "DataError", "DisagreementError", "DistMatrix", "Grid", "GridError",
-    "GridShape", "LauncherError", "Layout", "LayoutError", "MatmulPlan", "MemoryLimitError", "MissingPackageError",
-    "OutOfMemoryError", "Pending", "Pmm3dError", "__version__", "matmul",
+    "Axis", "BlacsContext", "BlockCyclic", "Blocks", "Box", "CheckpointError", "DTypeError", "DataError",
+    "Descriptor", "DisagreementError", "DistMatrix", "Grid", "GridError", "GridShape", "LauncherError", "Layout", "LayoutError",
+    "MatmulPlan", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pending", "PgemmPlan", "Pmm3dError",
+    "Redistribution", "__version__", "matmul", "pgemm", "pgemr2d",
 ]  # fmt: skip
 
 

@@ -90,6 +90,10 @@ class DeviceLibrary(NumpyLibrary):
     def copy(self, array: Array) -> Array:
         return self.xp.array(array, order="C")
 
+    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+        in_bytes = tuple(array.itemsize * stride for stride in strides)
+        return self.xp.lib.stride_tricks.as_strided(array, shape, in_bytes)
+
     def from_numpy(self, array: np.ndarray, dtype: str) -> Array:
         return self.xp.asarray(np.ascontiguousarray(array, dtype))
 

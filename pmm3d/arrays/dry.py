@@ -106,6 +106,11 @@ class DryLibrary(NumpyLibrary):
 
     conjugate = copy
 
+    def as_strided(self, array: DryArray, shape: tuple[int, ...], strides: tuple[int, ...]) -> DryArray:
+        size = itemsize(array.dtype)
+        in_bytes = tuple(size * stride for stride in strides)
+        return DryArray(np.lib.stride_tricks.as_strided(array.elements, shape, in_bytes), array.dtype, self, array.held)
+
     def square_sum(self, array: Array) -> float:
         """1, as all numbers are."""
         self.passed("norm", array)

@@ -155,6 +155,11 @@ class NumpyLibrary:
         made[...] = array
         return made
 
+    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+        """A view of the memory of an array, from its first element on; strides in elements. It may not reach beyond."""
+        size = array.itemsize
+        return np.lib.stride_tricks.as_strided(array, shape, tuple(size * stride for stride in strides))
+
     def plain(self, array: Array) -> Array:
         """The array, or a copy of it, such that its bytes in C order are its values."""
         return array if self.is_contiguous(array) and self._as_stored(array) else self.copy(array)

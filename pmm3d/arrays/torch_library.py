@@ -116,6 +116,9 @@ class TorchLibrary(NumpyLibrary):
         made[...] = array.detach()
         return made
 
+    def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+        return self.xp.as_strided(array, shape, strides, array.storage_offset())
+
     def plain(self, array: Array) -> Array:
         return super().plain(array.detach() if array.requires_grad else array)
 

@@ -166,6 +166,12 @@ class Grid:
         made.callback(self.everyone.close)
         made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
 
+    def shape_for(self, product: Product, dtype: str = "float64") -> GridShape:
+        """The shape that "auto" chooses for a product (m, n, k) on these ranks. Collective."""
+        with self.together("Grid.shape_for", product, dtype):
+            asked: Any = chosen_shape("auto", 1, {}, self.size, product, dtype, None)
+        return self._best(asked)
+
     def _best(self, asked: Auto) -> GridShape:
         """The grid of least time by the machine that was measured here, or else the nominal one."""
         if asked.no_choice:

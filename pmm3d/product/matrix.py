@@ -33,6 +33,7 @@ from .checks import (
     signature_of,
     together,
 )
+from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
 from .orders import look_up, order_of_new
 from .redistribute import memory_to_move, move
@@ -44,7 +45,7 @@ Library = str | NumpyLibrary
 Shape = tuple[int, int]
 
 
-class DistMatrix(StoredMatrix):
+class DistMatrix(ForeignMatrix):
     """A global matrix of which each rank of a grid stores a shard.
 
     grid, layout, shape (rows, columns), dtype (a name such as "float32")

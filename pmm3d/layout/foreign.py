@@ -1,0 +1,274 @@
+"""Layouts that other libraries and codes have: block-cyclic as ScaLAPACK's, and blocks between any cuts; beside them the
+library's own, as the same kind of thing. All are made of tiles: what a part of the rows has of a part of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import LayoutError
+from .cuts import whole_number
+from .dealing import Cyclic, Dealt, Intervals
+from .placement import matrix_shape
+
+
+class Tile(NamedTuple):
+    """The elements that are in a part of the rows and in a part of the columns."""
+
+    row: int
+    col: int
+
+
+class Tiled(Protocol):
+    """A matrix that lies in tiles, each on one rank or, the same, on several.
+
+    shape        rows and columns
+    rows, cols   how they are dealt out to parts
+    order        "C" or "F": whether tiles lie by rows or by columns
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def order(self) -> str: ...
+
+    @property
+    def rows(self) -> Dealt: ...
+
+    @property
+    def cols(self) -> Dealt: ...
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        """What the rank stores, an array each."""
+        ...
+
+    def holders(self, tile: Tile) -> Sequence[int]:
+        """The ranks that store it."""
+        ...
+
+    def server(self, tile: Tile, reader: int) -> int:
+        """Of these, the one that sends it to that rank."""
+        ...
+
+    def extents(self, rank: int) -> list[tuple[int, int]]:
+        """Of each array of a rank, the rows and columns that it has at least."""
+        ...
+
+    def check_ranks(self, size: int) -> None:
+        """Raises LayoutError for a communicator of so many ranks that has not all that store something."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockCyclic:
+    """ScaLAPACK's layout: blocks of mb x nb, dealt out in turns to Pr x Pc processes, each of which stores its own by
+    columns, in one array.
+
+    shape          rows and columns of the matrix
+    blocks         (mb, nb)
+    process_grid   (Pr, Pc)
+    numbering      "R": process (p, q) is number p Pc + q, as BLACS has them in row-major order; "C": p + q Pr
+    first          (rsrc, csrc): the process row and column of the first block
+    ranks          of the communicator, of each number; 0, 1, ... if left out
+    start          (row, column) from which on, counted from 0, the matrix is meant, as `sub` has it
+
+    Arrays may have more rows, and columns, than are stored: the leading dimension is each array's own. Raises
+    LayoutError for what cannot be.
+
+        >>> cyclic = BlockCyclic((10, 6), (2, 3), (2, 2))
+        >>> cyclic.extents(0), cyclic.extents(3), cyclic.sub(4, 0, 3, 6).shape
+        ([(6, 3)], [(4, 3)], (3, 6))
+    """
+
+    shape: tuple[int, int]
+    blocks: tuple[int, int]
+    process_grid: tuple[int, int]
+    numbering: str = "R"
+    first: tuple[int, int] = (0, 0)
+    ranks: tuple[int, ...] | None = None
+    start: tuple[int, int] = (0, 0)
+    order = "F"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", matrix_shape(self.shape))
+        for name, least in (("blocks", 1), ("process_grid", 1), ("first", 0), ("start", 0)):
+            object.__setattr__(self, name, _two_numbers(name, getattr(self, name), least))
+        if self.numbering not in ("R", "C"):
+            raise LayoutError(f'the numbering of a process grid is "R", by rows, or "C", by columns; got '
+                              f"{self.numbering!r}")
+        if not all(first < size for first, size in zip(self.first, self.process_grid)):
+            raise LayoutError(f"the first block is on process {self.first} of a process grid of {self._grid}: they are "
+                              "counted from 0")
+        if self.ranks is not None:
+            object.__setattr__(self, "ranks", _ranks(self.ranks))
+            if len(set(self.ranks)) < len(self.ranks) or len(self.ranks) != self._processes:
+                raise LayoutError(f"a process grid of {self._grid} has {self._processes} ranks, each once; got "
+                                  f"{self.ranks}")
+
+    def sub(self, row: int, col: int, rows: int, cols: int) -> BlockCyclic:
+        """The part of that many rows and columns from row and col on, counted from 0, in the same arrays. Raises
+        LayoutError where it is not within the matrix."""
+        if min(row, col, rows, cols) < 0 or row + rows > self.shape[0] or col + cols > self.shape[1]:
+            raise LayoutError(f"rows {row}:{row + rows} and columns {col}:{col + cols} are not within a matrix of "
+                              f"{self.shape[0]} x {self.shape[1]}")
+        return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col))
+
+    @cached_property
+    def rows(self) -> Cyclic:
+        return Cyclic(self.shape[0], self.blocks[0], self.process_grid[0], self.first[0], self.start[0])
+
+    @cached_property
+    def cols(self) -> Cyclic:
+        return Cyclic(self.shape[1], self.blocks[1], self.process_grid[1], self.first[1], self.start[1])
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        if self.ranks is None:
+            number = rank
+        elif rank in self.ranks:
+            number = self.ranks.index(rank)
+        else:
+            return ()
+        if number >= self._processes:
+            return ()
+        row, col = divmod(number, self.process_grid[1])
+        return (Tile(row, col) if self.numbering == "R" else Tile(*divmod(number, self.process_grid[0])[::-1]),)
+
+    def holders(self, tile: Tile) -> Sequence[int]:
+        rows, cols = self.process_grid
+        number = tile.row * cols + tile.col if self.numbering == "R" else tile.row + tile.col * rows
+        return (number if self.ranks is None else self.ranks[number],)
+
+    def server(self, tile: Tile, reader: int) -> int:
+        return self.holders(tile)[0]
+
+    def extents(self, rank: int) -> list[tuple[int, int]]:
+        return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
+
+    def check_ranks(self, size: int) -> None:
+        if (needed := 1 + max(self.ranks or (self._processes - 1,))) > size:
+            raise LayoutError(f"a process grid of {self._grid} on ranks up to {needed - 1} does not fit a communicator "
+                              f"of {size}")
+
+    @property
+    def _processes(self) -> int:
+        return self.process_grid[0] * self.process_grid[1]
+
+    @property
+    def _grid(self) -> str:
+        return f"{self.process_grid[0]} x {self.process_grid[1]}"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks between any cuts, each on any rank, which stores it in an array of its own.
+
+    row_cuts, col_cuts   where blocks begin, from 0 on, and the number of rows, or columns, at the end
+    owners               of each block the rank: a list for each row of blocks, and in it a rank for each column
+    order                "C" or "F": whether the arrays lie by rows or by columns; others are moved more slowly
+
+    A rank has its arrays in the order of the rows of blocks, in each of them in that of the columns. Raises LayoutError
+    for what cannot be.
+
+        >>> slabs = Blocks((0, 3, 7, 8), (0, 5), [[0], [1], [0]])
+        >>> slabs.tiles(0), slabs.extents(0)
+        ([Tile(row=0, col=0), Tile(row=2, col=0)], [(3, 5), (1, 5)])
+    """
+
+    row_cuts: tuple[int, ...]
+    col_cuts: tuple[int, ...]
+    owners: tuple[tuple[int, ...], ...]
+    order: str = "C"
+
+    def __post_init__(self) -> None:
+        for name in ("row_cuts", "col_cuts"):
+            object.__setattr__(self, name, _cuts(name, getattr(self, name)))
+        try:
+            object.__setattr__(self, "owners", tuple(_ranks(row) for row in self.owners))
+        except TypeError:
+            raise LayoutError(f"owners of blocks are lists of ranks; got {self.owners!r}") from None
+        found, expected = {len(row) for row in self.owners} or {0}, (len(self.row_cuts) - 1, len(self.col_cuts) - 1)
+        if len(self.owners) != expected[0] or found != {expected[1]}:
+            raise LayoutError(f"there are {expected[0]} x {expected[1]} blocks between these cuts; got the owners of "
+                              f"{len(self.owners)} x {'/'.join(map(str, sorted(found)))}")
+        if self.order not in ("C", "F"):
+            raise LayoutError(f'the order of arrays is "C", by rows, or "F", by columns; got {self.order!r}')
+
+    @classmethod
+    def rows_of(cls, counts: Sequence[int], cols: int, order: str = "C") -> Blocks:
+        """Block rows: rank r has the next counts[r] rows, whole, as matrices of PETSc and of Trilinos lie.
+
+            >>> Blocks.rows_of([2, 0, 3], 4).extents(2)
+            [(3, 4)]
+        """
+        return cls((0, *accumulate(counts)), (0, cols), tuple((rank,) for rank in range(len(counts))), order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.row_cuts[-1], self.col_cuts[-1]
+
+    @cached_property
+    def rows(self) -> Intervals:
+        return Intervals(self.row_cuts)
+
+    @cached_property
+    def cols(self) -> Intervals:
+        return Intervals(self.col_cuts)
+
+    @cached_property
+    def _tiles(self) -> dict[int, list[Tile]]:
+        found: dict[int, list[Tile]] = {}
+        for row, owners in enumerate(self.owners):
+            for col, owner in enumerate(owners):
+                found.setdefault(owner, []).append(Tile(row, col))
+        return found
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        return self._tiles.get(rank, [])
+
+    def holders(self, tile: Tile) -> Sequence[int]:
+        return (self.owners[tile.row][tile.col],)
+
+    def server(self, tile: Tile, reader: int) -> int:
+        return self.owners[tile.row][tile.col]
+
+    def extents(self, rank: int) -> list[tuple[int, int]]:
+        return [(self.row_cuts[row + 1] - self.row_cuts[row], self.col_cuts[col + 1] - self.col_cuts[col])
+                for row, col in self.tiles(rank)]
+
+    def check_ranks(self, size: int) -> None:
+        if (most := max(self._tiles, default=0)) >= size:
+            raise LayoutError(f"blocks are on ranks up to {most}; the communicator has {size}")
+
+
+def _two_numbers(name: str, value: Any, least: int) -> tuple[int, int]:
+    try:
+        one, other = map(whole_number, value)
+    except (TypeError, ValueError):
+        one, other = least - 1, least - 1
+    if min(one, other) < least:
+        raise LayoutError(f"{name} of a block-cyclic layout: two whole numbers of at least {least}; got {value!r}")
+    return one, other
+
+
+def _ranks(values: Any) -> tuple[int, ...]:
+    try:
+        ranks = tuple(map(whole_number, values))
+    except TypeError:
+        raise LayoutError(f"ranks are whole numbers; got {values!r}") from None
+    if min(ranks, default=0) < 0:
+        raise LayoutError(f"ranks are counted from 0; got {ranks}")
+    return ranks
+
+
+def _cuts(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        cuts = tuple(map(whole_number, values))
+    except TypeError:
+        cuts = ()
+    if len(cuts) < 2 or cuts[0] != 0 or any(low > high for low, high in pairwise(cuts)):
+        raise LayoutError(f"{name}: where blocks begin, from 0 on, in order, and the end of the last; got {values!r}")
+    return cuts

@@ -1,0 +1,198 @@
+"""Process grids and descriptors as ScaLAPACK has them, on a communicator of MPI."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from ..comm import Grid
+from ..errors import GridError, LayoutError
+from ..layout import BlockCyclic, GridShape, OnGrid, Tiled, matrix_shape, whole_number
+from .roles import least_moved
+
+DENSE = 1
+"""DTYPE_ of a dense matrix, and
+the places of the others in a descriptor of ScaLAPACK."""
+M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
+KEPT_PLANS = 8
+"""Products whose plans, with their work arrays, a context keeps; the one whose last use is longest ago goes first."""
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class BlacsContext:
+    """A process grid of Pr x Pc ranks over a communicator, as a BLACS context is.
+
+    comm        an intracommunicator of mpi4py, which is left as it was; or a Grid, which is used
+    shape       (Pr, Pc)
+    order       "R": process (p, q) is rank p Pc + q of it, row-major as BLACS has it by default; "C": p + q Pr
+    ranks       of the communicator, of each of these numbers; 0, 1, ... if left out. Ranks that the process grid leaves
+                out take part in every call, hold nothing of a matrix, and multiply as others do
+    relabel     whether ranks may change their roles in a product, so that the least moves (Kabić et al., COSTA, ISC
+                2021); within their node
+
+    row, col    of this rank in the process grid; -1 where it has none
+    grid        over all ranks, by which matrices are moved
+
+    Made and closed collectively over the communicator; a context manager. It keeps what products need again: the grids
+    that they run on, and the plans of the last ones. Raises, on every rank, GridError and LayoutError.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1), order: str = "R", *,
+                 ranks: Sequence[int] | None = None, relabel: bool = True):
+        self._owned = not isinstance(comm, Grid)
+        size = MPI.COMM_WORLD.size if comm is None else comm.size
+        self.grid: Grid = comm if isinstance(comm, Grid) else Grid(comm, (1, 1, size))
+        self.relabel = relabel
+        self._plans = OrderedDict[Hashable, Closes]()
+        self._shapes: dict[Hashable, tuple[Grid, tuple[int, ...]]] = {}
+        self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
+        self.grid.at_close(self._give_back)
+        try:
+            with self.grid.together("BlacsContext", shape, order, ranks, relabel):
+                self._cyclic = BlockCyclic((0, 0), (1, 1), shape, order, ranks=None if ranks is None else tuple(ranks))
+                self._cyclic.check_ranks(self.grid.size)
+                if self.grid.dry_run is not None:
+                    raise GridError("a dry run has no BLACS context: DistMatrix.from_block_cyclic moves such matrices "
+                                    "there, and matmul multiplies")
+                if not isinstance(relabel, bool):
+                    raise GridError(f"relabel is True or False; got {relabel!r}")
+        except Exception:
+            self.close()
+            raise
+        self.shape, self.order = self._cyclic.process_grid, order
+        tiles = self._cyclic.tiles(self.grid.rank)
+        self.row, self.col = tiles[0] if tiles else (-1, -1)
+
+    def descriptor(self, m: int, n: int, mb: int, nb: int, rsrc: int = 0, csrc: int = 0,
+                   lld: int | None = None) -> Descriptor:
+        """Of an m x n matrix in blocks of mb x nb, the first on process (rsrc, csrc): ScaLAPACK's DESCINIT.
+
+        lld   leading dimension of this rank's array, which each rank has its own; the rows that it stores if left out
+
+        Raises LayoutError on this rank.
+        """
+        return Descriptor(self, m, n, mb, nb, rsrc, csrc, lld)
+
+    def from_array(self, numbers: Sequence[int]) -> Descriptor:
+        """Of the nine numbers of a descriptor of ScaLAPACK: (1, context, m, n, mb, nb, rsrc, csrc, lld). The second is
+        that of its own BLACS, and is not looked at.
+
+        Raises LayoutError on this rank.
+        """
+        try:
+            values = [whole_number(number) for number in numbers]
+        except TypeError:
+            values = []
+        if len(values) != 9 or values[0] != DENSE:
+            raise LayoutError("a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, "
+                              f"csrc, lld); got {list(numbers)}. Numbers of 8 bytes, of a build with INTEGER*8, look "
+                              "like (1, 0, ...)")
+        return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
+
+    def kept(self, key: Hashable) -> Any:
+        """The plan that was kept by that key; None if it is not there."""
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        return self._plans.get(key)
+
+    def keep(self, key: Hashable, plan: Closes) -> None:
+        """Keep a plan; the same on all ranks."""
+        self._plans[key] = plan
+        if len(self._plans) > KEPT_PLANS:
+            self._plans.popitem(last=False)[1].close()
+
+    def product_grid(self, product: tuple[int, int, int], dtype: str,
+                     moves: Callable[[GridShape], Sequence[tuple[Tiled, OnGrid]]]) -> tuple[Grid, tuple[int, ...]]:
+        """The grid for a product, as "auto" chooses it, and of each of its ranks the one here; kept until the context
+        is closed. Collective.
+
+        moves   what is to come to a grid of that shape: from where, to where
+        """
+        key = product, dtype
+        if key not in self._shapes:
+            shape = self.grid.shape_for(product, dtype)
+            ranks = least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
+            if (shape, ranks) not in self._grids:
+                comm = MPI.Intracomm(MPI.Intracomm(self.grid.comm).Split(0, ranks.index(self.grid.rank)))
+                self._grids[shape, ranks] = Grid(comm, "auto", product=product, dtype=dtype)
+                comm.Free()
+            self._shapes[key] = self._grids[shape, ranks], ranks
+        return self._shapes[key]
+
+    def close(self) -> None:
+        """Give back what was kept and made. Collective; closing twice is nothing."""
+        if self._owned:
+            self.grid.close()
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._plans:
+            self._plans.popitem()[1].close()
+        self._shapes.clear()
+        while self._grids:
+            self._grids.popitem()[1].close()
+
+    def __enter__(self) -> BlacsContext:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._owned:
+            self.grid.__exit__(kind, error, trace)
+        else:
+            self.close()
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A block-cyclic matrix on a context; see `BlacsContext.descriptor`. Raises LayoutError for what cannot be.
+
+    cyclic       where its elements lie
+    local_rows, local_cols   of this rank: ScaLAPACK's NUMROC; 0 off the process grid
+    """
+
+    context: BlacsContext
+    m: int
+    n: int
+    mb: int
+    nb: int
+    rsrc: int = 0
+    csrc: int = 0
+    lld: int | None = None
+
+    def __post_init__(self) -> None:
+        matrix_shape((self.m, self.n))
+        if self.lld is not None and self.lld < max(1, self.local_rows):
+            raise LayoutError(f"the leading dimension is {self.lld}; rank {self.context.grid.rank} stores "
+                              f"{self.local_rows} rows of a {self.m} x {self.n} matrix in blocks of {self.mb} x "
+                              f"{self.nb}: it is at least that, and 1")
+
+    @cached_property
+    def cyclic(self) -> BlockCyclic:
+        empty = self.context._cyclic
+        return BlockCyclic((self.m, self.n), (self.mb, self.nb), empty.process_grid, empty.numbering,
+                           (self.rsrc, self.csrc), empty.ranks)
+
+    @property
+    def local_rows(self) -> int:
+        return sum(rows for rows, _ in self.cyclic.extents(self.context.grid.rank))
+
+    @property
+    def local_cols(self) -> int:
+        return sum(cols for _, cols in self.cyclic.extents(self.context.grid.rank))
+
+    def empty(self, dtype: Any = "float64") -> Any:
+        """An array for this rank's part, of lld rows, in Fortran's order; arbitrary contents."""
+        rows = max(1, self.local_rows) if self.lld is None else self.lld
+        return np.empty((rows, self.local_cols), dtype, order="F")

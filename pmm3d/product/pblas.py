@@ -1,0 +1,254 @@
+"""ScaLAPACK's p?gemm, by the 3D product: block-cyclic operands are brought to the grid that is fastest, and C back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..arrays import Array
+from ..comm import Pending
+from ..errors import DTypeError, GridError, LayoutError
+from ..layout import BlockCyclic, GridShape, OnGrid, Placement, whole_number
+from ..model.plan import native
+from .blacs import BlacsContext, Descriptor
+from .checks import array_signature, compared_dtype, scalar
+from .matrix import DistMatrix
+from .multiply import matmul
+from .redistribution import check_leading, check_written, part_of
+from .tiles import TileMove, checked_arrays
+
+DTYPES = "float32", "float64", "complex64", "complex128"
+OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
+    "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
+
+
+def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: Array, ia: int, ja: int,
+          desca: Descriptor, b: Array, ib: int, jb: int, descb: Descriptor, beta: complex, c: Array, ic: int, jc: int,
+          descc: Descriptor) -> None:
+    """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:), on block-cyclic matrices, as p?gemm.
+
+    transa, transb   "N", "T" or "C": op(X) is X, its transpose, or its conjugate transpose
+    m, n, k          op(A) is m x k, op(B) k x n, C m x n
+    a, b, c          this rank's arrays, lld rows and the columns that it stores, in Fortran's order (others are moved
+                     more slowly); `Descriptor.empty` makes one, also where a rank stores nothing
+    ia, ja, ...      from which row and column on a matrix is meant, counted from 1
+    desca, ...       descriptors on one context
+
+    C is written in place, and nothing besides. Operands are redistributed to the grid that is fastest, multiplied
+    there, and C is brought back: of A, B and C each rank receives what it does not have, and sends what others want,
+    once, and of C nothing is read if beta is 0. The context keeps the plans of the last products of another form, with
+    their work arrays: as much memory as the operands. Collective over the context.
+
+    Raises, on every rank: LayoutError for parts that are not within their matrices and arrays that do not fit their
+    descriptors, DTypeError for types that are mixed or others than float32, float64, complex64 and complex128,
+    GridError for descriptors of several contexts, DisagreementError.
+
+        >>> import numpy as np
+        >>> from pmm3d import BlacsContext, pgemm
+        >>> with BlacsContext() as context:
+        ...     square = context.descriptor(4, 4, 2, 2)
+        ...     a, c = (np.full((4, 4), number, order="F") for number in (1.0, 5.0))
+        ...     pgemm("N", "T", 2, 3, 4, 2, a, 1, 1, square, a, 2, 1, square, 1, c, 3, 2, square)
+        ...     c[2:]
+        array([[ 5., 13., 13., 13.],
+               [ 5., 13., 13., 13.]])
+    """
+    arguments = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
+    _, dtype, kind = array_signature(a)
+    context = _context_of(desca)
+    key = (*map(_compared, arguments), dtype, kind)
+    with context.grid.together("pgemm", *key, alpha, beta):
+        plan = context.kept(key)
+        call = None if plan is None else plan.checked(a, b, c, alpha, beta)
+    if call is None:
+        plan = PgemmPlan(*arguments, dtype=dtype, library=kind)
+        context.keep(key, plan)
+        with context.grid.together("pgemm", alpha, beta):
+            call = plan.checked(a, b, c, alpha, beta)
+    plan.begin(call).wait()
+
+
+class Call(NamedTuple):
+    """What a plan is called with, once it was checked: arrays of each tile of A, B and C, and numbers."""
+
+    a: list[Array]
+    b: list[Array]
+    c: list[Array]
+    alpha: complex
+    beta: complex
+
+
+class PgemmPlan:
+    """`pgemm` of matrices of these forms, again and again: the grid is chosen, messages are planned, and work arrays
+    are there until the plan is closed, or its context is.
+
+    Arguments are those of `pgemm`, without arrays and numbers; dtype and library are the arrays'. Collective over the
+    context.
+
+    grid   on which the product runs: its shape, its ledger
+
+        >>> import numpy as np
+        >>> from pmm3d import BlacsContext, PgemmPlan
+        >>> with BlacsContext() as context:
+        ...     square = context.descriptor(3, 3, 2, 2)
+        ...     a, c = np.ones((3, 3), order="F"), square.empty()
+        ...     plan = PgemmPlan("N", "N", 3, 3, 3, 1, 1, square, 1, 1, square, 1, 1, square)
+        ...     plan(a, a, c)
+        ...     plan.start(a, a, c, alpha=2, beta=1).wait()
+        ...     float(c[0, 0])
+        9.0
+    """
+
+    def __init__(self, transa: str, transb: str, m: int, n: int, k: int, ia: int, ja: int, desca: Descriptor, ib: int,
+                 jb: int, descb: Descriptor, ic: int, jc: int, descc: Descriptor, *, dtype: Any = "float64",
+                 library: str = "numpy"):
+        arguments = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
+        context = _context_of(desca)
+        self._base, self._under_way, self.closed = context.grid, False, False
+        with self._base.together("pgemm", *map(_compared, arguments), compared_dtype(dtype), library):
+            self._forms = _operation("transa", transa), _operation("transb", transb)
+            m, n, k = _size("m", m), _size("n", n), _size("k", k)
+            shapes = (m, k)[:: 1 if self._forms[0] == "N" else -1], (k, n)[:: 1 if self._forms[1] == "N" else -1]
+            self._cyclic = [_part(context, "A", ia, ja, desca, *shapes[0]), _part(context, "B", ib, jb, descb, *shapes[1]),
+                            _part(context, "C", ic, jc, descc, m, n)]
+            self._descriptors = desca, descb, descc
+            self._dtype, self._library = _blas_type(dtype), self._base.library(library)
+        self._multiplies = m > 0 and n > 0 and k > 0
+        placed = partial(_placed, self._cyclic, self._forms)
+        self.grid, ranks = context.product_grid((n, m, k), self._dtype, lambda shape: [*zip(self._cyclic, placed(shape))])
+        on_grid = placed(self.grid.shape, ranks)
+        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=self._dtype, layout=there.placement.layout,
+                                           library=self._library, order="F") for there in on_grid]
+        self._coming = [TileMove(self._base, cyclic, there, self._dtype)
+                        for cyclic, there in zip(self._cyclic[:2], on_grid)]
+        self._back = TileMove(self._base, on_grid[2], self._cyclic[2], self._dtype)
+        self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
+                      for matrix, there in zip(self._matrices, on_grid)]
+
+    def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
+        """C = alpha op(A) op(B) + beta C; see `pgemm`."""
+        self.start(a, b, c, alpha=alpha, beta=beta).wait()
+
+    def start(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> PendingProduct:
+        """Begin it: A and B are under way to the product's grid. `wait()` of what is returned multiplies, and brings C
+        back; until then the arrays stay as they are. Collective, and so is the wait.
+
+        Raises, on every rank, besides what `pgemm` does, GridError where the plan is closed, or its last product was
+        not waited for.
+        """
+        with self._base.together("pgemm", alpha, beta):
+            call = self.checked(a, b, c, alpha, beta)
+        return self.begin(call)
+
+    def checked(self, a: Any, b: Any, c: Any, alpha: Any, beta: Any) -> Call:
+        """Raises on this rank alone."""
+        if self.closed:
+            raise GridError("this plan is closed: make another one, or use pgemm")
+        if self._under_way:
+            raise GridError("this plan has a product under way: wait for that first, or make another plan")
+        arrays = [self._array(*each) for each in zip("ABC", (a, b, c), self._cyclic, self._descriptors)]
+        check_written(self._library, "pgemm: C", [], arrays[2])
+        a, b, c = arrays
+        return Call(a, b, c, scalar("alpha", alpha, self._dtype), scalar("beta", beta, self._dtype))
+
+    def begin(self, call: Call) -> PendingProduct:
+        """`start`, of what all ranks have agreed on."""
+        self._under_way, multiplies = True, self._multiplies and call.alpha != 0
+        with self._base.ledger.phase("redistribute"):
+            coming = [move.start(self._library, arrays, held) for move, arrays, held
+                      in zip(self._coming, (call.a, call.b), self._held) if multiplies]
+        return PendingProduct(coming, partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0)))
+
+    def _finish(self, call: Call) -> None:
+        if call.alpha == 0:
+            self._matrices[2].memory[...] = 0
+        else:
+            a, b = (OPERATIONS[form](matrix) for form, matrix in zip(self._forms, self._matrices))
+            matmul(a, b, alpha=call.alpha, out=self._matrices[2])
+        with self._base.ledger.phase("redistribute"):
+            self._back.start(self._library, self._held[2], call.c, call.beta).wait()
+        self._under_way = False
+
+    def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
+        checked = checked_arrays(f"pgemm: {name}", array, cyclic, self._base, self._library, self._dtype)
+        check_leading("pgemm", name, array, descriptor)
+        return checked
+
+    def close(self) -> None:
+        """Give back what it holds. Closing twice is nothing."""
+        self.closed = True
+        self._matrices, self._held = [], []
+
+
+class PendingProduct:
+    """A product under way. `done` once `wait` has ended."""
+
+    def __init__(self, coming: list[Pending], finish: Callable[[], None]):
+        self._coming, self._finish, self.done = coming, finish, False
+
+    def test(self) -> bool:
+        """Make progress with the operands; whether C is there, which comes by `wait` alone."""
+        for pending in self._coming:
+            pending.test()
+        return self.done
+
+    def wait(self) -> None:
+        """Multiply, and bring C back. Collective; a second time it is nothing."""
+        if not self.done:
+            for pending in self._coming:
+                pending.wait()
+            self._finish()
+            self.done = True
+
+
+def _placed(cyclic: list[BlockCyclic], forms: tuple[str, str], grid: GridShape,
+            ranks: tuple[int, ...] | None = None) -> list[OnGrid]:
+    """Where A, B and C lie on the product's grid, by columns. The product runs as C.T = op(B).T op(A).T, by rows, with
+    its rows over z and its columns over x."""
+    first = native("z", "y", "x", 1) if forms[1] != "N" else native("z", "y", "x", 0).T
+    second = native("y", "x", "z", 1) if forms[0] != "N" else native("y", "x", "z", 0).T
+    layouts = second, first, native("z", "x", "y", 0).T
+    return [OnGrid(Placement(each.shape, layout, grid), "F", ranks) for each, layout in zip(cyclic, layouts)]
+
+
+def _context_of(descriptor: Any) -> BlacsContext:
+    if not isinstance(descriptor, Descriptor):
+        raise LayoutError(f"pgemm: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
+    return descriptor.context
+
+
+def _compared(argument: Any) -> Any:
+    """What ranks compare of an argument: of a descriptor all but the leading dimension, which each has its own."""
+    if not isinstance(argument, Descriptor):
+        return argument
+    return argument.cyclic
+
+
+def _part(context: BlacsContext, name: str, i: int, j: int, descriptor: Any, rows: int, cols: int) -> BlockCyclic:
+    if _context_of(descriptor) is not context:
+        raise GridError("pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a matrix "
+                        "between contexts")
+    return part_of("pgemm", name, i, j, descriptor, rows, cols)
+
+
+def _operation(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value.upper() not in OPERATIONS:
+        raise LayoutError(f'pgemm: {name} is "N", "T" or "C"; got {value!r}')
+    return value.upper()
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        size = whole_number(value)
+    except TypeError:
+        size = -1
+    if size < 0:
+        raise LayoutError(f"pgemm: {name} is a whole number of at least 0; got {value!r}")
+    return size
+
+
+def _blas_type(dtype: Any) -> str:
+    if compared_dtype(dtype) not in DTYPES:
+        raise DTypeError(f"pgemm: matrices are of {', '.join(DTYPES)}, as p?gemm's; these are {dtype}")
+    return compared_dtype(dtype)

@@ -1,0 +1,164 @@
+"""Redistribution between the layouts of other libraries and codes, and this one's: planned once, done as often as
+wanted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
+from ..comm import Grid, Pending
+from ..errors import GridError, LayoutError
+from ..layout import BlockCyclic, Blocks, Layout, OnGrid, Placement, Tiled, whole_number
+from .blacs import Descriptor
+from .checks import array_signature, compared_dtype, scalar, together
+from .tiles import TileMove, checked_arrays
+
+KEPT_MOVES = 64
+"""Redistributions in a row that are planned once: the one whose last use is longest ago goes first. A plan holds no
+arrays."""
+
+
+class Redistribution:
+    """A matrix from one layout to another, again and again: target = beta target + source.
+
+    source, target   `BlockCyclic`, `Blocks`, or a Layout, then on this grid, and at most one of the two
+    dtype, library   of the arrays;   order: "C" or "F", how shards of that Layout lie; as the other side if left out
+
+    One exchange: each rank sends what others want of it, and receives what it did not have; what travels is packed once
+    where it leaves and unpacked once where it arrives. Collective over the grid. Raises, on every rank: LayoutError for
+    layouts of different shapes, or that do not fit the communicator.
+
+        >>> import numpy as np
+        >>> from pmm3d import BlockCyclic, Blocks, Grid, Redistribution
+        >>> with Grid() as grid:
+        ...     cyclic = BlockCyclic((5, 4), (2, 2), (1, 1))
+        ...     slabs = Blocks.rows_of([5] + [0] * (grid.size - 1), 4)
+        ...     to_slabs = Redistribution(grid, cyclic, slabs)
+        ...     held, slab = np.ones((5, 4), order="F"), np.zeros((5, 4))
+        ...     to_slabs(held, slab)
+        ...     to_slabs.start(held, slab, beta=2).wait()
+        ...     float(slab[4, 3])
+        3.0
+    """
+
+    def __init__(self, grid: Grid, source: Any, target: Any, *, dtype: Any = "float64", library: str = "numpy",
+                 order: str | None = None):
+        with together(grid, "Redistribution", source, target, compared_dtype(dtype), library_kind(library), order):
+            self._library = grid.library(library)
+            self._dtype = check_matrix_dtype(dtype_named(dtype), self._library, labels=True)
+            self._source, self._target = _tiled(grid, source, target, order), _tiled(grid, target, source, order)
+            check_fits(grid, self._source, self._target)
+        self._grid, self._move = grid, planned(grid, self._source, self._target, self._dtype)
+
+    def __call__(self, source: Any, target: Any, *, beta: complex = 0) -> None:
+        """target = beta target + source, of this rank's arrays: one, or a list of one for each block of `Blocks`. Other
+        elements of the arrays are left as they are. Collective."""
+        self.start(source, target, beta=beta).wait()
+
+    def start(self, source: Any, target: Any, *, beta: complex = 0) -> Pending:
+        """Begin it; both stay as they are until `wait()` of what is returned. Collective.
+
+        Raises, on every rank: LayoutError for arrays that are too small, read-only or overlap, DTypeError for another
+        type.
+        """
+        with self._grid.together("Redistribution", beta):
+            arrays = self._arrays("source", source, self._source), self._arrays("target", target, self._target)
+            check_written(self._library, "Redistribution", arrays[0], arrays[1])
+            beta = scalar("beta", beta, self._dtype)
+        with self._grid.ledger.phase("redistribute"):
+            return self._move.start(self._library, arrays[0], arrays[1], beta)
+
+    def _arrays(self, name: str, arrays: Any, tiled: Tiled) -> list[Array]:
+        return checked_arrays(f"Redistribution: {name}", arrays, tiled, self._grid, self._library, self._dtype)
+
+
+def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Array, ib: int, jb: int,
+            descb: Descriptor) -> None:
+    """B(ib:, jb:) = A(ia:, ja:), m x n, on block-cyclic matrices of any two contexts over the same ranks, as p?gemr2d.
+
+    a, b   this rank's arrays, as of `pgemm`; a bit for bit in b. ia, ja, ib, jb are counted from 1. Collective.
+
+    Raises, on every rank: LayoutError for parts that are not within their matrices and arrays that do not fit, or
+    overlap, DTypeError for mixed types, GridError for contexts over other ranks.
+    """
+    for descriptor in (desca, descb):
+        if not isinstance(descriptor, Descriptor):
+            raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
+    grid = desca.context.grid
+    _, dtype, kind = array_signature(a)
+    with grid.together("pgemr2d", m, n, ia, ja, desca.cyclic, ib, jb, descb.cyclic, dtype, kind):
+        if not grid.same_processes(descb.context.grid):
+            raise GridError("pgemr2d: the two contexts are over different ranks, or these in another order: make both on "
+                            "one communicator, which has all the ranks of both")
+        library = library_of(a)
+        check_matrix_dtype(dtype, library, labels=True)
+        ways = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
+        arrays = [checked_arrays(f"pgemr2d: {name}", array, way, grid, library, dtype)
+                  for name, array, way in zip("AB", (a, b), ways)]
+        for name, array, descriptor in (("A", a, desca), ("B", b, descb)):
+            check_leading("pgemr2d", name, array, descriptor)
+        check_written(library, "pgemr2d", arrays[0], arrays[1])
+    move = planned(grid, *ways, dtype)
+    with grid.ledger.phase("redistribute"):
+        move.start(library, arrays[0], arrays[1]).wait()
+
+
+class KeptMoves(OrderedDict[Hashable, TileMove]):
+    """The last redistributions of a grid; the same on all ranks."""
+
+
+def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str) -> TileMove:
+    """The plan, found again where it was made before. Collective; its arguments are the same on all ranks."""
+    kept: KeptMoves = grid.attached.setdefault(KeptMoves, KeptMoves())
+    key = source, target, dtype
+    if key not in kept:
+        kept[key] = TileMove(grid, source, target, dtype)
+        if len(kept) > KEPT_MOVES:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
+
+
+def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
+    """Raises LayoutError."""
+    for tiled in (source, target):
+        tiled.check_ranks(grid.size)
+    if source.shape != target.shape:
+        (rows, cols), (other_rows, other_cols) = source.shape, target.shape
+        raise LayoutError(f"one layout is of a matrix of {rows} x {cols}, the other of {other_rows} x {other_cols}")
+
+
+def check_written(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
+    """Raises LayoutError for targets that cannot be written, or are read meanwhile."""
+    if not all(map(library.writable, targets)):
+        raise LayoutError(f"{what}: an array that is to be written is read-only")
+    if any(library.share_memory(source, target) for source in sources for target in targets):
+        raise LayoutError(f"{what}: an array that is written shares memory with one that is read meanwhile")
+
+
+def check_leading(what: str, name: str, array: Array, descriptor: Descriptor) -> None:
+    """Raises LayoutError."""
+    if descriptor.lld not in (None, array.shape[0]):
+        raise LayoutError(f"{what}: {name} has {array.shape[0]} rows here; the leading dimension of its descriptor is "
+                          f"{descriptor.lld}")
+
+
+def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: int, cols: int) -> BlockCyclic:
+    """The part of a matrix from row i and column j on, counted from 1. Raises LayoutError."""
+    try:
+        return descriptor.cyclic.sub(whole_number(i) - 1, whole_number(j) - 1, whole_number(rows), whole_number(cols))
+    except (TypeError, LayoutError) as error:
+        raise LayoutError(f"{what}: {name} begins at row {i} and column {j}, counted from 1: {error}") from None
+
+
+def _tiled(grid: Grid, layout: Any, other: Any, order: str | None) -> Tiled:
+    if isinstance(layout, (BlockCyclic, Blocks)):
+        return layout
+    if not isinstance(layout, Layout) or not isinstance(other, (BlockCyclic, Blocks)):
+        raise LayoutError("Redistribution: from and to a BlockCyclic or Blocks, one of the two may be a Layout (from "
+                          f"Layout to Layout: DistMatrix.redistribute); got {layout!r} and {other!r}")
+    if order not in (None, "C", "F"):
+        raise LayoutError(f'Redistribution: the order of shards is "C" or "F"; got {order!r}')
+    return OnGrid(Placement(other.shape, layout, grid.shape), order or other.order)
