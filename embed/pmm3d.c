@@ -12,7 +12,7 @@
 
 #include "embedded.h"
 
-enum { TEXT = 8192 };
+enum { TEXT = 20480 };
 
 static struct {
     atomic_flag busy;

@@ -16,7 +16,7 @@ static const double one = 1, zero = 0;
 static const char *layouts[] = {"A", "B", "C"};
 
 static void tell(int code) {
-    char text[3000] = "";
+    char text[20000] = "";
     pmm3d_last_error(text, sizeof text);
     for (char *sign = text; *sign; sign++)
         if (*sign == '\n') *sign = ' ';
@@ -79,9 +79,46 @@ static void two_threads(void) {
     printf("%d met: %d\n", rank, found || held);
 }
 
+/* A product on a context of size x 1 ranks, on which a descriptor or an array is wrong: on the last rank, or on all. */
+static int bad_cyclic(const char *which) {
+    int context, mine = rank == size - 1, desc[9], wrong[9];
+    int64_t wide[9];
+    static double local[3][N * N];
+    int code = pmm3d_context(MPI_COMM_WORLD, size, 1, 'R', &context);
+    const int right[9] = {1, 0, N, N, 2, N, 0, 0, N};
+    memcpy(desc, right, sizeof desc);
+    memcpy(wrong, right, sizeof wrong);
+    const int *given = wrong;
+    char transa = 'N', type = 'd';
+    const void *a = local[0];
+    int n = N, ia = 1, number = context;
+    if (!strcmp(which, "cyclic kind")) wrong[0] = 501;
+    else if (!strcmp(which, "cyclic block")) wrong[4] = 0;
+    else if (!strcmp(which, "cyclic lld")) wrong[8] = mine ? 1 : N;
+    else if (!strcmp(which, "cyclic source")) wrong[6] = size;
+    else if (!strcmp(which, "cyclic size")) n = N + 1;
+    else if (!strcmp(which, "cyclic ia")) ia = 2;
+    else if (!strcmp(which, "cyclic null")) given = mine ? NULL : desc;
+    else if (!strcmp(which, "cyclic array")) a = mine ? NULL : local[0];
+    else if (!strcmp(which, "cyclic type")) type = mine ? 'i' : 'd';
+    else if (!strcmp(which, "cyclic logical")) transa = 1; /* what LOGICAL :: transa = .true. looks like */
+    else if (!strcmp(which, "cyclic number")) number = grid;
+    else if (!strcmp(which, "cyclic wide")) {
+        for (int i = 0; i < 9; i++) wide[i] = desc[i];
+        given = (const int *)wide;
+    }
+    if (!code)
+        code = pmm3d_pgemm(number, type, transa, 'N', N, n, N, &one, a, ia, 1, given, local[1], 1, 1, desc, &zero, local[2],
+                           1, 1, desc);
+    if (!strcmp(which, "cyclic right") && code == PMM3D_OK) {
+        code = pmm3d_pgemr2d('d', N, N, local[0], 1, 1, desc, context, local[1], 1, 1, desc, grid);
+    }
+    pmm3d_free(&context);
+    return code;
+}
+
 static int bad(const char *which) {
     int made = 0, mine = rank == size - 1; /* of faults of one rank: the last */
-    int64_t box[4];
     const double *alpha = mine ? NULL : &one;
     const int *m = matrices;
     MPI_Comm other;
@@ -124,7 +161,7 @@ static int bad(const char *which) {
         MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, 1 - rank % 2, 7, &other);
         return pmm3d_grid(other, 0, 0, 0, &made);
     }
-    (void)box;
+    if (!strncmp(which, "cyclic", 6)) return bad_cyclic(which);
     printf("no such case\n");
     return -1;
 }
