@@ -25,15 +25,15 @@ FLAGS = ["-std=c11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "embed", help="the folder of the libraries")
+    parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "embed", help="folder of the libraries")
     parser.add_argument("--mpicc", default="mpicc", help="the C compiler of the callers' MPI")
     options = parser.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
     with_python(options.into)
     compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
     # Names of BLACS are those of the ScaLAPACK in the program, or of none where a program that has none is preloaded.
-    compiled(options.mpicc, "scalapack.c", options.into / "libpmm3d_scalapack.so", f"-L{options.into}", "-lpmm3d", "-ldl",
-             "-Wl,-rpath,$ORIGIN,-z,lazy")
+    compiled(options.mpicc, "scalapack.c", options.into / "libpmm3d_scalapack.so", f"-L{options.into}", "-lpmm3d",
+             "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy")
 
 
 def with_python(into: Path) -> None:

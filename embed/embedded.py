@@ -7,11 +7,11 @@ import traceback
 from _pmm3d_embedded import ffi
 
 ERROR_MPI, ERROR_PYTHON, ERROR_OTHER = 4, 5, 8
-OTHER_MPI = ("Python has another MPI than this process, {}: {}. mpi4py must use the caller's MPI: leave MPI4PY_MPIABI and "
-             "MPI4PY_LIBMPI unset, and let PMM3D_PYTHON name an environment whose mpi4py was built for it, without "
+OTHER_MPI = ("Python has another MPI than this process, {}: {}. mpi4py must use the caller's MPI: leave MPI4PY_MPIABI "
+             "and MPI4PY_LIBMPI unset, and let PMM3D_PYTHON name an environment whose mpi4py was built for it, without "
              "an MPI of its own")
-LACKING = ('the Python of {} lacks a package: {}. Install it there: pip install "pmm3d[embed]", or name another Python in '
-           "PMM3D_PYTHON")
+LACKING = ('the Python of {} lacks a package: {}. Install it there: pip install "pmm3d[embed]", or name another Python '
+           "in PMM3D_PYTHON")
 
 
 class Refused(Exception):
@@ -33,7 +33,7 @@ class Embedded:
         version, library = (ffi.string(ffi.cast("char *", text)).decode() for text in (version, library))
         try:
             check_mpi(version, library, world)
-            from pmm3d.tools.embedding import Host
+            from pmm3d.tools.embedding.host import Host
         except ImportError as error:
             raise Refused(ERROR_PYTHON, LACKING.format(sys.executable, error)) from error
         self.host = Host()

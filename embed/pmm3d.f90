@@ -181,14 +181,14 @@ contains
         code = context_in_c(comm, rows, columns, as_char(order), context)
     end function
 
-    integer function pmm3d_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, descb, beta, &
-                                 c, ic, jc, descc) result(code)
+    integer function pmm3d_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, descb, &
+                                 beta, c, ic, jc, descc) result(code)
         integer, intent(in) :: context, m, n, k, ia, ja, ib, jb, ic, jc, desca(9), descb(9), descc(9)
         character, intent(in) :: type, transa, transb
         type(*), intent(in) :: alpha, beta, a(*), b(*)
         type(*) :: c(*)
-        code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, a, ia, ja, desca, b, &
-                          ib, jb, descb, beta, c, ic, jc, descc)
+        code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, a, ia, ja, desca, &
+                          b, ib, jb, descb, beta, c, ic, jc, descc)
     end function
 
     integer function pmm3d_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb) result(code)

@@ -1,8 +1,8 @@
 /* Drop-in for ScaLAPACK's p?gemm: linked before -lscalapack, or in LD_PRELOAD. A program's calls of psgemm_, pdgemm_,
-   pcgemm_ and pzgemm_, and those inside ScaLAPACK, then come here. What PMM3D cannot do, or finds wrong, on all ranks of
-   the process grid alike, ScaLAPACK's own does, which tells what is wrong in its way.
+   pcgemm_ and pzgemm_, and those inside ScaLAPACK, then come here. What PMM3D cannot do, or finds wrong, on all ranks
+   of the process grid alike, ScaLAPACK's own does, which tells what is wrong in its way.
 
-   PMM3D_EMBED_LOG   a file to which each process appends a line for each call: which routine, the sizes, and who did it */
+   PMM3D_EMBED_LOG   a file to which each process appends a line for each call: routine, sizes, who did it */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -80,12 +80,14 @@ static void by_scalapack(const Call *call, const char *why) {
         give_up(call, why);
         return;
     }
-    if (!said && rank == 0) fprintf(stderr, "pmm3d: ScaLAPACK does this %s, and says so no more: %s\n", call->name, why);
+    if (!said && rank == 0)
+        fprintf(stderr, "pmm3d: ScaLAPACK does this %s, and says so no more: %s\n", call->name, why);
     said = 1;
     snprintf(by, sizeof by, "scalapack, %.1900s", why);
     log_call(call, by);
-    original(call->transa, call->transb, call->m, call->n, call->k, call->alpha, call->a, call->ia, call->ja, call->desca,
-             call->b, call->ib, call->jb, call->descb, call->beta, call->c, call->ic, call->jc, call->descc, 1, 1);
+    original(call->transa, call->transb, call->m, call->n, call->k, call->alpha, call->a, call->ia, call->ja,
+             call->desca, call->b, call->ib, call->jb, call->descb, call->beta, call->c, call->ic, call->jc,
+             call->descc, 1, 1);
 }
 
 /* The descriptor in nine numbers: also one of the kind that says how large the first block is (DTYPE 2: DTYPE, CTXT, M,
@@ -144,8 +146,8 @@ static Known *known_as(MPI_Comm comm, int rows, int columns) {
     return all_known = made;
 }
 
-/* Of the grid of a context of BLACS, whose communicator has its ranks by rows and knows it: contexts, and communicators,
-   are numbered anew when others are gone. NULL for a rank that is not in the grid. */
+/* Of the grid of a context of BLACS, whose communicator has its ranks by rows and knows it: contexts, and
+   communicators, are numbered anew when others are gone. NULL for a rank that is not in the grid. */
 static Known *known(int context) {
     int rows, columns, row, column, handle, size, found = 0;
     Known *there;
@@ -188,8 +190,8 @@ static void multiply(const Call *call) {
                           const void *alpha, const void *a, const int *ia, const int *ja, const int *desca,            \
                           const void *b, const int *ib, const int *jb, const int *descb, const void *beta, void *c,    \
                           const int *ic, const int *jc, const int *descc) {                                            \
-        const Call call = {#letter[0], "p" #letter "gemm", transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, \
-                           descb, beta, c, ic, jc, descc};                                                             \
+        const Call call = {#letter[0], "p" #letter "gemm", transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib,    \
+                           jb, descb, beta, c, ic, jc, descc};                                                         \
         multiply(&call);                                                                                               \
     }
 

@@ -4,8 +4,8 @@
 #include <unistd.h>
 
 static int not_started(char *text, int size, const char *executable, const char *why) {
-    snprintf(text, size, "Python cannot be started from %s: %s. Name another one in PMM3D_PYTHON, of version %d.%d, for "
-             "which the library was built", executable, why ? why : "it gives no reason", PY_MAJOR_VERSION,
+    snprintf(text, size, "Python cannot be started from %s: %s. Name another one in PMM3D_PYTHON, of version %d.%d, "
+             "for which the library was built", executable, why ? why : "it gives no reason", PY_MAJOR_VERSION,
              PY_MINOR_VERSION);
     return 1;
 }
@@ -36,8 +36,8 @@ static int has_cffi(char *text, int size, const char *executable) {
     PyErr_Fetch(&kind, &error, &trace);
     PyObject *said = error ? PyObject_Str(error) : NULL;
     const char *why = said ? PyUnicode_AsUTF8(said) : NULL;
-    snprintf(text, size, "the Python of %s lacks a package: %s. Install it there: pip install \"pmm3d[embed]\", or name "
-             "another Python in PMM3D_PYTHON", executable, why ? why : "cffi");
+    snprintf(text, size, "the Python of %s lacks a package: %s. Install it there: pip install \"pmm3d[embed]\", or "
+             "name another Python in PMM3D_PYTHON", executable, why ? why : "cffi");
     Py_XDECREF(said);
     Py_XDECREF(kind);
     Py_XDECREF(error);

@@ -1,6 +1,7 @@
 /* C = A B from C: each rank makes its shards, and looks at its shard of the result.
 
-       mpicc product.c -I embed -L build/embed -lpmm3d -Wl,-rpath,build/embed -o product && mpirun -n 4 ./product 300 200 100 */
+       mpicc apps/embed/product.c -I embed -L build/embed -lpmm3d -Wl,-rpath,build/embed -o product
+       mpirun -n 4 ./product 300 200 100 */
 #include <pmm3d.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,7 +52,8 @@ int main(int count, char **words) {
             right &= shard_c[(j - box[2]) * (box[1] - box[0]) + i - box[0]] == sum;
         }
     MPI_Reduce(&right, &all, 1, MPI_INT, MPI_MIN, 0, MPI_COMM_WORLD);
-    if (rank == 0) printf("%d ranks as %d x %d x %d: %s\n", size, shape[0], shape[1], shape[2], all ? "right" : "wrong");
+    if (rank == 0)
+        printf("%d ranks as %d x %d x %d: %s\n", size, shape[0], shape[1], shape[2], all ? "right" : "wrong");
     check(pmm3d_finalize(), "pmm3d_finalize");
     free(shard_a), free(shard_b), free(shard_c);
     MPI_Finalize();

@@ -88,8 +88,8 @@ static double product(char transa, char transb, int m, int n, int k, int at) {
     int from = at + 1;
     void *expected = copy_of(&c);
     store(alpha, 0, CMPLX(1.5, -0.5)), store(beta, 0, CMPLX(at ? -0.75 : 0, 0));
-    theirs(&transa, &transb, &m, &n, &k, alpha, a.data, &from, &from, a.desc, b.data, &from, &from, b.desc, beta, expected,
-           &from, &from, c.desc);
+    theirs(&transa, &transb, &m, &n, &k, alpha, a.data, &from, &from, a.desc, b.data, &from, &from, b.desc, beta,
+           expected, &from, &from, c.desc);
     check(pmm3d_pgemm(context, kind, transa, transb, m, n, k, alpha, a.data, from, from, a.desc, b.data, from, from,
                       b.desc, beta, c.data, from, from, c.desc), "pmm3d_pgemm");
     double found = difference(&c, expected) / (k + 1);

@@ -1,5 +1,5 @@
-/* What a caller can do wrong: faults CASE. Each rank prints "rank code everywhere text" for each call that was wrong, and
-   a right product shows that it lives on. */
+/* What a caller can do wrong: faults CASE. Each rank prints "rank code everywhere text" for each call that was wrong,
+   and a right product shows that it lives on. */
 #define _GNU_SOURCE
 #include <locale.h>
 #include <pmm3d.h>
@@ -108,8 +108,8 @@ static int bad_cyclic(const char *which) {
         given = (const int *)wide;
     }
     if (!code)
-        code = pmm3d_pgemm(number, type, transa, 'N', N, n, N, &one, a, ia, 1, given, local[1], 1, 1, desc, &zero, local[2],
-                           1, 1, desc);
+        code = pmm3d_pgemm(number, type, transa, 'N', N, n, N, &one, a, ia, 1, given, local[1], 1, 1, desc, &zero,
+                           local[2], 1, 1, desc);
     if (!strcmp(which, "cyclic right") && code == PMM3D_OK) {
         code = pmm3d_pgemr2d('d', N, N, local[0], 1, 1, desc, context, local[1], 1, 1, desc, grid);
     }

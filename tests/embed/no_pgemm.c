@@ -29,7 +29,8 @@ int main(int count, char **words) {
     const int one = 1, desc[9] = {1, 5, 1, 1, 1, 1, 0, 0, 1};
     double alpha = 1, beta = 0, a = 2, c = 0;
     MPI_Init(&count, &words);
-    pdgemm_("N", "N", &one, &one, &one, &alpha, &a, &one, &one, desc, &a, &one, &one, desc, &beta, &c, &one, &one, desc);
+    pdgemm_("N", "N", &one, &one, &one, &alpha, &a, &one, &one, desc, &a, &one, &one, desc, &beta, &c, &one, &one,
+            desc);
     printf("not reached\n");
     MPI_Finalize();
     return 0;
