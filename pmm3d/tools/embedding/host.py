@@ -110,10 +110,10 @@ class Host:
             origin, out = self._found(source, Held).matrix, self._found(target, Held).matrix
         except Pmm3dError as error:
             refuse(grid, "redistribute", error)
-        if origin.order == out.order or origin.shape != out.shape:
-            origin.redistribute(out.layout, out.grid, out=out)
-        else:
+        if origin.order != out.order and (origin.shape, origin.dtype) == (out.shape, out.dtype):
             out.memory[...] = origin.redistribute(out.layout, out.grid).memory
+        else:
+            origin.redistribute(out.layout, out.grid, out=out)
 
     def context(self, comm: int, rows: int, columns: int, order: int, out: int) -> tuple[int]:
         """Collective."""
