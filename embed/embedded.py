@@ -49,6 +49,8 @@ def check_mpi(version, library, world):
     os.environ.setdefault("MPI4PY_LIBMPI", library)  # where the caller's MPI is not global in the process
     try:
         from mpi4py import MPI
+    except Exception as error:
+        raise Refused(ERROR_MPI, OTHER_MPI.format(in_short(version), error)) from error
     finally:
         if before is None:
             del os.environ["MPI4PY_LIBMPI"]

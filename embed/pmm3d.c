@@ -18,7 +18,8 @@ static struct {
     atomic_flag busy;
     int started, finalized;
     pmm3d_python_call_type *call;
-} state = {ATOMIC_FLAG_INIT, 0, 0, NULL};
+    pmm3d_python_runs_type *runs;
+} state = {ATOMIC_FLAG_INIT, 0, 0, NULL, NULL};
 
 /* The last error of each thread. */
 static _Thread_local struct {
@@ -49,7 +50,7 @@ static void *beside(const char *name) {
 
 static int at_end_of_mpi(MPI_Comm comm, int key, void *value, void *extra) {
     (void)comm, (void)key, (void)value, (void)extra;
-    if (!state.finalized) pmm3d_finalize();
+    if (!state.finalized && state.runs()) pmm3d_finalize();
     return MPI_SUCCESS;
 }
 
@@ -74,6 +75,7 @@ static int load(void) {
         }
         pmm3d_python_start_type *start = (pmm3d_python_start_type *)dlsym(python, "pmm3d_python_start");
         if (start(asked && *asked ? asked : PMM3D_BUILT_WITH, text, TEXT)) return failed(PMM3D_ERROR_PYTHON, text);
+        state.runs = (pmm3d_python_runs_type *)dlsym(python, "pmm3d_python_runs");
         state.call = (pmm3d_python_call_type *)dlsym(python, "pmm3d_python_call");
     }
     MPI_Get_library_version(version, &length);
@@ -115,6 +117,9 @@ static int enter(void) {
         return leave(failed(PMM3D_ERROR_THREAD, "called by another thread than the one that started MPI, which was "
                             "asked for less than MPI_THREAD_SERIALIZED: call from that thread, or MPI_Init_thread with "
                             "MPI_THREAD_SERIALIZED or more"));
+    if (state.started && !state.runs())
+        return leave(failed(PMM3D_ERROR_PYTHON, "the program has ended the Python of this process: call pmm3d_finalize "
+                            "before Py_Finalize"));
     if (!state.started) {
         int code = load();
         if (code) return leave(code);

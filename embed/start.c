@@ -46,6 +46,8 @@ static int has_cffi(char *text, int size, const char *executable) {
     return 0;
 }
 
+CFFI_DLLEXPORT int pmm3d_python_runs(void) { return Py_IsInitialized(); }
+
 CFFI_DLLEXPORT int pmm3d_python_start(const char *executable, char *text, int size) {
     static int broken = 0;
     if (!Py_IsInitialized()) {

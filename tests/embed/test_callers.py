@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
+from callers import ENVIRONMENT, LIBRARIES, Caller
+
+IN_PYTHON = """
+import ctypes
+import os
+import sys
+from mpi4py import MPI
+
+library = ctypes.CDLL(sys.argv[1])
+code, grid, shape = library.pmm3d_start(), ctypes.c_int(), (ctypes.c_int * 3)()
+code += library.pmm3d_grid_f(MPI.COMM_WORLD.py2f(), 1, 1, MPI.COMM_WORLD.size, ctypes.byref(grid))
+code += library.pmm3d_grid_shape(grid, shape)
+os.write(1, f"code {code} {list(shape)}\\n".encode())
+"""
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize("sizes", [(300, 200, 100), (13, 5, 7), (1, 1, 1), (4, 3, 0), (0, 6, 6)])
 def test_the_program_in_c_is_right(program, ranks, sizes):
     done = program("apps/embed/product.c")(ranks, *sizes)
@@ -47,6 +62,21 @@ def test_what_the_process_had_is_as_it_was(program):
     """MPI's error handlers, signals, the locale."""
     done = program("tests/embed/faults.c")(2, "untouched")
     assert done.returncode == 0 and done.stdout.count("untouched: 1 1 1") == 2, done.stdout + done.stderr
+
+
+def test_a_python_that_is_there_is_used(tmp_path):
+    """And nothing is called in it after its end, which is before that of MPI."""
+    (tmp_path / "in_python.py").write_text(IN_PYTHON)
+    done = Caller(ENVIRONMENT / "bin" / "python")(2, tmp_path / "in_python.py", LIBRARIES / "libpmm3d.so")
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    assert done.stdout == "code 0 [1, 1, 2]\n" * 2
+
+
+def test_an_mpi_of_its_own_in_the_environment_is_left_alone(program, site_packages):
+    """These tests' own environment, with the wheel of another Open MPI, and cffi."""
+    [cffi] = {path.parent for path in site_packages.glob("_cffi_backend*")}
+    done = program("apps/embed/product.c")(2, PMM3D_PYTHON=sys.executable, PYTHONPATH=str(cffi))
+    assert done.returncode == 0 and done.stdout.endswith(": right\n"), done.stdout + done.stderr
 
 
 def test_a_subset_of_the_ranks_calls(program):

@@ -144,6 +144,12 @@ def test_one_rank_that_cannot_start_is_not_waited_for(program):
     assert done.stdout.count("other ranks of the communicator could not start") == 2
 
 
+def test_an_mpi4py_that_cannot_be_loaded_here(program):
+    done = program("tests/embed/faults.c")(2, "start", MPI4PY_MPIABI="mpich")
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
+    assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
+
+
 def test_python_with_another_mpi(program, tmp_path):
     """An mpi4py that brings its own: as two libraries in one process."""
     module = "rc = type('rc', (), {})\n"
