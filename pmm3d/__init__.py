@@ -30,9 +30,11 @@ if TYPE_CHECKING:  # the same names, for type checkers
         MatmulPlan,
         PgemmPlan,
         Redistribution,
+        herk,
         matmul,
         pgemm,
         pgemr2d,
+        syrk,
     )
 
 __version__ = "0.1.0"
@@ -42,14 +44,14 @@ _ROOMS = {
     "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
                "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
     "layout": ("BlockCyclic", "Blocks", "Box", "GridShape", "Layout"),
-    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "matmul", "pgemm",
-                "pgemr2d"),
+    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk", "matmul",
+                "pgemm", "pgemr2d", "syrk"),
 }  # fmt: skip
 __all__ = [
-    "Axis", "BlacsContext", "BlockCyclic", "Blocks", "Box", "CheckpointError", "DTypeError", "DataError",
-    "Descriptor", "DisagreementError", "DistMatrix", "Grid", "GridError", "GridShape", "LauncherError", "Layout", "LayoutError",
+    "Axis", "BlacsContext", "BlockCyclic", "Blocks", "Box", "CheckpointError", "DTypeError", "DataError", "Descriptor",
+    "DisagreementError", "DistMatrix", "Grid", "GridError", "GridShape", "LauncherError", "Layout", "LayoutError",
     "MatmulPlan", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pending", "PgemmPlan", "Pmm3dError",
-    "Redistribution", "__version__", "matmul", "pgemm", "pgemr2d",
+    "Redistribution", "__version__", "herk", "matmul", "pgemm", "pgemr2d", "syrk",
 ]  # fmt: skip
 
 

@@ -19,7 +19,8 @@ TESTED = os.environ.get("PMM3D_TESTED_LIBRARY", "numpy")
 UP_TO_4 = [1, 2, 3, 4]
 """The rank counts of tests that use torch: every rank imports it, which takes two seconds of a core."""
 
-DEFAULTS = {"pmm3d": "DistMatrix.empty DistMatrix.from_function DistMatrix.from_file DistMatrix.random",
+DEFAULTS = {"pmm3d": "DistMatrix.empty DistMatrix.from_function DistMatrix.from_file DistMatrix.random "
+                     "DistMatrix.identity",
             "pmm3d.nn.layers": "parameter", "pmm3d.nn": "Module.settle Linear.__init__ LayerNorm.__init__ MLP.__init__",
             "pmm3d.io": "DataSet.__init__"}
 TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))

@@ -138,6 +138,10 @@ def _rounded(dtype, value):
     return np.asarray(value).astype(dtype)
 
 
+def _as_strided(array, shape, strides):
+    return array._view(np.lib.stride_tricks.as_strided(array._host, shape, strides))
+
+
 def names(kind) -> dict:
     """What a module with cupy's names has, for arrays of that kind."""
 
@@ -164,5 +168,6 @@ def names(kind) -> dict:
     reduced = {name: _reduction(getattr(np, name)) for name in REDUCTIONS}
     types = {name: getattr(np, name) for name in TYPES}
     return {**types, **made, **taken, **of_numpy, **reduced, "ndarray": kind, "cuda": cuda,
+            "lib": SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=_as_strided)),
             "fuse": lambda function: function, "ElementwiseKernel": ElementwiseKernel,
             "ReductionKernel": ReductionKernel}

@@ -20,6 +20,9 @@ from .sums import rounded_gemm
 ELEMENTWISE = (*COMPARISONS, "abs", "add", "ceil", "conj", "cos", "divide", "erf", "exp", "expm1", "floor", "imag",
                "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round",
                "sign", "sin", "sqrt", "square", "subtract", "tanh", "where")
+TO_REAL = ("abs", "absolute", "real", "imag")
+"""Whose results are real."""
+REAL_PARTS = {"complex64": "float32", "complex128": "float64"}
 TYPES = (*MATRIX_DTYPES, "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -153,7 +156,8 @@ class DryLibrary(NumpyLibrary):
             shape, dtype = first.shape, str(first.dtype)
         else:
             shape, dtype = np.broadcast_shapes(*(array.shape for array in arrays)), common_dtype(arrays)
-        return self.temporary(shape, "bool" if name in COMPARISONS else dtype).filled(name, arrays)
+        dtype = "bool" if name in COMPARISONS else REAL_PARTS.get(dtype, dtype) if name in TO_REAL else dtype
+        return self.temporary(shape, dtype).filled(name, arrays)
 
 
 def _place(array: Array) -> np.ndarray:

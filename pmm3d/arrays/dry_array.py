@@ -72,6 +72,10 @@ class DryArray:
     def T(self) -> DryArray:
         return self._view(self.elements.T)
 
+    @property
+    def real(self) -> DryArray:
+        return self.library.elementwise("real", (self,))
+
     def reshape(self, *shape: Any) -> DryArray:
         """A view where the elements lie without gaps, else a copy."""
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
@@ -192,7 +196,10 @@ class DryArray:
     def __neg__(self) -> DryArray:
         return self.library.elementwise("negative", (self,))
 
-    __abs__ = __pos__ = __invert__ = __neg__
+    def __abs__(self) -> DryArray:
+        return self.library.elementwise("abs", (self,))
+
+    __pos__ = __invert__ = __neg__
 
     def __float__(self) -> float:
         return float(self.number)

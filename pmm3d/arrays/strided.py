@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..layout import Strided
+from ..layout.dealing import Strided
 from .numpy_library import Array, NumpyLibrary
 
 RUN_BYTES = 32

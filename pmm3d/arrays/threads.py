@@ -97,6 +97,42 @@ def copy_into(library: Any, source: Any, out: Any) -> None:
     in_threads(copy, [slice(start, start + step) for start in range(0, out.shape[0], step)])
 
 
+def by_rows(library: Any, function: Callable[..., Any], out: Any, *arrays: Any, name: str = "elementwise") -> None:
+    """out = function(*arrays) on slices of rows, as `each_slice`; arrays of one row or one column go along. `out` may
+    be one of them.
+
+        >>> from pmm3d.arrays import NumpyLibrary
+        >>> import numpy as np
+        >>> out = np.ones((2, 3))
+        >>> by_rows(NumpyLibrary(), lambda part, row: 2 * part + row, out, out, np.array([[0.0, 1.0, 2.0]]))
+        >>> out
+        array([[2., 3., 4.],
+               [2., 3., 4.]])
+    """
+    if not library.has_data:
+        library.passed(name, out, *arrays)
+    if not out.shape[0] or not library.has_data:
+        return
+    if library.slice_elements is None or prod(out.shape) <= library.slice_elements:
+        out[...] = function(*arrays)
+        return
+
+    def work(part: slice) -> None:
+        out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
+
+    each_slice(library, work, slices_of_rows(out.shape, library.slice_elements))
+
+
+def slices_of_rows(shape: tuple[int, ...], elements: int) -> list[slice]:
+    """The rows of an array of that shape, in slices of so many elements.
+
+        >>> slices_of_rows((3, 100), 200)
+        [slice(0, 2, None), slice(2, 4, None)]
+    """
+    rows = max(1, elements // max(1, shape[1]))
+    return [slice(start, start + rows) for start in range(0, shape[0], rows)]
+
+
 @cache
 def blas_threads() -> int:
     """Threads of this rank's BLAS, by the variables that it reads; no more than the rank has cores.

@@ -1,20 +1,30 @@
 """Where the elements of a matrix live, and how large they are: plain arithmetic for any rank of any grid."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .cuts import offsets, overlapping, part_range, part_sizes, whole_number
-from .dealing import Shared, Strided, packed, strided
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
-from .foreign import BlockCyclic, Blocks, Tile, Tiled
 from .layout import EMPTY, Box, Layout, batch_layout
-from .on_grid import OnGrid
-from .pieces import Piece, arriving, elements, leaving
-from .placement import Placement, Whole, cuts, incoming, matrix_shape, outgoing
+from .placement import Part, Placed, Placement, Whole, cuts, incoming, matrix_shape, outgoing
 from .shape import AXES, FIRST, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
 
+if TYPE_CHECKING:  # loaded by who has matrices in layouts of other codes
+    from .foreign import BlockCyclic, Blocks
+    from .on_grid import OnGrid
+
+_FOREIGN = {"BlockCyclic": "foreign", "Blocks": "foreign", "OnGrid": "on_grid"}
+
 __all__ = [
     "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "BlockCyclic", "Blocks", "Box", "Coords",
-    "GridShape", "Layout", "OnGrid", "Piece", "Placement", "Shared", "Step", "Strided", "Tile", "Tiled", "Whole",
-    "aligned", "arriving", "batch_layout", "check_same_dtype", "cuts", "elements", "incoming", "is_axis_name",
-    "itemsize", "leaving", "matrix_shape", "offsets", "outgoing", "overlapping", "packed", "parse_shape", "part_range",
-    "part_sizes", "strided", "transitions", "whole_number",
+    "GridShape", "Layout", "OnGrid", "Part", "Placed", "Placement", "Step", "Whole", "aligned", "batch_layout",
+    "check_same_dtype", "cuts", "incoming", "is_axis_name", "itemsize", "matrix_shape", "offsets", "outgoing",
+    "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOREIGN:
+        raise AttributeError(f"module 'pmm3d.layout' has no attribute {name!r}")
+    return getattr(import_module(f".{_FOREIGN[name]}", __name__), name)

@@ -40,6 +40,10 @@ class Box(NamedTuple):
         r0, c0 = max(self.r0, other.r0), max(self.c0, other.c0)
         return Box(r0, max(r0, min(self.r1, other.r1)), c0, max(c0, min(self.c1, other.c1)))
 
+    def moved(self, rows: int, cols: int) -> Box:
+        """So many rows further down and columns further right."""
+        return Box(self.r0 + rows, self.r1 + rows, self.c0 + cols, self.c1 + cols)
+
     def within(self, outer: Box) -> tuple[slice, slice]:
         """Slices that cut this box out of a local array that holds `outer`."""
         return slice(self.r0 - outer.r0, self.r1 - outer.r0), slice(self.c0 - outer.c0, self.c1 - outer.c0)

@@ -79,6 +79,47 @@ class Placement:
         return cuts(self.shape[dim], axes, self.grid, low, high, self.layout.units[dim])
 
 
+@dataclass(frozen=True)
+class Part:
+    """The rows and columns `window` of a placed matrix, as a matrix of their own, whose elements lie where they are.
+
+        >>> part = Part(Placement((10, 6), Layout("z"), GridShape(1, 1, 2)), Box(4, 8, 0, 2))
+        >>> part.box(0), part.box(1), part.row_cuts()
+        (Box(r0=0, r1=1, c0=0, c1=2), Box(r0=1, r1=4, c0=0, c1=2), [0, 1, 4])
+    """
+
+    of: Placement
+    window: Box
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.window.shape
+
+    def box(self, rank: int) -> Box:
+        return (self.of.box(rank) & self.window).moved(-self.window.r0, -self.window.c0)
+
+    def largest(self) -> tuple[int, int]:
+        """Rows and columns that no rank has more of."""
+        (rows, cols), (most_rows, most_cols) = self.shape, self.of.largest()
+        return min(rows, most_rows), min(cols, most_cols)
+
+    def row_cuts(self) -> list[int]:
+        start, stop, *_ = self.window
+        cuts = [max(first, start) - start for first, _ in self.of._cuts(0, start, stop)]
+        return [*cuts, stop - start]
+
+    def holder(self, rank: int, reader: int) -> int:
+        return self.of.holder(rank, reader)
+
+    def parts(self, box: Box) -> list[tuple[int, Box]]:
+        first_row, first_col = self.window.r0, self.window.c0
+        return [(rank, piece.moved(-first_row, -first_col))
+                for rank, piece in self.of.parts(box.moved(first_row, first_col))]
+
+    def replicas(self, rank: int) -> Sequence[int]:
+        return self.of.replicas(rank)
+
+
 def matrix_shape(shape: Any) -> tuple[int, int]:
     """The shape as two ints. Raises LayoutError for anything but two whole numbers of at least 0.
 
@@ -124,6 +165,9 @@ class Whole:
         return self.ranks
 
 
+Placed = Placement | Whole | Part
+
+
 def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int,
          unit: int = 1) -> list[tuple[int, dict[str, int]]]:
     """Start of each part of a dim that has elements of low:high, and the coordinates that own it, in order. Takes as
@@ -143,7 +187,7 @@ def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int,
     return [(start * unit, owner) for start, _, owner in parts]
 
 
-def incoming(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:
+def incoming(source: Placed, target: Placed, rank: int) -> list[tuple[int, Box]]:
     """(source rank, box) of each piece of what `rank` holds in the target.
 
         >>> grid = GridShape(1, 1, 2)
@@ -156,7 +200,7 @@ def incoming(source: Placement | Whole, target: Placement | Whole, rank: int) ->
     return [(source.holder(owner, rank), piece) for owner, piece in source.parts(wanted)]
 
 
-def outgoing(source: Placement | Whole, target: Placement | Whole, rank: int) -> list[tuple[int, Box]]:
+def outgoing(source: Placed, target: Placed, rank: int) -> list[tuple[int, Box]]:
     """(target rank, box) of each piece that `rank` sends: the mirror of `incoming`.
 
         >>> grid = GridShape(1, 1, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ..layout import Box, Placement, Whole, aligned, incoming, itemsize, outgoing, part_range
+from ..layout import Box, Placed, aligned, incoming, itemsize, outgoing, part_range
 
 ROUND_BYTES = 2**24
 """Of the copies on a rank at once, where the caller sets no limit: messages that are long for any network."""
@@ -31,7 +31,7 @@ class Move:
     """From one placement of a matrix to another. In each of the rounds a rank sends and receives the next rows of each
     of its pieces.
 
-        >>> from pmm3d.layout import GridShape, Layout
+        >>> from pmm3d.layout import GridShape, Layout, Placement
         >>> grid = GridShape(1, 1, 4)
         >>> rows, cols = (Placement((100, 100), layout, grid) for layout in (Layout("z"), Layout((), "z")))
         >>> move = Move(rows, cols, "float64")
@@ -39,8 +39,8 @@ class Move:
         (40064, 5248, 5)
     """
 
-    source: Placement | Whole
-    target: Placement | Whole
+    source: Placed
+    target: Placed
     dtype: str
 
     @cached_property
@@ -86,7 +86,7 @@ def in_round(box: Box, number: int, rounds: int) -> Box:
     return Box(box.r0 + first, box.r0 + last, box.c0, box.c1)
 
 
-def _side(placement: Placement | Whole, cuts: list[int], others: list[int]) -> Side:
+def _side(placement: Placed, cuts: list[int], others: list[int]) -> Side:
     """cuts: where the parts of the rows begin, and the end of the last; others: likewise, on the other side."""
     pieces = (bisect_left(others, high) - bisect_right(others, low) + 1 for low, high in pairwise(cuts))
     return Side(*placement.largest(), max(pieces, default=0))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, each_slice, library_of
+from ..arrays import Array, NumpyLibrary, each_slice, library_of, threads
 from ..comm import Axis, Grid
 from ..comm.ledger import clock
 from ..errors import DTypeError, needs
@@ -254,23 +254,8 @@ def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> li
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
-    """out = function(*arrays) on slices of rows; arrays of one row or one column go along. `out` may be one of them. On
-    threads as `in_chunks`."""
-    library = library_of(out)
-    if not library.has_data:
-        library.passed(name, out, *arrays)
-    if not out.shape[0] or not library.has_data:
-        return
-    if _at_once(library, out):
-        out[...] = function(*arrays)
-        return
-    rows = max(1, (library.slice_elements or 1) // max(1, out.shape[1]))
-    parts = [slice(start, start + rows) for start in range(0, out.shape[0], rows)]
-
-    def work(part: slice) -> None:
-        out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
-
-    each_slice(library, work, parts)
+    """out = function(*arrays) on slices of rows; see `pmm3d.arrays.threads.by_rows`."""
+    threads.by_rows(library_of(out), function, out, *arrays, name=name)
 
 
 def _at_once(library: NumpyLibrary, out: Array) -> bool:

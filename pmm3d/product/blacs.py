@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 from ..comm import Grid
 from ..errors import GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, Tiled, matrix_shape, whole_number
+from ..layout import BlockCyclic, GridShape, OnGrid, matrix_shape, whole_number
+from ..layout.foreign import Tiled
 from .roles import least_moved
 
 DENSE = 1
@@ -45,6 +46,11 @@ class BlacsContext:
 
     Made and closed collectively over the communicator; a context manager. It keeps what products need again: the grids
     that they run on, and the plans of the last ones. Raises, on every rank, GridError and LayoutError.
+
+        >>> with BlacsContext(shape=(1, 1)) as context:
+        ...     matrix = context.descriptor(5, 4, 2, 2)
+        ...     matrix.cyclic.extents(0), (context.row, context.col) == ((0, 0) if context.grid.rank == 0 else (-1, -1))
+        ([(5, 4)], True)
     """
 
     def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1), order: str = "R", *,
@@ -95,8 +101,10 @@ class BlacsContext:
             values = []
         if len(values) != 9 or values[0] != DENSE:
             raise LayoutError("a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, "
-                              f"csrc, lld); got {list(numbers)}. Numbers of 8 bytes, of a build with INTEGER*8, look "
-                              "like (1, 0, ...)")
+                              f"csrc, lld); got {list(numbers)}")
+        if not any(values[1::2]):
+            raise LayoutError(f"the descriptor {values} looks like one of integers of 8 bytes that is read as of 4: "
+                              "compile without -i8 or -fdefault-integer-8, or copy it")
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
     def kept(self, key: Hashable) -> Any:
@@ -160,6 +168,11 @@ class Descriptor:
 
     cyclic       where its elements lie
     local_rows, local_cols   of this rank: ScaLAPACK's NUMROC; 0 off the process grid
+
+        >>> with BlacsContext(shape=(1, 1)) as context:
+        ...     matrix = context.from_array((1, 0, 5, 4, 2, 2, 0, 0, 8))
+        ...     (matrix.m, matrix.n, matrix.lld), matrix.empty("float32").shape in ((8, 4), (8, 0))
+        ((5, 4, 8), True)
     """
 
     context: BlacsContext

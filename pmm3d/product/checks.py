@@ -118,37 +118,37 @@ def grid_of(a: Any, b: Any) -> Grid:
     for matrix in (a, b):
         if isinstance(matrix, StoredMatrix):
             return matrix.grid
-    raise Pmm3dError(_no_matrix("a", a))
+    raise Pmm3dError(no_matrix("a", a))
 
 
-def check_operands(a: Any, b: Any, out: Any, beta: complex) -> None:
-    """Raises what `matmul` says of its matrices."""
+def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:
+    """Raises what `matmul`, or another product, says of its matrices."""
     for name, matrix in (("a", a), ("b", b), ("out", out)):
         if not isinstance(matrix, StoredMatrix) and not (name == "out" and matrix is None):
-            raise Pmm3dError(_no_matrix(name, matrix))
+            raise Pmm3dError(no_matrix(name, matrix, what))
         if matrix is not None and matrix.grid is not a.grid:
             raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
                             f"bring it over with {name}.redistribute(layout, grid)")
     a.grid.transport.check_place(a.library, *(matrix.memory for matrix in (a, b, out) if matrix is not None))
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
     if a.dtype not in MATRIX_DTYPES:
-        raise DTypeError(f"matmul: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
+        raise DTypeError(f"{what}: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
                          f"{', '.join(MATRIX_DTYPES)}")
     if a.library != b.library or (out is not None and out.library != a.library):
         raise LayoutError(f"A is in {a.library}, B in {b.library}, out in {out and out.library}: use one array library")
     if out is None:
         if beta != 0:
-            raise LayoutError("matmul: beta needs out=, the C that it scales")
+            raise LayoutError(f"{what}: beta needs out=, the C that it scales")
         return
     if out.layout.on(out.grid.shape).sums:
-        raise LayoutError(f"matmul: out is of partial sums, {out.layout}; a product has none: pass an out in "
+        raise LayoutError(f"{what}: out is of partial sums, {out.layout}; a product has none: pass an out in "
                           "out.layout.summed, or none at all and redistribute what comes back")
     if out.conjugated:
-        raise LayoutError("matmul: out is a conjugated view, which is not written to; pass a matrix")
+        raise LayoutError(f"{what}: out is a conjugated view, which is not written to; pass a matrix")
     if not out.writable:
-        raise LayoutError("matmul: out is read-only")
+        raise LayoutError(f"{what}: out is read-only")
     if any(a.library.share_memory(out.memory, matrix.memory) for matrix in (a, b)):
-        raise LayoutError("matmul: out shares memory with an operand, which would change while it is read")
+        raise LayoutError(f"{what}: out shares memory with an operand, which would change while it is read")
 
 
 def check_one_device(what: str, *arrays: Array) -> None:
@@ -159,12 +159,52 @@ def check_one_device(what: str, *arrays: Array) -> None:
                         f"{', '.join(map(str, found))}. Make them on one: pmm3d.arrays.take_device makes it current")
 
 
-def _no_matrix(name: str, value: Any) -> str:
-    return (f"matmul: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
+def no_matrix(name: str, value: Any, what: str = "matmul") -> str:
+    """What is said of an operand that is none."""
+    return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
             "DistMatrix.from_global")
 
 
-def scalar(name: str, value: Any, dtype: str) -> complex:
+def check_numbers(what: str, matrix: StoredMatrix) -> None:
+    """Raises DTypeError for labels."""
+    if matrix.dtype not in MATRIX_DTYPES:
+        raise DTypeError(f"{what}: the matrix is {matrix.dtype}, which holds labels; arithmetic is of numbers of the "
+                         f"types {', '.join(MATRIX_DTYPES)}")
+
+
+def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
+    """Raises what an operation on A and B, element by element, says of them. shape: that B must have, if not A's."""
+    if not isinstance(b, StoredMatrix):
+        raise Pmm3dError(no_matrix(name, b, what))
+    shape = a.shape if shape is None else shape
+    if b.grid is not a.grid:
+        raise GridError(f"{what}: the matrix is on grid {a.grid.shape}, {name} on another Grid ({b.grid.shape}); bring "
+                        f"it over with {name}.redistribute(layout, grid)")
+    a.grid.transport.check_place(a.library, a.memory, b.memory)
+    if b.shape != shape:
+        raise LayoutError(f"{what}: {name} is {b.shape[0]} x {b.shape[1]}; it must be {shape[0]} x {shape[1]}: "
+                          "nothing is repeated along rows or columns")
+    if b.dtype != a.dtype or b.library != a.library:
+        raise DTypeError(f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
+                         "convert them to one type and one array library")
+
+
+def check_written(what: str, matrix: StoredMatrix) -> None:
+    """Raises LayoutError for a matrix that cannot be changed in place."""
+    if matrix.conjugated:
+        raise LayoutError(f"{what}: a conjugated view (.H) is not written to; write to the matrix that it is a view "
+                          "of, or to redistribute(layout), which is a copy")
+    if not matrix.writable:
+        raise LayoutError(f"{what}: the matrix is read-only, and would be changed in place")
+
+
+def check_square(what: str, matrix: StoredMatrix) -> None:
+    """Raises LayoutError for a matrix without a diagonal of its own."""
+    if matrix.shape[0] != matrix.shape[1]:
+        raise LayoutError(f"{what}: the matrix is {matrix.shape[0]} x {matrix.shape[1]}; it must be square")
+
+
+def scalar(name: str, value: Any, dtype: str, what: str = "matmul") -> complex:
     """The number that scales matrices of that type, as Python's. Raises DTypeError."""
     fits = isinstance(value, Complex if dtype.startswith("complex") else Real) and not isinstance(value, bool)
     try:
@@ -172,7 +212,7 @@ def scalar(name: str, value: Any, dtype: str) -> complex:
             return float(value) if isinstance(value, Real) else complex(value)
     except OverflowError:
         pass
-    raise DTypeError(f"matmul: {name} is {value!r}, which cannot scale a {dtype} matrix")
+    raise DTypeError(f"{what}: {name} is {value!r}, which cannot scale a {dtype} matrix")
 
 
 def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:

@@ -1,9 +1,10 @@
-"""Small products that are repeated: from the third time on their messages go ahead of the agreement on them."""
+"""What a grid keeps of its products: plans of the recent ones; and of small ones that are repeated the messages, which
+go ahead of the agreement from the third time on."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from ..arrays import Array
 from ..comm import Grid
 from ..comm.agreement import Vote
 from ..comm.ahead import Ahead
-from ..model.plan import ProductPlan
+from ..model.plan import ProductPlan, RankPlan
 from .posted import Posted
 from .stored import StoredMatrix
 
@@ -23,6 +24,32 @@ KEEP = 1
 RECENT = 64
 """Products whose second time is noticed."""
 OPTIONS = int, float, complex, bool, str, type(None)
+Planned = tuple[ProductPlan, RankPlan | None]
+KEPT_PLANS = 256
+"""Products of different shapes, types or options in a row that are planned once; a plan takes some KiB."""
+
+
+class RecentPlans:
+    """The last plans that were asked for, up to KEPT_PLANS: the one whose last use is longest ago goes first.
+
+    A plan follows from its key alone, so that ranks that keep others still plan the same.
+    """
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Hashable, Planned] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: Hashable, make: Callable[[], Planned]) -> Planned:
+        """The plan of that key, made if it is not kept."""
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        self._plans[key] = planned = make()
+        if len(self._plans) > KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return planned
 
 
 class Product(Protocol):

@@ -23,6 +23,7 @@ from ..comm.guard import one_thread
 from ..errors import DataError, GridError, LayoutError, Pmm3dError, check_regular, needs
 from ..layout import EMPTY, Layout, Whole
 from ..model.move import Move
+from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
     check_order,
@@ -45,7 +46,7 @@ Library = str | NumpyLibrary
 Shape = tuple[int, int]
 
 
-class DistMatrix(ForeignMatrix):
+class DistMatrix(Arithmetic, ForeignMatrix):
     """A global matrix of which each rank of a grid stores a shard.
 
     grid, layout, shape (rows, columns), dtype (a name such as "float32")

@@ -15,11 +15,10 @@ from ..model.plan import Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
-from .kept import KeptProducts
+from .kept import KeptProducts, RecentPlans
 from .orders import look_up, order_of_result
 from .overlapping import way_of
 from .panels import OperandPanels, ResultStrips, met
-from .plans import RecentPlans
 from .posted import Factors, Posted, can_post
 from .redistribute import move_into
 from .relayout import summed

@@ -60,11 +60,11 @@ class Posted:
         """That bring operands."""
         return [gather.exchange for gather in self._gathers if gather.exchange is not None]
 
-    def multiply(self) -> None:
+    def begin(self) -> None:
+        """Begin to bring the operands together; `finish` follows."""
         for gather in self._gathers:
             gather.begin()
             gather.post()
-        self._finish()
 
     def post(self) -> None:
         """Begin to bring the operands together before it is known that all ranks do: `posted`, or a withdrawal,
@@ -76,9 +76,10 @@ class Posted:
         """All ranks have posted: multiply."""
         for gather in self._gathers:
             gather.begin()
-        self._finish()
+        self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Multiply what comes together, and add up."""
         for gather in self._gathers:
             gather.wait()
         self._add()

@@ -1,16 +1,49 @@
-"""A product that is repeated: checked and planned once, then only carried out."""
+"""A product that is repeated: checked and planned once, then only carried out, at once or begun and waited for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 from ..errors import GridError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared
 from .orders import look_up
 from .relayout import summed
+
+
+Result = TypeVar("Result")
+
+
+class Coming(Protocol):
+    def test(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class PendingProduct(Generic[Result]):
+    """What a plan's `start` returns. done: whether `wait` has ended."""
+
+    def __init__(self, coming: Sequence[Coming], finish: Callable[[], Result]):
+        self._coming, self._finish, self.done = coming, finish, False
+        self._result: Result | None = None
+
+    def test(self) -> bool:
+        """Make progress with the operands. True once the result is there, which comes by `wait` alone: GEMMs run in the
+        thread that waits."""
+        for pending in self._coming:
+            pending.test()
+        return self.done
+
+    def wait(self) -> Result | None:
+        """Multiply, add up, and return the result, C of a MatmulPlan. Collective; a second time only the latter."""
+        if not self.done:
+            for pending in self._coming:
+                pending.wait()
+            self._result, self.done = self._finish(), True
+        return self._result
 
 
 class MatmulPlan(Generic[Matrix]):
@@ -52,19 +85,45 @@ class MatmulPlan(Generic[Matrix]):
             with self._grid.together("MatmulPlan", self._posts):
                 self._posted = self._product.posted(held) if self._posts else None
             self._held = held.pop_all()
-        self.closed = False
+        self.closed = self._under_way = False
 
     def __call__(self) -> Matrix:
         """The product, in `out`. Raises GridError once the plan or its grid is closed, and in a second thread."""
         with self._grid.engine.guard:
-            if self.closed:
-                raise GridError("this plan is closed: make another one, or use matmul")
-            if not self._posts:
-                self._product.multiply()
-            elif self._posted is not None:
-                self._posted.multiply()
-                self._product.out.fills += 1
-            return self._product.out
+            self._begin()
+            return self._finish()
+
+    def start(self) -> PendingProduct[Matrix]:
+        """Begin it: where a product's messages are the same each time, and nothing is redistributed, the operands are
+        on their way; else nothing is, yet. `wait()` of what is returned multiplies, and gives C; until then A and B
+        stay as they are. Collective, and so is the wait. Raises as a call does, and GridError where the last one was
+        not waited for.
+        """
+        with self._grid.engine.guard:
+            self._begin()
+        return PendingProduct((), self._waited)
+
+    def _begin(self) -> None:
+        if self.closed:
+            raise GridError("this plan is closed: make another one, or use matmul")
+        if self._under_way:
+            raise GridError("this plan has a product under way: wait for that first, or make another plan")
+        if self._posted is not None:
+            self._posted.begin()
+        self._under_way = True
+
+    def _waited(self) -> Matrix:
+        with self._grid.engine.guard:
+            return self._finish()
+
+    def _finish(self) -> Matrix:
+        self._under_way = False
+        if not self._posts:
+            self._product.multiply()
+        elif self._posted is not None:
+            self._posted.finish()
+            self._product.out.fills += 1
+        return self._product.out
 
     @property
     def out(self) -> Matrix:

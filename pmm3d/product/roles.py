@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..comm import Grid
-from ..layout import OnGrid, Tiled, elements, leaving
+from ..layout import OnGrid
+from ..layout.foreign import Tiled
+from ..layout.pieces import elements, leaving
 
 MOST_RANKS = 1024
 """Up to which roles are assigned: the volumes are a table of their square, and the assignment takes their cube."""

@@ -13,7 +13,10 @@ from ..arrays.strided import copy_strided
 from ..comm import Grid, Pending
 from ..comm.transport import Collective, Link
 from ..errors import DTypeError, LayoutError
-from ..layout import Piece, Strided, Tiled, aligned, arriving, elements, itemsize, leaving, packed, part_range, strided
+from ..layout import aligned, itemsize, part_range
+from ..layout.dealing import Strided, packed, strided
+from ..layout.foreign import Tiled
+from ..layout.pieces import Piece, arriving, elements, leaving
 from ..model.move import ROUND_BYTES
 
 

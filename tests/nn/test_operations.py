@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from differences import assert_gradients_are_differences, drawn
 from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
-from samples import TESTED, integers, to_numpy
+from samples import TESTED, integers, to_library, to_numpy
 from torch_reference import by_rank_0
 
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, nn
@@ -269,3 +269,14 @@ def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
     assert np.array_equal(weight.gather(), whole.conj().T)
     weight.local[...] += 1j
     assert np.array_equal(weight.gather(), whole.conj().T + 1j) and np.array_equal(matrix.gather(), whole)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_matrix_beside_a_tensor_is_one_of_the_tape(some_grid):
+    whole = integers((4, 6))
+    matrix, x = (DistMatrix.from_global(some_grid, to_library(whole)) for _ in range(2))
+    x = nn.Tensor(x, requires_grad=True)
+    for made, right in ((matrix + x, 2 * whole), (matrix - x, 0 * whole), (matrix * x, whole * whole)):
+        assert isinstance(made, nn.Tensor) and made.requires_grad and np.array_equal(to_numpy(made.gather()), right)
+    matrix += x
+    assert isinstance(matrix, nn.Tensor)

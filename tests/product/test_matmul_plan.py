@@ -74,6 +74,20 @@ def test_a_call_reads_what_the_matrices_hold_then(comm):
             assert np.array_equal(product().gather(), 2 * first)
 
 
+def test_a_product_that_is_started_and_waited_for(comm, fails):
+    for grid in grids(comm):
+        for layouts in ((Layout.A, Layout.B), (Layout.B, Layout.C)):
+            a, b = operands(grid, layouts=layouts)
+            with MatmulPlan(a, b) as product:
+                wanted = matmul(a, b).gather()
+                for _ in range(2):
+                    pending = product.start()
+                    fails(GridError, "this plan has a product under way: wait for that first", product.start)
+                    assert not pending.test()
+                    assert pending.wait() is product.out is pending.wait() and pending.test()
+                    assert np.array_equal(product.out.gather(), wanted)
+
+
 def test_a_closed_plan_and_a_closed_grid_are_refused(comm):
     with Grid(comm, (1, 1, comm.size)) as grid:
         a, b = operands(grid)

@@ -1,0 +1,373 @@
+"""Arithmetic on matrices that are spread over ranks: each rank computes on its shard, and nothing moves but an operand
+in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import (
+    Array,
+    NumpyLibrary,
+    by_rows,
+    check_matrix_dtype,
+    copy_into,
+    dtype_named,
+    library_kind,
+    library_of,
+)
+from ..comm import Grid
+from ..comm.guard import one_thread
+from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..layout import LOW_PRECISION, Layout
+from .checks import (
+    array_signature,
+    check_alike,
+    check_numbers,
+    check_square,
+    check_written,
+    compared_dtype,
+    contents,
+    no_matrix,
+    scalar,
+    signature_of,
+    together,
+)
+from .reductions import Reductions, diagonal_of
+from .relayout import Submatrices, in_layout, lies_in, summed
+from .stored import StoredMatrix, shards
+
+Matrix = TypeVar("Matrix", bound="Arithmetic")
+Kernel = Callable[..., Array]
+
+
+class Arithmetic(Reductions, Submatrices):
+    """Sums, multiples and elementwise functions of matrices."""
+
+    def __add__(self: Matrix, other: Any) -> Matrix:
+        return self._plus("add", other, 1)
+
+    def __sub__(self: Matrix, other: Any) -> Matrix:
+        return self._plus("subtract", other, -1)
+
+    def __neg__(self: Matrix) -> Matrix:
+        return self._times("negative", -1)
+
+    def __mul__(self: Matrix, factor: Any) -> Matrix:
+        return self._times("multiply", factor)
+
+    def __truediv__(self: Matrix, divisor: Any) -> Matrix:
+        return self._times("divide", divisor)
+
+    __radd__ = __add__
+
+    __rsub__ = __sub__
+
+    __rmul__ = __mul__
+
+    def __iadd__(self: Matrix, other: Any) -> Matrix:
+        return NotImplemented if _knows_matrices(other, "__radd__") else self.add(other)
+
+    def __isub__(self: Matrix, other: Any) -> Matrix:
+        return NotImplemented if _knows_matrices(other, "__rsub__") else self.add(other, -1)
+
+    def __imul__(self: Matrix, factor: Any) -> Matrix:
+        return NotImplemented if _knows_matrices(factor, "__rmul__") else self.scale(factor)
+
+    def __itruediv__(self: Matrix, divisor: Any) -> Matrix:
+        return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._scaled_in_place("divide", divisor)
+
+    @one_thread
+    def add(self: Matrix, b: StoredMatrix, alpha: complex = 1) -> Matrix:
+        """A += alpha B, in place, in one pass.
+
+        b    of the same shape and type, on the same grid; in another layout it is redistributed to that of this matrix,
+             phase "redistribute" of the ledger
+
+        Returns the matrix. Low precision is added up in float32 and rounded once. Raises, on every rank: LayoutError
+        for another shape, a conjugated view or a read-only matrix, DTypeError, GridError.
+
+            >>> from pmm3d import DistMatrix, Grid
+            >>> with Grid() as grid:
+            ...     a, b = (DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j) for _ in range(2))
+            ...     a.add(b, alpha=10).gather()
+            array([[ 0., 11.],
+                   [11., 22.]])
+        """
+        with self.grid.together("add", self.signature, signature_of(b), alpha):
+            _check_sum("add", self, b)
+            check_written("add", self)
+            factor = scalar("alpha", alpha, self.dtype, "add")
+            b = _apart(b, self) if lies_in(b, self.layout) else b
+        _add_into(self, self, in_layout(b, self.layout, "add"), factor)
+        self.fills += 1
+        return self
+
+    def scale(self: Matrix, factor: complex) -> Matrix:
+        """A *= factor, in place. Returns the matrix; raises as `add`."""
+        return self._scaled_in_place("scale", factor)
+
+    @one_thread
+    def add_identity(self: Matrix, factor: complex = 1) -> Matrix:
+        """A += factor I, in place, of a square matrix; nothing moves. Returns the matrix; raises as `add`."""
+        with self.grid.together("add_identity", self.signature, factor):
+            check_numbers("add_identity", self)
+            check_square("add_identity", self)
+            check_written("add_identity", self)
+            factor = scalar("the factor", factor, self.dtype, "add_identity")
+        coords = self.grid.coords
+        if coords is not None and not any(getattr(coords, axis) for axis in self.layout.sums):
+            diagonal, _ = diagonal_of(self)
+            diagonal[...] = _widened(self.library, self.dtype)(diagonal) + factor
+        self.fills += 1
+        return self
+
+    @one_thread
+    def elementwise(self: Matrix, function: Callable[..., Array], *others: StoredMatrix,
+                    out: Matrix | None = None) -> Matrix:
+        """function(A, B, ...) of arrays of one shape, element by element.
+
+        function   of arrays of the matrices' library: this rank's shards, which it leaves as they are. It gives an
+                   array of their shape, of the type that the result is to have: `numpy.exp`, `lambda a, b: a * b`.
+                   Called once on each rank, also with arrays of no elements; a ufunc of numpy on slices, on threads
+        others     of the same shape, type and grid; those in other layouts are redistributed to that of this matrix
+        out        where the result goes: a matrix of this shape, layout and library; may be an operand
+
+        Returns a new matrix in the layout of this one, or out; matrices of partial sums are brought to their sums
+        first. Raises, on every rank, what the function raises, LayoutError if it changes the shape, DTypeError.
+
+            >>> from pmm3d import DistMatrix, Grid
+            >>> with Grid() as grid:
+            ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
+            ...     a.elementwise(np.multiply, a).gather()
+            array([[0., 1.],
+                   [1., 4.]])
+        """
+        passed = self.signature, *map(signature_of, others), signature_of(out)
+        with self.grid.together("elementwise", *passed):
+            check_numbers("elementwise", self)
+            for other in others:
+                check_alike("elementwise", self, other)
+            if not callable(function):
+                raise Pmm3dError(f"elementwise: {function!r} is no function of arrays")
+            if out is not None:
+                _check_out(self, out)
+        first = summed(self)
+        rest = [in_layout(other, first.layout, "elementwise") for other in others]
+        with self.grid.together("elementwise", always=True):
+            made = _evaluated(function, first, rest, out)
+        if out is not None:
+            out.fills += 1
+            return out
+        with self.grid.together("elementwise", made.dtype):
+            return made
+
+    def conj(self: Matrix) -> Matrix:
+        """The conjugates of the elements: a view, nothing moves; of a real matrix one of the matrix itself."""
+        return self.H.T
+
+    @classmethod
+    def identity(cls: type[Matrix], grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
+                 library: str | NumpyLibrary = "numpy") -> Matrix:
+        """The identity matrix of n rows. Nothing moves."""
+        passed = n, compared_dtype(dtype), layout, library_kind(library)
+        with together(grid, "DistMatrix.identity", *passed):
+            memory, shape = _zeros(grid, n, dtype, layout, library)
+        made = cls(grid, memory, shape, layout)
+        diagonal_of(made)[0][...] = 1
+        return made.keep_one()
+
+    @classmethod
+    def diag(cls: type[Matrix], grid: Grid, values: Any, *, dtype: Any = None, layout: Layout = Layout.A,
+             library: str | NumpyLibrary | None = None) -> Matrix:
+        """The diagonal matrix of these values: an array of one dim, the same on all ranks (compared with PMM3D_DEBUG=1
+        only). Type and library are those of the array if left out. Nothing moves."""
+        passed = *array_signature(values), compared_dtype(dtype), layout, library_kind(library or "numpy")
+        with together(grid, "DistMatrix.diag", *passed, contents(values) if getattr(grid, "debug", False) else ""):
+            of_values = library_of(values)
+            if len(values.shape) != 1:
+                raise LayoutError("DistMatrix.diag: the values are an array of one dim; got the shape "
+                                  f"{tuple(values.shape)}")
+            numbers = of_values.to_numpy(values)
+            kind = dtype_named(of_values.dtype(values) if dtype is None else dtype)
+            if not np.can_cast(numbers.dtype, "float32" if kind == "bfloat16" else kind, "same_kind"):
+                raise DTypeError(f"DistMatrix.diag: the values are {numbers.dtype.name}, which no {kind} can hold")
+            chosen = of_values.kind if library is None else library
+            memory, shape = _zeros(grid, len(numbers), kind, layout, chosen)
+        made = cls(grid, memory, shape, layout)
+        diagonal, first = diagonal_of(made)
+        diagonal[...] = made.library.from_numpy(numbers[first : first + diagonal.shape[0]], kind)
+        return made.keep_one()
+
+    def _plus(self: Matrix, what: str, other: Any, alpha: int) -> Matrix:
+        """A + alpha B, a new matrix in the layout of A."""
+        if _knows_matrices(other, "__radd__"):
+            return NotImplemented
+        with self.grid.engine.guard:
+            with self.grid.together(what, self.signature, signature_of(other)):
+                _check_sum(what, self, other)
+                out = _new_like(self)
+            _add_into(out, self, in_layout(other, self.layout, what), alpha)
+        return out
+
+    def _times(self: Matrix, what: str, factor: Any) -> Matrix:
+        """The multiple of A, or the quotient, a new matrix."""
+        if _knows_matrices(factor, "__rmul__"):
+            return NotImplemented
+        with self.grid.together(what, self.signature, _compared_factor(factor)):
+            factor = _checked_factor(what, factor, self)
+            out = _new_like(self)
+        _scale_into(what, out, self, factor)
+        return out
+
+    def _scaled_in_place(self: Matrix, what: str, factor: Any) -> Matrix:
+        with self.grid.together(what, self.signature, _compared_factor(factor)):
+            factor = _checked_factor(what, factor, self)
+            check_written(what, self)
+        _scale_into(what, self, self, factor)
+        self.fills += 1
+        return self
+
+
+def _knows_matrices(other: Any, method: str) -> bool:
+    """Whether that is an object of a higher layer, a tensor of a network, which calculates with matrices itself."""
+    ours = isinstance(other, (StoredMatrix, Number)) or array_signature(other)[1] != ""
+    return hasattr(type(other), method) and not ours
+
+
+def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
+    if isinstance(b, Number):
+        raise Pmm3dError(f"{what}: {b!r} is no matrix. On the diagonal it is a.add_identity(s), on every element "
+                         "a.elementwise(lambda part: part + s)")
+    check_numbers(what, a)
+    check_alike(what, a, b)
+
+
+def _compared_factor(factor: Any) -> Any:
+    return factor if isinstance(factor, Number) else signature_of(factor)
+
+
+def _checked_factor(what: str, factor: Any, matrix: StoredMatrix) -> complex:
+    check_numbers(what, matrix)
+    if isinstance(factor, StoredMatrix):
+        raise Pmm3dError(f"{what}: of two matrices this may be meant in two ways. Element by element it is "
+                         "a.elementwise(numpy.multiply, b), or numpy.divide; the product is a @ b")
+    return scalar("the factor", factor, matrix.dtype, what)
+
+
+def _check_out(a: StoredMatrix, out: Any) -> None:
+    if not isinstance(out, StoredMatrix):
+        raise Pmm3dError(no_matrix("out", out, "elementwise"))
+    check_written("elementwise", out)
+    if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not lies_in(out, a.layout.summed):
+        raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
+                          f"{a.layout.summed} on the grid of the matrix")
+    a.grid.transport.check_place(a.library, out.memory)
+
+
+def _new_like(matrix: Matrix, dtype: str | None = None) -> Matrix:
+    """A matrix that lies as that one does."""
+    memory = matrix.library.empty(tuple(matrix.stored.shape), dtype or matrix.dtype)
+    return _over(matrix, memory)
+
+
+def _over(matrix: Matrix, stored: Array) -> Matrix:
+    memory = stored if matrix.order == "C" else stored.T
+    return type(matrix)(matrix.grid, memory, matrix.shape, matrix.layout, matrix.order)
+
+
+def _zeros(grid: Grid, n: int, dtype: Any, layout: Layout,
+           library: str | NumpyLibrary) -> tuple[Array, tuple[int, int]]:
+    """This rank's shard of a matrix of n rows and columns, and its shape."""
+    library = grid.library(library)
+    grid.transport.check_place(library)
+    kind, placement = check_matrix_dtype(dtype_named(dtype), library), shards((n, n), layout, grid)
+    memory = library.empty(placement.box(grid.rank).shape, kind)
+    memory[...] = 0
+    return memory, placement.shape
+
+
+def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
+    """What a matrix stores, to be read, turned as the other one stores it."""
+    stored = matrix.library.plain(matrix.stored)
+    return stored if matrix.order == like.order else stored.T
+
+
+def _one_place(a: StoredMatrix, b: StoredMatrix) -> bool:
+    """Whether each element of one lies where the same one of the other does."""
+    return a.order == b.order and a.library.address(a.memory) == a.library.address(b.memory)
+
+
+def _apart(b: StoredMatrix, a: StoredMatrix) -> StoredMatrix:
+    """B, or a copy of it where it would change while it is added to A."""
+    if _one_place(a, b) or not a.library.share_memory(a.memory, b.memory):
+        return b
+    return b.over(b.library.copy(b.stored), b.layout, b.grid)
+
+
+def _read(matrix: StoredMatrix) -> Kernel:
+    """What makes numbers to calculate with of a part of its memory."""
+    library = matrix.library
+    if matrix.conjugated:
+        return library.conjugate
+    return _widened(library, matrix.dtype)
+
+
+def _widened(library: NumpyLibrary, dtype: str) -> Kernel:
+    if dtype in LOW_PRECISION:
+        return lambda part: library.astype(part, "float32")
+    return lambda part: part
+
+
+def _add_into(out: StoredMatrix, a: StoredMatrix, b: StoredMatrix, alpha: complex) -> None:
+    """out = A + alpha B, of shards that lie alike."""
+    read_a, read_b = _read(a), _read(b)
+    kernels: dict[complex, Kernel] = {1: lambda x, y: read_a(x) + read_b(y), -1: lambda x, y: read_a(x) - read_b(y)}
+    kernel = kernels.get(alpha, lambda x, y: read_a(x) + alpha * read_b(y))
+    by_rows(a.library, kernel, out.stored, _as_in(a, out), _as_in(b, out), name="add")
+
+
+def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) -> None:
+    read = _read(a)
+    kernel = (lambda x: read(x) / factor) if what == "divide" else lambda x: read(x) * factor
+    by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
+
+
+def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredMatrix], out: Matrix | None) -> Matrix:
+    matrices: list[StoredMatrix] = [first, *rest]
+    library, arrays = first.library, [matrix.local for matrix in matrices]
+    if isinstance(function, np.ufunc) and function.nout == 1 and library.name == "numpy" and library.has_data:
+        kind = _checked_type(library, function(*(array[:0] for array in arrays)), out)
+        if out is None or all(_one_place(out, matrix) or not library.share_memory(out.memory, array)
+                              for matrix, array in zip(matrices, arrays)):
+            made = _new_like(first, kind) if out is None else out
+            turned = arrays if made.order == "C" else [array.T for array in arrays]
+            by_rows(library, function, made.stored, *turned)
+            return made
+    found = function(*arrays)
+    kind = _checked_type(library, found, out)
+    if tuple(found.shape) != first.box.shape:
+        raise LayoutError(f"elementwise: the function makes the shape {tuple(found.shape)} of {first.box.shape}; it "
+                          "must keep it")
+    if out is not None:
+        copy_into(library, found, out.memory)
+        return out
+    stored = library.plain(found if first.order == "C" else found.T)
+    if any(library.share_memory(stored, array) for array in arrays):
+        stored = library.copy(stored)
+    return _over(first, stored)
+
+
+def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:
+    """The type of what a function made. Raises DTypeError."""
+    found = library_of(made)
+    if found != library:
+        raise DTypeError(f"elementwise: the function makes arrays of {found.kind} of those of {library.kind}; it must "
+                         "keep to them")
+    kind = check_matrix_dtype(library.dtype(made), library)
+    if out is not None and out.dtype != kind:
+        raise DTypeError(f"elementwise: the function makes {kind}, and out is {out.dtype}")
+    return kind

@@ -1,0 +1,94 @@
+"""How matrices come from, and go to, layouts of other libraries and codes."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ..arrays import Array, check_matrix_dtype, library_of
+from ..comm import Grid
+from ..comm.guard import one_thread
+from ..errors import LayoutError
+from ..layout import BlockCyclic, Blocks, Layout, OnGrid
+from .checks import array_signature, check_order, compared_dtype, together
+from .redistribution import check_fits, check_written, planned
+from .relayout import summed
+from .stored import StoredMatrix, shards
+from .tiles import checked_arrays
+
+__all__ = ["BlockCyclic", "Blocks", "from_tiles", "to_tiles"]
+
+Matrix = TypeVar("Matrix", bound=StoredMatrix)
+
+
+def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any, kind: type[Any], layout: Layout,
+               order: str, dtype: Any) -> Matrix:
+    """A matrix of that class from tiles of a kind."""
+    listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
+    _, found, library_name = array_signature(listed[0]) if listed else ((), compared_dtype(dtype), "numpy")
+    with together(grid, what, tiled, layout, order, found, library_name):
+        _check_kind(f"{what}: how the matrix lies", tiled, kind)
+        library = library_of(listed[0]) if listed else grid.library("numpy")
+        check_order(order, as_it_lies=True)
+        on_grid = OnGrid(shards(tiled.shape, layout, grid), order)
+        check_fits(grid, tiled, on_grid)
+        check_matrix_dtype(found, library, labels=True)
+        given = checked_arrays(what, arrays, tiled, grid, library, found)
+    move = planned(grid, tiled, on_grid, found)
+    if move.in_place:
+        here = _in_place(given, on_grid, grid.rank)
+        with grid.together(what, always=True) as vote:
+            vote.mine = int(here is not None)
+        if vote.common == 1:
+            return cls(grid, here if order == "C" else here.T, tiled.shape, layout, order).keep_one()
+    with grid.together(what, always=True):
+        memory = library.empty(_stored_shape(on_grid, grid.rank), found)
+    local = memory if order == "C" else memory.T
+    with grid.ledger.phase("redistribute"):
+        move.start(library, given, [local] * len(on_grid.tiles(grid.rank))).wait()
+    return cls(grid, local, tiled.shape, layout, order).keep_one()
+
+
+@one_thread
+def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], arrays: Any) -> list[Array]:
+    """This rank's arrays of a matrix that is brought into tiles of a kind."""
+    matrix = summed(matrix).resolved
+    grid, library = matrix.grid, matrix.library
+    on_grid = OnGrid(matrix.placement(), matrix.order)
+    with grid.together(what, matrix.signature, tiled):
+        _check_kind(f"{what}: how the matrix is to lie", tiled, kind)
+        check_fits(grid, on_grid, tiled)
+        if arrays is None:
+            arrays = [_new(matrix, shape, tiled.order) for shape in tiled.extents(grid.rank)]
+        given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype)
+        held = [matrix.memory] * len(on_grid.tiles(grid.rank))
+        check_written(library, what, held, given)
+    move = planned(grid, on_grid, tiled, matrix.dtype)
+    with grid.ledger.phase("redistribute"):
+        move.start(library, held, given).wait()
+    return given
+
+
+def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:
+    if not isinstance(tiled, kind):
+        raise LayoutError(f"{what} is said by a pmm3d.{kind.__name__}; got {tiled!r}")
+
+
+def _in_place(arrays: list[Array], on_grid: OnGrid, rank: int) -> Array:
+    """The array, by rows or by columns as the shards lie, if it can be the shard; else None. An array that is more than
+    its elements, or has gaps, cannot."""
+    if len(arrays) != 1:
+        return None
+    array = arrays[0]
+    stored = array if on_grid.order == "C" else array.T
+    fits = tuple(stored.shape) == _stored_shape(on_grid, rank)
+    return stored if fits and library_of(array).plain(stored) is stored else None
+
+
+def _stored_shape(on_grid: OnGrid, rank: int) -> tuple[int, int]:
+    rows, cols = on_grid.placement.box(rank).shape
+    return (rows, cols) if on_grid.order == "C" else (cols, rows)
+
+
+def _new(like: StoredMatrix, shape: tuple[int, int], order: str) -> Array:
+    made = like.library.empty(shape if order == "C" else shape[::-1], like.dtype)
+    return made if order == "C" else made.T

@@ -1,0 +1,179 @@
+"""A A^T and A A^H, of which half is computed: the other half is its mirror image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import Array, each_slice
+from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..layout import Layout
+from .arithmetic import Arithmetic
+from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
+from .multiply import matmul
+from .reductions import diagonal_of
+from .relayout import in_layout, summed
+from .stored import StoredMatrix
+
+Matrix = TypeVar("Matrix", bound=Arithmetic)
+LEAST_ROWS = 512
+"""Of a block on the diagonal: products of smaller ones cost more than they save."""
+LEAST_DEPTH = 1024
+"""k from which halves are computed: for each element of C a product of fewer takes less time than copies of it."""
+MOST_HALVINGS = 3
+"""Of the rows: 9/16 of the product are computed then; each brings operands together once more."""
+
+
+TILE = 256
+"""Rows and columns that are mirrored at a time, so that both sides stay in the cache of a core."""
+
+
+def syrk(a: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None, uplo: str = "L") -> Matrix:
+    """C = alpha A A^T + beta C, symmetric to the last bit, with about half of the operations of the product.
+
+    a      (m, k), in any layout
+    out    (m, m): C, in any layout, written in place; a new matrix in Layout.C if left out
+    uplo   "L" or "U": the triangle of C that is read where beta is not 0, as in the BLAS; both are written
+
+    The rows of A are halved, and the halves again, up to three times, while blocks have at least 512 rows. Products of
+    different parts are computed once, those on the diagonal in full: 3/4, 5/8, 9/16 of the operations of A A^T. Each
+    part of A is copied to where a product takes it, phase "submatrix" of the ledger, and what is below the diagonal is
+    sent once to where its mirror image belongs, "redistribute"; operands are brought together for each halving. That
+    pays where the GEMM takes most of the time: with k below 1024 the product is computed in full, and mirrored.
+
+    Returns C. Raises, on every rank: LayoutError if C does not fit, DTypeError, DisagreementError.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+        ...     syrk(a).gather()
+        array([[ 5.,  8.],
+               [ 8., 14.]])
+    """
+    return _rank_k("syrk", a, alpha, beta, out, uplo)
+
+
+def herk(a: Matrix, *, alpha: float = 1, beta: float = 0, out: Matrix | None = None, uplo: str = "L") -> Matrix:
+    """C = alpha A A^H + beta C, Hermitian to the last bit, with real numbers on the diagonal; alpha and beta are real.
+    The rest as of `syrk`.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (2, 1), lambda i, j: i + 1j, dtype="complex128")
+        ...     herk(a).gather()
+        array([[1.+0.j, 1.+1.j],
+               [1.-1.j, 2.+0.j]])
+    """
+    return _rank_k("herk", a, alpha, beta, out, uplo)
+
+
+def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | None, uplo: str) -> Matrix:
+    if not isinstance(a, Arithmetic):
+        raise Pmm3dError(no_matrix("a", a, what))
+    grid, hermitian = a.grid, what == "herk"
+    with grid.engine.guard:
+        with grid.together(what, a.signature, signature_of(out), alpha, beta, uplo):
+            alpha, beta = (_checked_scalar(what, name, value, a) for name, value in (("alpha", alpha), ("beta", beta)))
+            _check(what, a, beta, out, uplo)
+        lower = _lower(summed(a), alpha, hermitian, None if beta != 0 else out)
+        if out is None or beta == 0:
+            out = lower
+        else:
+            if uplo == "U":
+                _mirror(out, False, hermitian)
+            out.scale(beta).add(lower)
+        _mirror(out, True, hermitian)
+    return out
+
+
+def _checked_scalar(what: str, name: str, value: Any, a: StoredMatrix) -> complex:
+    number = scalar(name, value, a.dtype, what)
+    if what == "herk" and not isinstance(value, Real):
+        raise DTypeError(f"herk: {name} is {value!r}; it must be real, or the result is not Hermitian")
+    return number
+
+
+def _check(what: str, a: StoredMatrix, beta: complex, out: Any, uplo: Any) -> None:
+    check_numbers(what, a)
+    if uplo not in ("L", "U"):
+        raise LayoutError(f'{what}: uplo is "L" or "U", the triangle of out that is read; got {uplo!r}')
+    check_operands(a, a, out, beta, what)
+    if out is not None and out.shape != (a.shape[0], a.shape[0]):
+        raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x {a.shape[0]}")
+
+
+def _lower(a: Matrix, alpha: complex, hermitian: bool, out: Matrix | None) -> Matrix:
+    """alpha A A^T, below the diagonal and in the blocks on it; what is above those is whatever it was."""
+    rows, depth = a.shape
+    halvings = [number for number in range(1, MOST_HALVINGS + 1) if rows >> number >= LEAST_ROWS]
+    if not halvings or depth < LEAST_DEPTH:
+        return matmul(a, _turned(a, hermitian), alpha=alpha, out=out)
+    c = type(a)(*_room(a)) if out is None else out
+    every = slice(None)
+    for mine, others in _blocks(0, rows, len(halvings)):
+        left = a.submatrix(mine, every, Layout.A)
+        right = left if mine == others else a.submatrix(others, every, Layout.B.T)
+        c.set_submatrix(mine, others, matmul(left, _turned(right, hermitian), alpha=alpha))
+    return c
+
+
+def _turned(matrix: Matrix, hermitian: bool) -> Matrix:
+    return matrix.H if hermitian else matrix.T
+
+
+def _room(a: StoredMatrix) -> tuple[Any, Array, tuple[int, int], Layout]:
+    """What a matrix of m rows and columns in Layout.C is made of, all zero."""
+    shape = a.shape[0], a.shape[0]
+    with a.grid.together("syrk", always=True):
+        memory = a.library.empty(Layout.C.box(shape, a.grid.shape, a.grid.coords).shape, a.dtype)
+        memory[...] = 0
+    return a.grid, memory, shape, Layout.C
+
+
+def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the blocks that are computed: below the diagonal, and on it."""
+    if not halvings:
+        yield slice(start, stop), slice(start, stop)
+        return
+    middle = (start + stop) // 2
+    yield slice(middle, stop), slice(start, middle)
+    yield from _blocks(start, middle, halvings - 1)
+    yield from _blocks(middle, stop, halvings - 1)
+
+
+def _mirror(c: Arithmetic, lower: bool, hermitian: bool) -> None:
+    """What is on one side of the diagonal to the other one. lower: from below it."""
+    turned, box, library = in_layout(_turned(c, hermitian), c.layout, "syrk"), c.box, c.library
+    here, there = (c.memory, turned.memory) if lower else (c.memory.T, turned.memory.T)
+    first_row, first_col = (box.r0, box.c0) if lower else (box.c0, box.r0)
+    read = library.conjugate if turned.conjugated else lambda part: part
+    rows, cols = (int(size) for size in here.shape)
+    tile = TILE if library.on_host else max(1, rows, cols)
+
+    def copy(start: int) -> None:
+        """Rows from there on, right of the diagonal, tile by tile."""
+        part = slice(start, min(rows, start + tile))
+        for left in range(0, cols, tile):
+            right = min(cols, left + tile)
+            if first_row + part.stop <= first_col + left:
+                here[part, left:right] = read(there[part, left:right])
+            elif first_row + start < first_col + right:
+                above = library.from_numpy(above_diagonal(part, slice(left, right)), "bool")
+                tiles = here[part, left:right], read(there[part, left:right])
+                here[part, left:right] = library.xp.where(above, tiles[1], tiles[0])
+
+    def above_diagonal(part: slice, columns: slice) -> np.ndarray:
+        i = np.arange(first_row + part.start, first_row + part.stop)
+        return i[:, None] < np.arange(first_col + columns.start, first_col + columns.stop)
+
+    if library.has_data:
+        each_slice(library, copy, range(0, rows, tile))
+    else:
+        library.passed("mirror", c.stored, turned.stored)
+    if hermitian and c.dtype.startswith("complex"):
+        diagonal, _ = diagonal_of(c)
+        diagonal[...] = diagonal.real
+    c.fills += 1

@@ -1,0 +1,65 @@
+"""Copies in evenly repeated pieces: as numpy's fancy indexing does them, whatever the orders, types and libraries."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import LIBRARIES, integers, to_library, to_numpy
+
+from pmm3d.arrays import library_named
+from pmm3d.arrays.strided import ACROSS, copy_strided
+from pmm3d.layout.dealing import Strided
+
+groups = st.builds(lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap,
+                                                                         length + other),
+                   st.integers(0, 3), st.integers(0, 3), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2),
+                   st.integers(0, 2))
+SIZE = 3 + 3 * 7
+
+
+def at(group, there):
+    start, step = (group.there, group.step_there) if there else (group.here, group.step_here)
+    return [start + turn * step + index for turn in range(group.times) for index in range(group.length)]
+
+
+def lying(array, order):
+    return np.asarray(array, order=order)
+
+
+@given(groups, groups, st.sampled_from(["float32", "float64", "complex64", "complex128", "float16", "int64"]),
+       st.sampled_from("CF"), st.sampled_from("CF"), st.sampled_from([0, 1, 2]))
+def test_what_is_copied_and_what_stays(rows, cols, dtype, order, other, beta):
+    source, target = lying(integers((SIZE, SIZE), dtype, seed=1), order), lying(integers((SIZE, SIZE), dtype), other)
+    wanted = target.copy()
+    place = np.ix_(at(rows, True), at(cols, True))
+    wanted[place] = source[np.ix_(at(rows, False), at(cols, False))] + (beta * wanted[place] if beta else 0)
+    copy_strided(library_named("numpy"), source, target, [rows], [cols], beta)
+    assert (target == wanted).all()
+
+
+@pytest.mark.parametrize("shape", [(ACROSS + 3, ACROSS + 70), (33, 40), (1, 500)])
+@pytest.mark.parametrize("orders", ["CF", "FC"])
+def test_transposed_pieces(shape, orders):
+    source, target = lying(integers(shape), orders[0]), lying(np.zeros(shape), orders[1])
+    copy_strided(library_named("numpy"), source, target, [Strided(0, 0, shape[0])], [Strided(0, 0, shape[1])])
+    assert (target == source).all()
+
+
+def test_nothing_of_the_target_is_read_where_beta_is_0():
+    target = np.full((4, 6), np.nan)
+    copy_strided(library_named("numpy"), np.ones((4, 6)), target, [Strided(0, 0, 4)], [Strided(0, 0, 2, 2, 4, 4)])
+    assert (target[:, [0, 1, 4, 5]] == 1).all() and np.isnan(target[:, 2:4]).all()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_every_library(library, dtype):
+    rows, cols = Strided(1, 0, 2, 3, 3, 2), Strided(0, 2, 3, 2, 4, 5)
+    values = integers((SIZE, SIZE), dtype, seed=2)
+    source, target = to_library(values, library), to_library(np.zeros((SIZE, SIZE), dtype), library)
+    wanted = np.zeros((SIZE, SIZE), dtype)
+    for beta in (0, 2):
+        place = np.ix_(at(rows, True), at(cols, True))
+        wanted[place] = values[np.ix_(at(rows, False), at(cols, False))] + beta * wanted[place]
+        copy_strided(library_named(library), source, target, [rows], [cols], beta)
+        assert (to_numpy(target, library) == wanted).all()

@@ -1,0 +1,194 @@
+"""Dims that are dealt out, matrices in tiles, and the pieces that go from one to the other."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_placement import IDLE_TOO, grids, layouts, shapes
+from tiles import held, indices, places, tilings
+
+from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
+from pmm3d.layout import OnGrid, Placement
+from pmm3d.layout.dealing import Cyclic, Intervals, Shared, in_common, packed, strided
+from pmm3d.layout.pieces import arriving, leaving
+
+pairs = shapes.flatmap(lambda shape: st.tuples(*(tilings(shape, IDLE_TOO, layouts, grids) for _ in range(2))))
+numbers = st.integers(1, 6)
+cyclics = st.builds(lambda size, block, parts, first, offset: Cyclic(size, block, parts, first % parts, offset),
+                    st.integers(0, 40), numbers, numbers, st.integers(0, 5), st.integers(0, 17))
+intervals = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
+    lambda sizes: Intervals((0, *np.cumsum(sizes).tolist())))
+
+
+@given(cyclics)
+def test_blocks_are_dealt_out_as_scalapack_does(dealt):
+    """INDXG2P and INDXG2L of its TOOLS, of indices counted from 0."""
+    found = [(run.part, run.local + step) for run in dealt.within(0, dealt.size) for step in range(run.stop - run.start)]
+    glob = range(dealt.offset, dealt.offset + dealt.size)
+    assert found == [((index // dealt.block + dealt.first) % dealt.parts,
+                      index // (dealt.block * dealt.parts) * dealt.block + index % dealt.block) for index in glob]
+    for part in range(dealt.parts):
+        assert [(part, place) for place in places(dealt, part)] == [each for each in found if each[0] == part]
+        whole = range(dealt.offset + dealt.size)
+        assert dealt.extent(part) == sum((index // dealt.block + dealt.first) % dealt.parts == part for index in whole)
+
+
+@given(cyclics | intervals, st.integers(-3, 45), st.integers(-3, 45))
+def test_who_has_a_range_is_who_has_it_of_the_whole(dealt, low, high):
+    one_by_one = lambda runs: [(run.part, run.start + step, run.local + step) for run in runs
+                               for step in range(run.stop - run.start)]
+    whole = one_by_one(dealt.within(0, dealt.size))
+    assert one_by_one(dealt.within(low, high)) == [each for each in whole if low <= each[1] < high]
+
+
+@given(st.data())
+def test_what_two_parts_have_in_common(data):
+    mine = data.draw(cyclics)
+    others = data.draw(st.one_of(st.just(Intervals((0, mine.size // 3, mine.size))),
+                                 st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers)))
+    for part in range(mine.parts):
+        found = in_common(mine, part, others)
+        pairs = sorted((shared.here + step, other, shared.there + step) for other, runs in found.items()
+                       for shared in runs for step in range(shared.length))
+        owner = {index: (run.part, run.local + index - run.start) for run in others.within(0, others.size)
+                 for index in range(run.start, run.stop)}
+        assert pairs == [(place, *owner[index]) for index, place in zip(indices(mine, part), places(mine, part))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4))), st.integers(0, 12),
+       st.integers(0, 12))
+def test_even_steps_and_packing_leave_every_index_where_it_is(gaps, low, more):
+    here = there = 0
+    runs = []
+    for gap_here, gap_there, length in gaps:
+        runs.append(Shared(here + gap_here, there + gap_there, length))
+        here, there = here + gap_here + length, there + gap_there + length
+    one_by_one = [(run.here + step, run.there + step) for run in runs for step in range(run.length)]
+    assert [(group.here + turn * group.step_here + step, group.there + turn * group.step_there + step)
+            for group in strided(runs) for turn in range(group.times) for step in range(group.length)] == one_by_one
+    part = packed(runs, low, low + more)
+    assert [(run.here + step, run.there + step) for run in part for step in range(run.length)] == [
+        (place, number) for number, (place, _) in enumerate(one_by_one[low : low + more])]
+
+
+def test_a_cyclic_dim_and_a_part_of_it_are_few_copies():
+    runs = in_common(Cyclic(6400, 64, 5), 2, Intervals((0, 3200, 6400)))
+    assert [len(strided(shared)) for shared in runs.values()] == [1, 1]
+
+
+@settings(max_examples=300)
+@given(pairs)
+def test_both_ends_of_a_message_list_the_same_pieces(pair):
+    source, target = pair
+    for sender in range(IDLE_TOO):
+        sent = leaving(source, target, sender)
+        for reader, pieces in sent.items():
+            awaited = arriving(source, target, reader).get(sender, [])
+            if sender != reader:
+                assert [piece.shape for piece in pieces] == [piece.shape for piece in awaited]
+    for reader in range(IDLE_TOO):
+        assert all(reader in leaving(source, target, sender) for sender in arriving(source, target, reader))
+        assert reader not in arriving(source, target, reader)
+
+
+@settings(max_examples=300)
+@given(pairs)
+def test_each_element_arrives_once_where_it_belongs(pair):
+    source, target = pair
+    whole = np.arange(source.shape[0] * source.shape[1]).reshape(source.shape)
+    have = [held(source, rank, whole) for rank in range(IDLE_TOO)]
+    made = [held(target, rank, np.full_like(whole, -1)) for rank in range(IDLE_TOO)]
+    written = [[np.zeros(array.shape, int) for array in arrays] for arrays in made]
+    mails = defaultdict(list)
+    for rank in range(IDLE_TOO):
+        for reader, pieces in leaving(source, target, rank).items():
+            for piece in pieces:
+                values = have[rank][piece.array][np.ix_(_at(piece.rows, 0), _at(piece.cols, 0))]
+                if reader == rank:
+                    place = np.ix_(_at(piece.rows, 1), _at(piece.cols, 1))
+                    made[rank][piece.other][place] = values
+                    written[rank][piece.other][place] += 1
+                else:
+                    mails[rank, reader].append(values)
+    for rank in range(IDLE_TOO):
+        for sender, pieces in arriving(source, target, rank).items():
+            for piece, values in zip(pieces, mails[sender, rank]):
+                place = np.ix_(_at(piece.rows, 0), _at(piece.cols, 0))
+                made[rank][piece.array][place] = values
+                written[rank][piece.array][place] += 1
+    for rank in range(IDLE_TOO):
+        for array, wanted, times in zip(made[rank], held(target, rank, whole), written[rank]):
+            assert (array == wanted).all() and (times == (wanted >= 0)).all()
+
+
+def _at(runs, side):
+    return [run[side] + step for run in runs for step in range(run.length)]
+
+
+def test_a_part_of_a_part_lies_in_the_same_arrays():
+    whole = np.arange(15 * 11).reshape(15, 11)
+    cyclic = BlockCyclic((15, 11), (2, 3), (2, 2), "C", (1, 0))
+    sub = cyclic.sub(3, 1, 9, 8).sub(2, 2, 5, 4)
+    assert sub == cyclic.sub(5, 3, 5, 4) and sub.shape == (5, 4)
+    for rank in range(4):
+        [array], [part] = held(cyclic, rank, whole), sub.tiles(rank)
+        found = array[np.ix_(places(sub.rows, part.row), places(sub.cols, part.col))]
+        assert (found == whole[5:10, 3:7][np.ix_(indices(sub.rows, part.row), indices(sub.cols, part.col))]).all()
+        assert sub.extents(rank)[0] <= cyclic.extents(rank)[0]
+
+
+def test_numberings_of_a_process_grid_and_ranks_of_it():
+    by_rows, by_columns = (BlockCyclic((4, 4), (1, 1), (2, 3), numbering) for numbering in "RC")
+    assert [by_rows.tiles(rank) for rank in (1, 3, 6)] == [((0, 1),), ((1, 0),), ()]
+    assert [by_columns.tiles(rank) for rank in (1, 3, 6)] == [((1, 0),), ((1, 1),), ()]
+    chosen = BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(5, 2))
+    assert [chosen.tiles(rank) for rank in (5, 2, 0)] == [((0, 0),), ((0, 1),), ()]
+    assert chosen.holders(chosen.tiles(2)[0]) == (2,) and chosen.extents(0) == []
+
+
+@pytest.mark.parametrize("change, text", [
+    ({"blocks": (0, 2)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 2)"),
+    ({"blocks": (2, 2.5)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (2, 2.5)"),
+    ({"process_grid": (2, 0)}, "process_grid of a block-cyclic layout: two whole numbers of at least 1; got (2, 0)"),
+    ({"first": (2, 0)}, "the first block is on process (2, 0) of a process grid of 2 x 2: they are counted from 0"),
+    ({"numbering": "F"}, 'the numbering of a process grid is "R", by rows, or "C", by columns; got \'F\''),
+    ({"ranks": (0, 1, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2)"),
+    ({"ranks": (0, 1, 2, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2, 2)"),
+    ({"ranks": (0, 1, 2, -3)}, "ranks are counted from 0; got (0, 1, 2, -3)"),
+    ({"ranks": "four"}, "ranks are whole numbers; got 'four'"),
+    ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got the shape (-1, 2)"),
+])  # fmt: skip
+def test_what_can_be_no_block_cyclic_layout(change, text):
+    with pytest.raises(LayoutError) as caught:
+        BlockCyclic(**{"shape": (4, 4), "blocks": (2, 2), "process_grid": (2, 2), **change})
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (([0, 2], [0, 3], [[0, 1]]), "there are 1 x 1 blocks between these cuts; got the owners of 1 x 2"),
+    (([0, 2], [0, 3], [[0], [1]]), "there are 1 x 1 blocks between these cuts; got the owners of 2 x 1"),
+    (([0, 2, 1], [0, 3], [[0], [0]]), "row_cuts: where blocks begin, from 0 on, in order, and the end of the last; got "
+                                      "[0, 2, 1]"),
+    (([0, 2], [1, 3], [[0]]), "col_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [1, 3]"),
+    (([0, 2], [0, 3], 5), "owners of blocks are lists of ranks; got 5"),
+    (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers; got ['a']"),
+    (([0, 2], [0, 3], [[0]], "A"), "the order of arrays is \"C\", by rows, or \"F\", by columns; got 'A'"),
+])  # fmt: skip
+def test_what_can_be_no_blocks(arguments, text):
+    with pytest.raises(LayoutError) as caught:
+        Blocks(*arguments)
+    assert str(caught.value) == text
+
+
+def test_layouts_say_which_communicator_they_need():
+    on_grid = OnGrid(Placement((4, 4), Layout("z"), GridShape(1, 1, 5)))
+    for tiled, text in ((BlockCyclic((4, 4), (1, 1), (2, 2)), "2 x 2 on ranks up to 3"),
+                        (BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(0, 4)), "1 x 2 on ranks up to 4"),
+                        (Blocks((0, 4), (0, 4), [[3]]), "ranks up to 3"), (on_grid, "1x1x5")):
+        tiled.check_ranks(5)
+        with pytest.raises(LayoutError, match=text):
+            tiled.check_ranks(3)
+    with pytest.raises(LayoutError, match=r"rows 2:5 and columns 0:1 are not within a matrix of 4 x 4"):
+        BlockCyclic((4, 4), (1, 1), (2, 2)).sub(2, 0, 3, 1)

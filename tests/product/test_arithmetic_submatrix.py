@@ -1,0 +1,158 @@
+"""Copies of rows and columns, and back, on every grid."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
+from test_arithmetic import assert_is, made
+
+from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError
+from pmm3d.layout import EMPTY, MATRIX_DTYPES
+
+pytestmark = pytest.mark.parallel([1, 2, 4, 6])
+LAYOUTS = [Layout.A, Layout.B, Layout(), Layout(cols=("z", "y")), Layout("x", sums=("y", "z"))]
+WINDOWS = [(slice(2, 9), slice(1, 6)), (slice(None), slice(None)), (slice(3, 3), slice(None)),
+           (slice(12, 13), slice(4)), (slice(5, None), slice(6, 7, 1)), (slice(0, 5), slice(0, 0))]
+SHAPE = (13, 7)
+
+
+def test_parts_of_matrices_in_all_layouts(grid):
+    for number, (layout, target) in enumerate(product(LAYOUTS, LAYOUTS)):
+        rows, cols = WINDOWS[number % len(WINDOWS)]
+        a, whole = made(grid, SHAPE, layout)
+        part = a.submatrix(rows, cols, target)
+        assert part.layout == target
+        assert_is(part, whole[rows, cols])
+        assert_is(a.T.submatrix(cols, rows), whole[rows, cols].T)
+        assert_is(a, whole)
+
+
+def test_and_back(grid):
+    for number, (layout, target) in enumerate(product(LAYOUTS[:-1], LAYOUTS)):
+        rows, cols = WINDOWS[number % len(WINDOWS)]
+        a, whole = made(grid, SHAPE, layout)
+        part, values = made(grid, whole[rows, cols].shape, target, seed=5)
+        before = a.fills
+        assert a.set_submatrix(rows, cols, part) is a and a.fills == before + 1
+        whole[rows, cols] = values
+        assert_is(a, whole)
+        a.T.set_submatrix(cols, rows, part.T * 2)
+        whole[rows, cols] *= 2
+        assert_is(a, whole)
+        assert np.array_equal(a.local, whole[a.box.within(EMPTY)])
+
+
+def assert_types(grid, library):
+    rows, cols = WINDOWS[0]
+    for dtype in (*MATRIX_DTYPES, "int64"):
+        if dtype == "bfloat16" and library != "torch":
+            continue
+        a, whole = made(grid, SHAPE, dtype=dtype, library=library)
+        part = a.H.submatrix(cols, rows, Layout.B)
+        assert part.dtype == dtype and type(part.local) is type(a.local) and not part.conjugated
+        assert_is(part, whole[rows, cols].conj().T)
+        b, values = made(grid, SHAPE, Layout.C, dtype, library, seed=2)
+        b.set_submatrix(rows, cols, part.T)
+        b.T.set_submatrix(slice(0, 1), slice(None), a.submatrix(slice(None), slice(0, 1)).H)
+        values[rows, cols], values[:, :1] = whole[rows, cols].conj(), whole[:, :1].conj()
+        assert_is(b, values)
+
+
+def test_types(some_grid):
+    for library in (TESTED, "standin"):
+        assert_types(some_grid, library)
+
+
+@pytest.mark.parallel(UP_TO_4)
+def test_types_in_torch(some_grid):
+    assert_types(some_grid, "torch")
+
+
+def test_each_rank_receives_what_it_did_not_hold(grid):
+    rows, cols = WINDOWS[0]
+    for layout, target in product((Layout.A, Layout.C, Layout("x", "y")), (Layout.A, Layout(), Layout("y"))):
+        a, whole = made(grid, SHAPE, layout)
+        grid.ledger.reset()
+        part = a.submatrix(rows, cols, target)
+        indices = np.arange(whole.size).reshape(SHAPE)
+        held = set(indices[a.box.within(EMPTY)].ravel().tolist())
+        wanted = set(indices[rows, cols][part.box.within(EMPTY)].ravel().tolist())
+        assert grid.ledger.total(phase="submatrix").received == 8 * len(wanted - held)
+        assert grid.ledger.total(phase="redistribute").calls == 0
+        grid.ledger.reset()
+        a.set_submatrix(rows, cols, part)
+        mine = set(indices[rows, cols].ravel().tolist()) & held
+        assert grid.ledger.total(phase="submatrix").received == 8 * len(mine - wanted)
+
+
+def test_in_rounds_where_pieces_are_large(some_grid, monkeypatch):
+    from pmm3d.product import redistribute
+
+    a, whole = made(some_grid, (50, 30))
+    monkeypatch.setattr(redistribute, "ROUND_BYTES", 1000)
+    part = a.submatrix(slice(3, 44), slice(2, 29), Layout.B)
+    assert_is(part, whole[3:44, 2:29])
+    b, values = made(some_grid, (50, 30), Layout("x", "z"), seed=2)
+    values[3:44, 2:29] = whole[3:44, 2:29]
+    assert_is(b.set_submatrix(slice(3, 44), slice(2, 29), part), values)
+
+
+def test_what_is_refused(some_grid, fails):
+    a, whole = made(some_grid, SHAPE)
+    every = slice(None)
+    for rows in (slice(0, 14), slice(-2, None), slice(0, 10, 2), slice(5, 4), 3, slice(0, 1.5), None):
+        fails(LayoutError, "submatrix: rows are a slice without step within 0 and 13",
+              lambda rows=rows: a.submatrix(rows, every))
+    fails(LayoutError, "submatrix: columns are a slice without step within 0 and 7",
+          lambda: a.submatrix(every, slice(8)))
+    fails(LayoutError, "a layout is a pmm3d.Layout", lambda: a.submatrix(every, every, "A"))
+    part = a.submatrix(slice(0, 4), every)
+    fails(LayoutError, "set_submatrix: A is 4 x 7; it must be 3 x 7",
+          lambda: a.set_submatrix(slice(0, 3), every, part))
+    fails(Pmm3dError, "set_submatrix: A is a ndarray", lambda: a.set_submatrix(slice(0, 4), every, whole[:4]))
+    fails(LayoutError, "A shares memory with the matrix", lambda: a.set_submatrix(every, every, a)) \
+        if a.box.size and some_grid.size == 1 else None
+    fails(DTypeError, "set_submatrix: the matrix is float64 of .*, A float32",
+          lambda: a.set_submatrix(slice(0, 4), every, DistMatrix.empty(some_grid, (4, 7), dtype="float32")))
+    if some_grid.size > 1:
+        sums = a.redistribute(Layout(sums=("x", "y", "z")))
+        fails(LayoutError, "set_submatrix: the matrix is of partial sums", lambda: sums.set_submatrix(
+            slice(0, 4), every, part))
+    conjugates, _ = made(some_grid, SHAPE, dtype="complex64")
+    fails(LayoutError, "set_submatrix: a conjugated view", lambda: conjugates.conj().set_submatrix(
+        slice(0, 0), every, conjugates.submatrix(slice(0, 0), every)))
+    assert_is(a, whole)
+
+
+@pytest.mark.parallel([7])
+def test_idle_ranks(comm):
+    with Grid(comm, product=(512, 512, 512), memory=3e6) as grid:
+        a, whole = made(grid, SHAPE)
+        part = a.submatrix(*WINDOWS[0])
+        assert_is(part, whole[WINDOWS[0]])
+        assert_is(a.set_submatrix(*WINDOWS[0], -part), whole - 2 * masked(whole))
+
+
+def masked(whole):
+    """What of it is in the window."""
+    kept = np.zeros_like(whole)
+    kept[WINDOWS[0]] = whole[WINDOWS[0]]
+    return kept
+
+
+@pytest.mark.parallel([4])
+def test_grids_without_data_and_with_a_data_axis(comm):
+    for shape, data in (((1, 2, 1), 2), ((2, 1, 2), 1)):
+        counted = []
+        with Grid(comm, shape, data) as grid, Grid.dry(shape, data, grid.rank) as dry:
+            whole = integers(SHAPE)
+            for each in (grid, dry):
+                each.ledger.reset()
+                a = DistMatrix.from_global(each, to_library(whole, "numpy"))
+                part = a.submatrix(*WINDOWS[0], Layout("data", "y"))
+                a.set_submatrix(*WINDOWS[0], part * 2)
+                moved = each.ledger.total(phase="submatrix")
+                counted.append((part.local.shape, moved.calls, moved.sent, moved.received))
+                assert each is dry or np.array_equal(to_numpy(a.gather()), whole + masked(whole))
+        assert counted[0] == counted[1]

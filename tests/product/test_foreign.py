@@ -1,0 +1,215 @@
+"""Matrices from block-cyclic layouts and from blocks between any cuts, to them, and between them."""
+
+import numpy as np
+import pytest
+from samples import LIBRARIES, integers, to_library, to_numpy
+from tiles import drawn, held
+
+from pmm3d import (
+    BlacsContext,
+    BlockCyclic,
+    Blocks,
+    DistMatrix,
+    DTypeError,
+    Grid,
+    GridError,
+    Layout,
+    LayoutError,
+    Redistribution,
+    pgemr2d,
+)
+from pmm3d.arrays import library_named
+from pmm3d.product import tiles
+
+pytestmark = pytest.mark.parallel([1, 2, 4, 6, 8])
+LAYOUTS = (Layout.A, Layout.C, Layout(), Layout("z"), Layout("x", "y"), Layout("z", "x", sums="y"))
+
+
+def made(grid, tiled, arrays, layout=Layout.A, order=None, dtype="float64"):
+    if isinstance(tiled, BlockCyclic):
+        empty = np.empty((0, 0), dtype)
+        return DistMatrix.from_block_cyclic(grid, arrays[0] if arrays else empty, tiled, layout=layout,
+                                            order=order or "F")
+    return DistMatrix.from_blocks(grid, arrays, tiled, layout=layout, order=order, dtype=dtype)
+
+
+def back(matrix, tiled, arrays=None):
+    if isinstance(tiled, BlockCyclic):
+        array = matrix.to_block_cyclic(tiled, *(arrays or []))
+        return [array][: len(tiled.tiles(matrix.grid.rank))]
+    return matrix.to_blocks(tiled, arrays)
+
+
+def check_same(arrays, wanted):
+    assert len(arrays) == len(wanted) and all(np.array_equal(*both) for both in zip(arrays, wanted))
+
+
+@pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_from_any_layout_to_a_grid_and_back(grid, dtype):
+    random = np.random.default_rng(sum(map(ord, str(grid.shape))))
+    for case in range(len(LAYOUTS)):
+        whole = integers(tuple(map(int, random.integers(0, 25, 2))), dtype, seed=case)
+        tiled, other = (drawn(random, grid.size, whole.shape) for _ in range(2))
+        layout, order = LAYOUTS[case % len(LAYOUTS)], "CF"[int(random.integers(2))]
+        matrix = made(grid, tiled, held(tiled, grid.rank, whole, more=case % 3), layout, order, dtype)
+        assert matrix.order == order and matrix.layout == layout and (matrix.gather() == whole).all()
+        check_same(back(matrix, tiled), held(tiled, grid.rank, whole))
+        arrays = held(other, grid.rank, np.zeros_like(whole), more=2)
+        back(matrix, other, arrays)
+        check_same(arrays, held(other, grid.rank, whole, more=2))
+
+
+def test_views_and_partial_sums_go_to_blocks_as_they_are_meant(some_grid, comm):
+    whole = integers((9, 7), "complex128")
+    slabs = Blocks.rows_of([7 - min(comm.size - 1, 6)] + [1] * min(comm.size - 1, 6) + [0] * (comm.size - 7), 9)
+    matrix = DistMatrix.from_global(some_grid, whole, layout=Layout("y"))
+    check_same(matrix.H.to_blocks(slabs), held(slabs, comm.rank, whole.conj().T))
+    check_same(matrix.T.to_blocks(slabs), held(slabs, comm.rank, whole.T))
+    sums = Layout(sums=("x", "y", "z"))
+    part = DistMatrix.from_local(some_grid, np.ones((9, 7)), (9, 7), layout=sums)
+    owned = Blocks((0, 9), (0, 7), [[comm.size - 1]])
+    check_same(part.to_blocks(owned), held(owned, comm.rank, np.full((9, 7), float(comm.size))))
+
+
+def test_what_lies_so_already_is_used_in_place(comm):
+    size = comm.size
+    with Grid(comm, (1, 1, size)) as grid:
+        columns = BlockCyclic((6, 4 * size), (6, 4), (1, size))
+        held = np.asfortranarray(np.full((6, 4), float(grid.rank)))
+        matrix = DistMatrix.from_block_cyclic(grid, held, columns, layout=Layout((), "z"))
+        assert np.shares_memory(matrix.local, held) and matrix.order == "F"
+        with_gaps = np.asfortranarray(np.ones((8, 4)))[: 6 if grid.rank == size - 1 else 8]
+        copied = DistMatrix.from_block_cyclic(grid, with_gaps, columns, layout=Layout((), "z"))
+        assert not np.shares_memory(copied.local, with_gaps)
+        slabs = Blocks.rows_of([3] * size, 5)
+        slab = np.ones((3, 5))
+        assert np.shares_memory(DistMatrix.from_blocks(grid, slab, slabs, layout=Layout("z")).local, slab)
+        assert grid.ledger.total(phase="redistribute").received == 0
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_arrays_of_every_library(some_grid, library):
+    whole, cyclic = integers((13, 11), "float32"), BlockCyclic((13, 11), (2, 3), (some_grid.size, 1))
+    arrays = [to_library(array.T, library).T for array in held(cyclic, some_grid.rank, whole)]
+    matrix = DistMatrix.from_block_cyclic(some_grid, arrays[0], cyclic)
+    assert (to_numpy(matrix.gather(), library) == whole).all()
+    out = matrix.to_block_cyclic(cyclic)
+    assert matrix.library.kind == library_named(library).kind and (to_numpy(out, library) == to_numpy(arrays[0])).all()
+
+
+def test_each_element_travels_once(comm):
+    whole, size = integers((24, 24)), comm.size
+    with Grid(comm, (1, 1, size)) as grid:
+        cyclic = BlockCyclic((24, 24), (1, 1), (size, 1))
+        made(grid, cyclic, held(cyclic, grid.rank, whole), Layout("z"))
+        entry = grid.ledger.total(phase="redistribute")
+        box = Layout("z").box((24, 24), grid.shape, grid.coords)
+        own = sum(row % size == grid.rank for row in range(box.r0, box.r1))
+        assert entry.received == 24 * 8 * (box.r1 - box.r0 - own)
+
+
+def test_many_rounds_are_as_one(comm, monkeypatch):
+    whole, random = integers((40, 37)), np.random.default_rng(7)
+    with Grid(comm, (1, comm.size, 1)) as grid:
+        for _ in range(4):
+            tiled, other = (drawn(random, grid.size, whole.shape) for _ in range(2))
+            monkeypatch.setattr(tiles, "ROUND_BYTES", 500)
+            move = Redistribution(grid, tiled, other)
+            arrays = held(other, grid.rank, whole * 0)
+            move(held(tiled, grid.rank, whole), arrays)
+            check_same(arrays, held(other, grid.rank, whole))
+            assert comm.size == 1 or max(comm.allgather(move.work)) < 4000
+
+
+def test_a_plan_is_used_again_and_adds(some_grid):
+    whole, random = integers((17, 19)), np.random.default_rng(3)
+    source, target = (drawn(random, some_grid.size, whole.shape) for _ in range(2))
+    move, arrays = Redistribution(some_grid, source, target), held(target, some_grid.rank, whole, more=1)
+    for beta, factor in ((0, 1), (1, 2), (2, 5)):
+        pending = move.start(held(source, some_grid.rank, whole), arrays, beta=beta)
+        pending.test()
+        pending.wait()
+        wanted = held(target, some_grid.rank, factor * whole, more=1)
+        check_same(arrays, wanted)
+    for layout, order in ((Layout.A, "C"), (Layout("x", "z"), "F")):
+        to_grid, home = (Redistribution(some_grid, *way, order=order) for way in ((source, layout), (layout, source)))
+        shard = DistMatrix.empty(some_grid, whole.shape, layout=layout, library="numpy", order=order)
+        to_grid(held(source, some_grid.rank, whole), shard.local)
+        assert (shard.gather() == whole).all()
+        out = held(source, some_grid.rank, whole * 0)
+        home(shard.local, out)
+        check_same(out, held(source, some_grid.rank, whole))
+
+
+def test_pgemr2d_between_contexts(comm):
+    size, whole, kept = comm.size, integers((12, 14)), integers((9, 20), seed=5)
+    with BlacsContext(comm, (1, size)) as one, BlacsContext(one.grid, (size, 1), "C") as other:
+        source, target = one.descriptor(12, 14, 2, 3), other.descriptor(9, 20, 1, 4, rsrc=size - 1)
+        [a], [b] = held(source.cyclic, comm.rank, whole), held(target.cyclic, comm.rank, kept)
+        pgemr2d(5, 6, a, 3, 2, source, b, 4, 10, target)
+        kept[3:8, 9:15] = whole[2:7, 1:7]
+        check_same([b], held(target.cyclic, comm.rank, kept))
+
+
+def test_bad_input_is_refused_on_every_rank(comm, fails):
+    size = comm.size
+    with Grid(comm, (1, 1, size)) as grid:
+        cyclic = BlockCyclic((10, 6), (2, 3), (size, 1))
+        [array] = held(cyclic, grid.rank, np.zeros((10, 6)))
+        from_cyclic = lambda array, cyclic, **options: DistMatrix.from_block_cyclic(grid, array, cyclic, **options)
+        matrix = from_cyclic(array, cyclic)
+        fails(LayoutError, f"process grid of {size + 1} x 1 on ranks up to {size}",
+              lambda: from_cyclic(array, BlockCyclic((10, 6), (2, 3), (size + 1, 1))))
+        fails(LayoutError, "is said by a pmm3d.BlockCyclic; got Layout", lambda: from_cyclic(array, Layout.A))
+        fails(LayoutError, "is said by a pmm3d.Blocks; got BlockCyclic", lambda: matrix.to_blocks(cyclic))
+        fails(LayoutError, "rows and", lambda: from_cyclic(array[:-1] if grid.rank == 0 else array, cyclic))
+        fails(LayoutError, "the array has the shape", lambda: from_cyclic(array.reshape(-1), cyclic))
+        fails(LayoutError, "one layout is of a matrix of 10 x 6, the other of 6 x 10",
+              lambda: matrix.to_block_cyclic(BlockCyclic((6, 10), (2, 3), (1, 1))))
+        fails(DTypeError, "an array of numpy, float32, where numpy, float64", lambda: matrix.to_block_cyclic(
+            cyclic, array.astype("float32")))
+        fails(DTypeError, "", lambda: from_cyclic([[1.0]], cyclic))
+        read_only = array.copy(order="F")
+        read_only.flags.writeable = False
+        fails(LayoutError, "to be written is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
+        fails(LayoutError, "from Layout to Layout: DistMatrix.redistribute",
+              lambda: Redistribution(grid, Layout.A, Layout.B))
+        fails(LayoutError, 'the order of shards is "C" or "F"', lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
+        move = Redistribution(grid, cyclic, cyclic)
+        fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))
+        fails(LayoutError, f"stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))
+        if size > 1:
+            with pytest.raises(Exception, match="different arguments") as caught:
+                from_cyclic(array, BlockCyclic((10, 6), (2 + grid.rank % 2, 3), (size, 1)))
+            assert caught.value.everywhere
+
+
+def test_what_pgemr2d_refuses(comm, fails):
+    size = comm.size
+    with BlacsContext(comm, (size, 1)) as one, BlacsContext(comm.Split(0, -comm.rank), (size, 1)) as turned:
+        desc = one.descriptor(8, 8, 2, 2, lld=9)
+        a, b = desc.empty(), desc.empty()
+        fails(LayoutError, "A begins at row 3 and column 1, counted from 1: rows 2:10",
+              lambda: pgemr2d(8, 8, a, 3, 1, desc, b, 1, 1, desc))
+        fails(LayoutError, "begins at row 0", lambda: pgemr2d(2, 2, a, 1, 1, desc, b, 0, 1, desc))
+        fails(LayoutError, "has 10 rows here; the leading dimension of its descriptor is 9", lambda: pgemr2d(
+            8, 8, np.zeros((10, 8), order="F"), 1, 1, desc, b, 1, 1, desc))
+        fails(LayoutError, "a descriptor is what BlacsContext.descriptor gives",
+              lambda: pgemr2d(8, 8, a, 1, 1, (1, 0, 8, 8, 2, 2, 0, 0, 8), b, 1, 1, desc))
+        if size > 1:
+            other = turned.descriptor(8, 8, 2, 2)
+            fails(GridError, "the two contexts are over different ranks",
+                  lambda: pgemr2d(8, 8, a, 1, 1, desc, other.empty(), 1, 1, other))
+
+
+@pytest.mark.parallel([1])
+def test_a_dry_run_counts_what_is_sent():
+    whole, cyclic = integers((64, 48)), BlockCyclic((64, 48), (4, 4), (2, 4))
+    with Grid.dry((2, 2, 2), rank=3) as grid:
+        local = grid.library("numpy").empty(cyclic.extents(3)[0][::-1], "float64").T
+        matrix = DistMatrix.from_block_cyclic(grid, local, cyclic)
+        there = matrix.to_block_cyclic(cyclic)
+        assert matrix.shape == whole.shape and there.shape == cyclic.extents(3)[0]
+        assert grid.ledger.total(phase="redistribute").received > 0

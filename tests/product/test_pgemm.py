@@ -1,0 +1,240 @@
+"""pgemm: what numpy says of the parts, nothing else is written, plans, and what is refused. Beside ScaLAPACK itself:
+tests/embed."""
+
+import numpy as np
+import pytest
+from samples import integers, to_library, to_numpy
+from tiles import held
+
+from pmm3d import BlacsContext, DTypeError, Grid, GridError, LayoutError, PgemmPlan, pgemm
+from pmm3d.product import blacs
+
+pytestmark = pytest.mark.parallel([1, 2, 4, 6, 8])
+FORMS = {"N": lambda array: array, "T": lambda array: array.T, "C": lambda array: array.conj().T}
+DTYPES = "float32", "float64", "complex64", "complex128"
+
+
+class Part:
+    """A random block-cyclic matrix with a part of that many rows and columns; local: this rank's array."""
+
+    def __init__(self, context, random, rows, cols, dtype):
+        number = lambda low, high: int(random.integers(low, high))
+        self.i, self.j, self.shape = number(1, 6), number(1, 6), (rows, cols)
+        m, n = rows + self.i - 1 + number(0, 4), cols + self.j - 1 + number(0, 4)
+        self.whole = integers((m, n), dtype, seed=number(0, 1000))
+        first = [number(0, size) for size in context.shape]
+        self.descriptor = context.descriptor(m, n, number(1, 9), number(1, 9), *first)
+        self.local = self.arrays()[0]
+
+    def arrays(self):
+        cyclic, rank = self.descriptor.cyclic, self.descriptor.context.grid.rank
+        return held(cyclic, rank, self.whole, more=1) or [np.empty((1, 0), self.whole.dtype, order="F")]
+
+    @property
+    def part(self):
+        rows, cols = self.shape
+        return self.whole[self.i - 1 : self.i - 1 + rows, self.j - 1 : self.j - 1 + cols]
+
+    @property
+    def passed(self):
+        return self.local, self.i, self.j, self.descriptor
+
+
+def contexts(comm):
+    """On all ranks and on some, numbered by rows and by columns."""
+    size = comm.size
+    for shape, order, ranks in (((1, size), "R", None), ((max(1, size // 2), 1), "R", None),
+                                ((2 if size % 2 == 0 else 1, max(1, size // 2)), "C", tuple(range(size))[::-1])):
+        with BlacsContext(comm, shape, order, ranks=ranks) as context:
+            yield context
+
+
+@pytest.mark.deadline(180)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_parts(comm, dtype):
+    random = np.random.default_rng(len(dtype) + 7)
+    for context in contexts(comm):
+        for transa, transb, beta in (("N", "N", 0), ("T", "C", 1), ("C", "N", 2), ("N", "T", -1)):
+            m, n, k = map(int, random.integers(0, 30, 3))
+            a = Part(context, random, *((m, k) if transa == "N" else (k, m)), dtype)
+            b = Part(context, random, *((k, n) if transb == "N" else (n, k)), dtype)
+            c = Part(context, random, m, n, dtype)
+            pgemm(transa, transb.lower(), m, n, k, 3, *a.passed, *b.passed, beta, *c.passed)
+            c.part[...] = 3 * (FORMS[transa](a.part) @ FORMS[transb](b.part)) + beta * c.part
+            assert (c.local == c.arrays()[0]).all()
+
+
+def test_a_plan_is_called_again_and_started(comm):
+    random = np.random.default_rng(5)
+    with BlacsContext(comm, (1, comm.size)) as context:
+        a, b, c = (Part(context, random, *shape, "float64") for shape in ((11, 7), (7, 13), (11, 13)))
+        parts = [(part.i, part.j, part.descriptor) for part in (a, b, c)]
+        plan = PgemmPlan("N", "N", 11, 13, 7, *parts[0], *parts[1], *parts[2])
+        allocated = []
+        for turn in range(7):
+            a.whole[...] += 1
+            a.local[...] = a.arrays()[0]
+            pending = plan.start(a.local, b.local, c.local, alpha=turn, beta=1)
+            assert not pending.test()
+            pending.wait()
+            pending.wait()
+            assert pending.done and pending.test()
+            c.part[...] += turn * (a.part @ b.part)
+            assert (c.local == c.arrays()[0]).all()
+            allocated.append(plan.grid.workspace.allocated + context.grid.workspace.allocated)
+        assert allocated[4:] == allocated[4:5] * 3
+
+
+def test_what_is_not_needed_is_not_read(comm):
+    random = np.random.default_rng(6)
+    with BlacsContext(comm, (1, comm.size)) as context:
+        nan = np.full((9, 9), np.nan)
+        a, b, c = (Part(context, random, 5, 5, "float64") for _ in range(3))
+        for part in (a, c):
+            part.whole[...] = nan[0, 0]
+            part.local[...] = part.arrays()[0]
+        pgemm("N", "N", 5, 5, 5, 0, *a.passed, *b.passed, 0, *c.passed)
+        c.part[...] = 0
+        assert np.array_equal(c.local, c.arrays()[0], equal_nan=True)
+        pgemm("N", "N", 5, 5, 0, 1, *a.passed, *b.passed, 3, *c.passed)
+        assert np.array_equal(c.local, c.arrays()[0], equal_nan=True)
+
+
+def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
+    random = np.random.default_rng(8)
+    with BlacsContext(comm, (comm.size, 1)) as context:
+        a = Part(context, random, 12, 12, "float64")
+        whole, descriptor = a.whole, a.descriptor
+        pgemm("N", "T", 6, 6, 4, 1, a.local, 1, 1, descriptor, a.local, 1, 3, descriptor, 0, a.local, 7, 7, descriptor)
+        whole[6:12, 6:12] = whole[:6, :4] @ whole[:6, 2:6].T
+        assert (a.local == a.arrays()[0]).all()
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("library", ["torch", "standin"])
+def test_arrays_of_other_libraries(comm, library):
+    random = np.random.default_rng(9)
+    with BlacsContext(comm, (1, comm.size)) as context:
+        a, b, c = (Part(context, random, 9, 9, "float32") for _ in range(3))
+        a.local, b.local, c.local = (to_library(part.local.T, library).T for part in (a, b, c))
+        pgemm("T", "N", 9, 9, 9, 1, *a.passed, *b.passed, 1, *c.passed)
+        c.part[...] += a.part.T @ b.part
+        assert (to_numpy(c.local.T, library).T == c.arrays()[0]).all()
+
+
+def test_roles_are_chosen_so_that_less_moves(comm):
+    """Each rank has the rows that another one's role has; with other roles nothing moves but what must."""
+    size, n = comm.size, 640
+    moved = []
+    for relabel in (False, True):
+        backwards = tuple(reversed(range(size)))
+        with BlacsContext(comm, (1, size), ranks=backwards, relabel=relabel) as context:
+            a, b, c = (context.descriptor(n, n, n, -(-n // size)) for _ in range(3))
+            arrays = [descriptor.empty() for descriptor in (a, b, c)]
+            for array in arrays:
+                array[...] = 1
+            pgemm("N", "N", n, n, n, 1, arrays[0], 1, 1, a, arrays[1], 1, 1, b, 0, arrays[2], 1, 1, c)
+            assert (arrays[2] == n).all()
+            moved.append(sum(comm.allgather(context.grid.ledger.total(phase="redistribute").received)))
+    assert moved[1] < moved[0] if size > 1 else moved == [0, 0]
+
+
+def test_a_context_keeps_few_plans_and_gives_all_back(comm, monkeypatch):
+    monkeypatch.setattr(blacs, "KEPT_PLANS", 2)
+    context = BlacsContext(comm, (1, comm.size))
+    square = context.descriptor(8, 8, 2, 2)
+    a, c = square.empty(), square.empty()
+    a[...] = 1
+    plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
+    for n in (1, 2, 3, 4, 1):
+        pgemm("N", "N", 8, n, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+    plan(a, a, c)
+    assert (c == 8).all()
+    context.close()
+    context.close()
+    with pytest.raises(GridError, match="this grid is closed"):
+        plan(a, a, c)
+    with Grid(comm, (1, 1, comm.size)) as grid, BlacsContext(grid, (1, comm.size)) as other:
+        square = other.descriptor(8, 8, 2, 2)
+        pgemm("N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+        other.close()
+        grid.everyone.all_reduce(np.ones(1)).wait()
+
+
+def test_bad_input_is_refused_on_every_rank(comm, fails):
+    size = comm.size
+    fails(LayoutError, f"a process grid of {size + 1} x 1 on ranks up to {size}",
+          lambda: BlacsContext(comm, (size + 1, 1)))
+    fails(LayoutError, "process_grid of a block-cyclic layout: two whole numbers", lambda: BlacsContext(comm, (0, 1)))
+    fails(LayoutError, "the numbering of a process grid", lambda: BlacsContext(comm, (1, 1), "X"))
+    fails(GridError, "relabel is True or False", lambda: BlacsContext(comm, (1, 1), relabel="no"))
+    with BlacsContext(comm, (1, size)) as context, BlacsContext(context.grid, (size, 1)) as other:
+        square = context.descriptor(8, 8, 2, 2)
+        a, b, c = (square.empty() for _ in range(3))
+
+        def call(transa="N", transb="N", m=8, n=8, k=8, alpha=1, a=a, ia=1, desca=square, b=b, jb=1, beta=0, c=c,
+                 descc=square):
+            pgemm(transa, transb, m, n, k, alpha, a, ia, 1, desca, b, 1, jb, square, beta, c, 1, 1, descc)
+
+        call()
+        for options, text in (
+                ({"transa": "X"}, 'pgemm: transa is "N", "T" or "C"; got \'X\''),
+                ({"transb": 1}, 'pgemm: transb is "N", "T" or "C"; got 1'),
+                ({"m": -1}, "pgemm: m is a whole number of at least 0; got -1"),
+                ({"k": True}, "pgemm: k is a whole number of at least 0; got True"),
+                ({"ia": 2}, "pgemm: A begins at row 2 and column 1, counted from 1: rows 1:9 and columns 0:8 are not"),
+                ({"jb": 0}, "pgemm: B begins at row 1 and column 0, counted from 1: rows 0:8 and columns -1:7 are not"),
+                ({"m": 9}, "pgemm: A begins at row 1 .* rows 0:9"),
+                ({"a": a[:7]}, "pgemm: A: the array has the shape"),
+                ({"b": b[:, :0]} if size == 1 else {"b": b[:5]}, "pgemm: B: the array has the shape"),
+                ({"desca": square.cyclic}, "pgemm: a descriptor is what BlacsContext.descriptor gives"),
+                ({"c": c[::-1][:3]}, "pgemm: C: the array has the shape")):
+            fails(LayoutError, text, lambda options=options: call(**options))
+        fails(GridError, "the descriptors are of several contexts", lambda: call(descc=other.descriptor(8, 8, 2, 2)))
+        fails(DTypeError, "an array of numpy, float32, where numpy, float64", lambda: call(b=b.astype("float32")))
+        fails(DTypeError, "matrices are of float32, float64, complex64, complex128, as p.gemm's; these are int64",
+              lambda: call(a=a.astype("int64")))
+        fails(DTypeError, "alpha is 1j, which cannot scale", lambda: call(alpha=1j))
+        fails(DTypeError, "beta is 'one'", lambda: call(beta="one"))
+        read_only = c.copy(order="F")
+        read_only.flags.writeable = False
+        fails(LayoutError, "pgemm: C: an array that is to be written is read-only", lambda: call(c=read_only))
+        long = context.descriptor(8, 8, 2, 2, lld=9)
+        fails(LayoutError, "A has 8 rows here; the leading dimension of its descriptor is 9", lambda: call(desca=long))
+        call()
+        with pytest.raises(LayoutError, match="the leading dimension is 7; rank"):
+            context.descriptor(8, 8, 2, 2, lld=7)
+        plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
+        pending = plan.start(a, b, c)
+        fails(GridError, "this plan has a product under way", lambda: plan.start(a, b, c))
+        pending.wait()
+        plan.close()
+        fails(GridError, "this plan is closed: make another one, or use pgemm", lambda: plan(a, b, c))
+
+
+@pytest.mark.parallel([2])
+def test_ranks_that_pass_different_things_all_hear_of_it(comm):
+    with BlacsContext(comm, (1, 2)) as context:
+        square = context.descriptor(8, 8, 2, 2)
+        a, c = square.empty(), square.empty()
+        for options in ({"n": 8 - comm.rank}, {"alpha": 1 + comm.rank}):
+            with pytest.raises(Exception, match="different arguments") as caught:
+                pgemm("N", "N", 8, options.get("n", 8), 8, options.get("alpha", 1), a, 1, 1, square, a, 1, 1, square, 0, c,
+                      1, 1, square)
+            assert caught.value.everywhere
+
+
+@pytest.mark.parallel([1])
+def test_descriptors_of_nine_numbers():
+    with BlacsContext() as context:
+        read = context.from_array(np.array([1, 5, 8, 6, 2, 3, 0, 0, 8], np.int32))
+        assert (read.m, read.n, read.mb, read.nb, read.lld) == (8, 6, 2, 3, 8) and read.empty().shape == (8, 6)
+        with pytest.raises(LayoutError, match="looks like one of integers of 8 bytes"):
+            context.from_array([1, 0, 5, 0, 8, 0, 6, 0, 2])
+        for wrong in ([502, 5, 8, 6, 2, 3, 0, 0, 8], [1] * 8, [1.5] * 9):
+            with pytest.raises(LayoutError, match="a descriptor of a dense matrix has 9 whole numbers"):
+                context.from_array(wrong)
+        with pytest.raises(LayoutError, match="blocks of a block-cyclic layout"):
+            context.from_array([1, 0, 8, 6, 0, 3, 0, 0, 8])
+        with Grid.dry((2, 2, 2)) as dry, pytest.raises(GridError, match="a dry run has no BLACS context"):
+            BlacsContext(dry, (2, 4))
