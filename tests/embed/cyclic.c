@@ -1,5 +1,5 @@
 /* Block-cyclic products and moves of one type beside ScaLAPACK's: cyclic s|d|c|z rows columns. Prints the largest
-   difference, in units of rounding times k. */
+   difference, in units of rounding times k. Ranks that are left over hold nothing. */
 #include <complex.h>
 #include <math.h>
 #include <pmm3d.h>
@@ -22,7 +22,7 @@ gemm psgemm_, pdgemm_, pcgemm_, pzgemm_;
 gemr2d psgemr2d_, pdgemr2d_, pcgemr2d_, pzgemr2d_;
 
 static char kind;
-static int size, blacs, rows, columns, row, column, context, other;
+static int size, blacs, rows, columns, row = -1, column = -1, context, other;
 static gemm *theirs;
 static gemr2d *their_move;
 
@@ -58,8 +58,9 @@ static void store(void *memory, size_t at, double complex value) {
 static double drawn(void) { return rand() / (double)RAND_MAX - 0.5; }
 
 static Matrix make(int m, int n, int mb, int nb, int rsrc, int csrc, int gap) {
-    Matrix made;
+    Matrix made = {{1, -1, m, n, mb, nb, rsrc, csrc, 1 + gap}, 0, 0, NULL};
     int info, leading;
+    if (row < 0) return made;
     made.rows = numroc_(&m, &mb, &row, &rsrc, &rows);
     made.columns = numroc_(&n, &nb, &column, &csrc, &columns);
     leading = (made.rows > 1 ? made.rows : 1) + gap;
@@ -78,7 +79,9 @@ static double difference(const Matrix *one, const void *two) {
     return most;
 }
 
-static void *copy_of(const Matrix *matrix) { return memcpy(malloc(bytes(matrix)), matrix->data, bytes(matrix)); }
+static void *copy_of(const Matrix *matrix) {
+    return matrix->data ? memcpy(malloc(bytes(matrix)), matrix->data, bytes(matrix)) : NULL;
+}
 
 static double product(char transa, char transb, int m, int n, int k, int at) {
     Matrix a = transa == 'N' ? make(m + at, k + at, 3, 2, 0, 0, 0) : make(k + at, m + at, 3, 2, 0, columns - 1, 2);
@@ -88,7 +91,7 @@ static double product(char transa, char transb, int m, int n, int k, int at) {
     int from = at + 1;
     void *expected = copy_of(&c);
     store(alpha, 0, CMPLX(1.5, -0.5)), store(beta, 0, CMPLX(at ? -0.75 : 0, 0));
-    theirs(&transa, &transb, &m, &n, &k, alpha, a.data, &from, &from, a.desc, b.data, &from, &from, b.desc, beta,
+    if (row >= 0) theirs(&transa, &transb, &m, &n, &k, alpha, a.data, &from, &from, a.desc, b.data, &from, &from, b.desc, beta,
            expected, &from, &from, c.desc);
     check(pmm3d_pgemm(context, kind, transa, transb, m, n, k, alpha, a.data, from, from, a.desc, b.data, from, from,
                       b.desc, beta, c.data, from, from, c.desc), "pmm3d_pgemm");
@@ -101,7 +104,7 @@ static double move(int m, int n, int at) {
     Matrix a = make(m + at, n + at, 3, 2, 0, 0, 1), b = make(m + at, n + at, 2, 5, rows - 1, 0, 0);
     void *expected = copy_of(&b);
     int from = at + 1;
-    their_move(&m, &n, a.data, &from, &from, a.desc, expected, &from, &from, b.desc, &blacs);
+    if (row >= 0) their_move(&m, &n, a.data, &from, &from, a.desc, expected, &from, &from, b.desc, &blacs);
     check(pmm3d_pgemr2d(kind, m, n, a.data, from, from, a.desc, context, b.data, from, from, b.desc, other),
           "pmm3d_pgemr2d");
     double found = difference(&b, expected);
@@ -146,7 +149,7 @@ int main(int count, char **words) {
     srand(rank + 1);
     Cblacs_get(-1, 0, &blacs);
     Cblacs_gridinit(&blacs, "Row", rows, columns);
-    Cblacs_gridinfo(blacs, &rows, &columns, &row, &column);
+    if (blacs >= 0) Cblacs_gridinfo(blacs, &rows, &columns, &row, &column);
     check(pmm3d_context(MPI_COMM_WORLD, rows, columns, 'R', &context), "pmm3d_context");
     check(pmm3d_context(MPI_COMM_WORLD, rows, columns, 'R', &other), "pmm3d_context");
     for (const char *transa = "NTC"; *transa; transa++)

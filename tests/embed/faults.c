@@ -151,6 +151,14 @@ static int bad(const char *which) {
         pmm3d_matrix(grid, 'd', N, N, "A", 'C', shards[0], &matrices[0]);
         return code;
     }
+    if (!strcmp(which, "calls"))
+        return mine ? pmm3d_redistribute(m[0], m[2]) : pmm3d_matmul('N', 'N', &one, m[0], m[1], &zero, m[2]);
+    if (!strcmp(which, "closed")) {
+        pmm3d_free(&grid);
+        int code = multiply();
+        make(MPI_COMM_WORLD);
+        return code;
+    }
     if (!strcmp(which, "move")) {
         int code = pmm3d_matrix(grid, 'd', N, N + 1, "/", 'C', calloc(N * N + N, sizeof(double)), &made);
         return code ? code : pmm3d_redistribute(matrices[0], made);

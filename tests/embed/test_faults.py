@@ -30,6 +30,7 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
     ("shape", ARGUMENT, "grid 7x7x7 (data 1) needs 343 ranks"),
     ("shapes", DISAGREEMENT, "the ranks passed different arguments"),
     ("freed", ARGUMENT, "or it was freed"),
+    ("calls", DISAGREEMENT, "the ranks made different calls"),
     ("move", ARGUMENT, "redistribute: out is"),
     ("cyclic right", ARGUMENT, "1 names no context of this process: it is a grid"),  # the product is, and then a move
     ("cyclic kind", ARGUMENT, "a descriptor of a dense matrix has 9 whole numbers"),
@@ -46,6 +47,7 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
 ]
 HERE = [  # of calls that are not collective, or name nothing by which other ranks could be told
     ("numbers", ARGUMENT, "97 names no matrix"),
+    ("closed", ARGUMENT, "closed"),
     ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
     ("intercomm", ARGUMENT, "no intracommunicator"),
     ("cyclic number", ARGUMENT, "names no context"),

@@ -52,9 +52,9 @@ def done_by(log: Path, routine: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", "sdcz")
-@pytest.mark.parametrize("rows, columns", [(1, 1), (2, 2), (1, 3), (3, 2)])
-def test_products_and_moves_are_scalapacks_to_rounding(program, kind, rows, columns):
-    done = program("tests/embed/cyclic.c", flags=SCALAPACK)(rows * columns, kind, rows, columns)
+@pytest.mark.parametrize("ranks, rows, columns", [(1, 1, 1), (4, 2, 2), (3, 1, 3), (6, 3, 2), (5, 2, 2)])
+def test_products_and_moves_are_scalapacks_to_rounding(program, kind, ranks, rows, columns):
+    done = program("tests/embed/cyclic.c", flags=SCALAPACK)(ranks, kind, rows, columns)
     assert done.returncode == 0, done.stdout + done.stderr
     [(roundings, moves)] = re.findall(r"^36 products: (\S+) roundings; moves: (\S+)$", done.stdout, re.M)
     assert float(roundings) < 4 and float(moves) == 0, done.stdout
