@@ -45,7 +45,7 @@ AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck chromium
 # For test-embed: compilers, the MPI of the callers, and their ScaLAPACK, of which the tests take programs too.
-test-embed: SYSTEM_PACKAGES := gcc gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev
+test-embed: SYSTEM_PACKAGES := g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev
 test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 SPACE := $(subst ,, )

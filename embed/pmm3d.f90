@@ -1,7 +1,8 @@
 ! PMM3D from Fortran: compile this file with the program's own compiler, and link with -lpmm3d.
 !
 ! pmm3d.h has the rules: what calls return, their order, threads. Here communicators are integers (MPI_Comm's mpi_val
-! with mpi_f08), texts are of any length, and arrays are the caller's, of default kind: a shard by columns is order 'F'.
+! with mpi_f08), texts are of any length, and a shard by columns is order 'F'. Integers are C's int: those of a program
+! that is compiled with -i8 or -fdefault-integer-8 are refused by the compiler; it declares them integer(c_int).
 ! Arguments of type(*) are of the type that the call names: alpha and beta, of that of the matrices.
 module pmm3d
     use, intrinsic :: iso_c_binding, only: c_char, c_int, c_int64_t, c_null_char, c_signed_char
@@ -11,7 +12,7 @@ module pmm3d
               pmm3d_box, pmm3d_matrix, pmm3d_matmul, pmm3d_redistribute, pmm3d_free, pmm3d_context, &
               pmm3d_pgemm, pmm3d_pgemr2d, pmm3d_from_block_cyclic, pmm3d_to_block_cyclic
 
-    integer, parameter, public :: PMM3D_OK = 0, PMM3D_ERROR_ARGUMENT = 1, PMM3D_ERROR_DISAGREEMENT = 2, &
+    integer(c_int), parameter, public :: PMM3D_OK = 0, PMM3D_ERROR_ARGUMENT = 1, PMM3D_ERROR_DISAGREEMENT = 2, &
         PMM3D_ERROR_MEMORY = 3, PMM3D_ERROR_MPI = 4, PMM3D_ERROR_PYTHON = 5, PMM3D_ERROR_THREAD = 6, &
         PMM3D_ERROR_FINALIZED = 7, PMM3D_ERROR_OTHER = 8
 
@@ -145,10 +146,10 @@ contains
     end function
 
     ! Rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included, are this rank's shard.
-    integer function pmm3d_box(grid, layout, rows, columns, box) result(code)
-        integer, intent(in) :: grid, rows, columns
+    integer(c_int) function pmm3d_box(grid, layout, rows, columns, box) result(code)
+        integer(c_int), intent(in) :: grid, rows, columns
         character(len=*), intent(in) :: layout
-        integer, intent(out) :: box(4)
+        integer(c_int), intent(out) :: box(4)
         integer(c_int64_t) :: found(4)
         code = box_in_c(grid, trim(layout)//c_null_char, int(rows, c_int64_t), int(columns, c_int64_t), found)
         box = 0
@@ -156,34 +157,34 @@ contains
     end function
 
     ! type is 's', 'd', 'c' or 'z', that of the shard, which stays in use: it is to be a target, or not to move.
-    integer function pmm3d_matrix(grid, type, rows, columns, layout, order, shard, matrix) result(code)
-        integer, intent(in) :: grid, rows, columns
+    integer(c_int) function pmm3d_matrix(grid, type, rows, columns, layout, order, shard, matrix) result(code)
+        integer(c_int), intent(in) :: grid, rows, columns
         character, intent(in) :: type, order
         character(len=*), intent(in) :: layout
         type(*), intent(in), target :: shard(*)
-        integer, intent(out) :: matrix
+        integer(c_int), intent(out) :: matrix
         code = matrix_in_c(grid, as_char(type), int(rows, c_int64_t), int(columns, c_int64_t), &
                            trim(layout)//c_null_char, as_char(order), shard, matrix)
     end function
 
     ! C = alpha op(A) op(B) + beta C; alpha and beta are of the type of the matrices.
-    integer function pmm3d_matmul(transa, transb, alpha, a, b, beta, c) result(code)
+    integer(c_int) function pmm3d_matmul(transa, transb, alpha, a, b, beta, c) result(code)
         character, intent(in) :: transa, transb
         type(*), intent(in) :: alpha, beta
-        integer, intent(in) :: a, b, c
+        integer(c_int), intent(in) :: a, b, c
         code = matmul_in_c(as_char(transa), as_char(transb), alpha, a, b, beta, c)
     end function
 
-    integer function pmm3d_context(comm, rows, columns, order, context) result(code)
-        integer, intent(in) :: comm, rows, columns
+    integer(c_int) function pmm3d_context(comm, rows, columns, order, context) result(code)
+        integer(c_int), intent(in) :: comm, rows, columns
         character, intent(in) :: order
-        integer, intent(out) :: context
+        integer(c_int), intent(out) :: context
         code = context_in_c(comm, rows, columns, as_char(order), context)
     end function
 
-    integer function pmm3d_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, descb, &
-                                 beta, c, ic, jc, descc) result(code)
-        integer, intent(in) :: context, m, n, k, ia, ja, ib, jb, ic, jc, desca(9), descb(9), descc(9)
+    integer(c_int) function pmm3d_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, &
+                                        descb, beta, c, ic, jc, descc) result(code)
+        integer(c_int), intent(in) :: context, m, n, k, ia, ja, ib, jb, ic, jc, desca(9), descb(9), descc(9)
         character, intent(in) :: type, transa, transb
         type(*), intent(in) :: alpha, beta, a(*), b(*)
         type(*) :: c(*)
@@ -191,8 +192,9 @@ contains
                           b, ib, jb, descb, beta, c, ic, jc, descc)
     end function
 
-    integer function pmm3d_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb) result(code)
-        integer, intent(in) :: m, n, ia, ja, contexta, ib, jb, contextb, desca(9), descb(9)
+    integer(c_int) function pmm3d_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb) &
+            result(code)
+        integer(c_int), intent(in) :: m, n, ia, ja, contexta, ib, jb, contextb, desca(9), descb(9)
         character, intent(in) :: type
         type(*), intent(in) :: a(*)
         type(*) :: b(*)

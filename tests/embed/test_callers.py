@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
 import pytest
-from callers import ENVIRONMENT, LIBRARIES, Caller
+from callers import ENVIRONMENT, LIBRARIES, ROOT, Caller
 
 IN_PYTHON = """
 import ctypes
@@ -35,6 +36,15 @@ def test_the_program_in_fortran_is_right(program, ranks):
     done = program("embed/pmm3d.f90", "apps/embed/product.f90")(ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(rf"{ranks} ranks as \d x \d x \d: right\n", done.stdout)
+
+
+def test_the_header_is_cs_and_c_plus_pluss(tmp_path):
+    for name, compiler in (("a.c", ["mpicc.openmpi", "-std=c99"]), ("a.cc", ["mpic++.openmpi", "-std=c++11"])):
+        (tmp_path / name).write_text("#include <pmm3d.h>\nint main(void) { return pmm3d_start() == PMM3D_OK; }\n")
+        strict = ["-Wall", "-Wextra", "-Wstrict-prototypes"][: 3 if name == "a.c" else 2]
+        subprocess.run([*compiler, *strict, "-pedantic", "-Werror", "-DOMPI_SKIP_MPICXX", name, f"-I{ROOT / 'embed'}",
+                        f"-L{LIBRARIES}", "-lpmm3d", f"-Wl,-rpath,{LIBRARIES}", "-o", "a"], cwd=tmp_path, check=True)
+        assert Caller(tmp_path / "a")(1).returncode == 0  # MPI has not begun
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

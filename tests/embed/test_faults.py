@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from callers import ENVIRONMENT
+from callers import ENVIRONMENT, ROOT
 
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
 ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
@@ -137,6 +137,18 @@ def test_a_python_without_a_standard_library(program):
     done = program("tests/embed/faults.c")(1, "start", PYTHONHOME="/no/such/folder")
     assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
     assert "failed to get the Python codec" in done.stdout and "it was tried before, in vain" in done.stdout
+
+
+def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
+    """The module itself compiles, for programs that pass those of C."""
+
+    def compiled(source):
+        return subprocess.run(["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source], cwd=tmp_path, text=True,
+                              capture_output=True)
+
+    assert compiled("embed/pmm3d.f90").returncode == 0
+    refused = compiled("apps/embed/product.f90")
+    assert refused.returncode != 0 and "passed INTEGER(8) to INTEGER(4)" in refused.stderr
 
 
 def test_one_rank_that_cannot_start_is_not_waited_for(program):
