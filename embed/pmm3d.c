@@ -1,0 +1,282 @@
+/* The public functions: each looks at what can be seen without Python, and hands its arguments over as integers. */
+#define _GNU_SOURCE
+#include "pmm3d.h"
+
+#include <dlfcn.h>
+#include <libgen.h>
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "embedded.h"
+
+enum { TEXT = 20480 };
+
+static struct {
+    atomic_flag busy;
+    int started, finalized;
+    pmm3d_python_call_type *call;
+    pmm3d_python_runs_type *runs;
+} state = {ATOMIC_FLAG_INIT, 0, 0, NULL, NULL};
+
+/* The last error of each thread. */
+static _Thread_local struct {
+    int everywhere;
+    char text[TEXT];
+} last;
+
+static int leave(int code) {
+    atomic_flag_clear(&state.busy);
+    return code;
+}
+
+static int failed(int code, const char *text) {
+    snprintf(last.text, TEXT, "%s", text);
+    last.everywhere = 0;
+    return code;
+}
+
+/* The folder of this library, in which the one with Python is too. */
+static void *beside(const char *name) {
+    char path[PATH_MAX], full[PATH_MAX + 64];
+    Dl_info here;
+    if (!dladdr((void *)&beside, &here) || !realpath(here.dli_fname, path)) return NULL;
+    snprintf(full, sizeof full, "%s/%s", dirname(path), name);
+    /* Extension modules of Python find its symbols in the process: they must be global. */
+    return dlopen(full, RTLD_NOW | RTLD_GLOBAL);
+}
+
+static int at_end_of_mpi(MPI_Comm comm, int key, void *value, void *extra) {
+    (void)comm, (void)key, (void)value, (void)extra;
+    if (!state.finalized && state.runs()) pmm3d_finalize();
+    return MPI_SUCCESS;
+}
+
+/* MPI_Finalize begins with the attributes of MPI_COMM_SELF. */
+static void finalize_with_mpi(void) {
+    int key;
+    MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, at_end_of_mpi, &key, NULL);
+    MPI_Comm_set_attr(MPI_COMM_SELF, key, NULL);
+    MPI_Comm_free_keyval(&key);
+}
+
+static int load(void) {
+    char version[MPI_MAX_LIBRARY_VERSION_STRING], text[TEXT] = "";
+    const char *asked = getenv("PMM3D_PYTHON");
+    int length;
+    Dl_info mpi = {0};
+    if (!state.call) {
+        void *python = beside("libpmm3d_python.so");
+        if (!python) {
+            snprintf(text, TEXT, "the part with Python cannot be loaded: %s. Build it again: make embed", dlerror());
+            return failed(PMM3D_ERROR_PYTHON, text);
+        }
+        pmm3d_python_start_type *start = (pmm3d_python_start_type *)dlsym(python, "pmm3d_python_start");
+        if (start(asked && *asked ? asked : PMM3D_BUILT_WITH, text, TEXT)) return failed(PMM3D_ERROR_PYTHON, text);
+        state.runs = (pmm3d_python_runs_type *)dlsym(python, "pmm3d_python_runs");
+        state.call = (pmm3d_python_call_type *)dlsym(python, "pmm3d_python_call");
+    }
+    MPI_Get_library_version(version, &length);
+    dladdr((void *)&MPI_Get_library_version, &mpi);
+    int64_t arguments[] = {(intptr_t)version, (intptr_t)mpi.dli_fname, MPI_Comm_c2f(MPI_COMM_WORLD)}, results[4];
+    int everywhere = 0, code = PMM3D_ERROR_PYTHON, ran;
+    MPI_Errhandler of_world, of_self; /* which mpi4py sets */
+    MPI_Comm_get_errhandler(MPI_COMM_WORLD, &of_world);
+    MPI_Comm_get_errhandler(MPI_COMM_SELF, &of_self);
+    ran = state.call("begin", arguments, 3, results, &code, &everywhere, text, TEXT);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, of_world);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, of_self);
+    MPI_Errhandler_free(&of_world);
+    MPI_Errhandler_free(&of_self);
+    if (!ran)
+        return failed(PMM3D_ERROR_PYTHON, "Python's side of the library could not be started; what Python said is on "
+                                          "stderr. Build it again: make embed");
+    if (code) return failed(code, text);
+    finalize_with_mpi();
+    state.started = 1;
+    return PMM3D_OK;
+}
+
+/* Whether this thread may call now; then it has the library until `leave`. */
+static int enter(void) {
+    int running = 0, over = 0, provided = MPI_THREAD_SINGLE, main_thread = 1;
+    if (atomic_flag_test_and_set(&state.busy))
+        return failed(PMM3D_ERROR_THREAD, "another thread is in a call: one at a time");
+    if (state.finalized) return leave(failed(PMM3D_ERROR_FINALIZED, "called after pmm3d_finalize: nothing can be done "
+                                             "any more. Call it once, at the end"));
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    if (!running || over)
+        return leave(failed(PMM3D_ERROR_MPI, over ? "called after MPI_Finalize" : "called before MPI_Init: start MPI "
+                            "first"));
+    MPI_Query_thread(&provided);
+    MPI_Is_thread_main(&main_thread);
+    if (provided < MPI_THREAD_SERIALIZED && !main_thread)
+        return leave(failed(PMM3D_ERROR_THREAD, "called by another thread than the one that started MPI, which was "
+                            "asked for less than MPI_THREAD_SERIALIZED: call from that thread, or MPI_Init_thread with "
+                            "MPI_THREAD_SERIALIZED or more"));
+    if (state.started && !state.runs())
+        return leave(failed(PMM3D_ERROR_PYTHON, "the program has ended the Python of this process: call pmm3d_finalize "
+                            "before Py_Finalize"));
+    if (!state.started) {
+        int code = load();
+        if (code) return leave(code);
+    }
+    return PMM3D_OK;
+}
+
+static int call(const char *name, int count, const int64_t *arguments, int64_t *results) {
+    char text[TEXT] = "";
+    int code = enter(), everywhere = 0;
+    if (code) return code;
+    code = PMM3D_ERROR_OTHER;
+    state.call(name, arguments, count, results, &code, &everywhere, text, TEXT);
+    if (code) {
+        failed(code, text);
+        last.everywhere = everywhere;
+    }
+    return leave(code);
+}
+
+#define ADDRESS(pointer) ((int64_t)(intptr_t)(pointer))
+#define CALL(name, results, ...)                                                                       \
+    call(name, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t), (const int64_t[]){__VA_ARGS__}, results)
+
+int pmm3d_start(void) {
+    int code = enter();
+    return code ? code : leave(PMM3D_OK);
+}
+
+/* Whether all ranks of comm could start: a rank that cannot is not waited for. */
+static int start_together(MPI_Comm comm) {
+    int code = pmm3d_start(), worst = PMM3D_OK, running = 0, over = 0;
+    MPI_Initialized(&running);
+    MPI_Finalized(&over);
+    if (comm == MPI_COMM_NULL || !running || over || code == PMM3D_ERROR_THREAD || code == PMM3D_ERROR_FINALIZED)
+        return code;
+    MPI_Allreduce(&code, &worst, 1, MPI_INT, MPI_MAX, comm);
+    if (!code && worst)
+        failed(worst, "other ranks of the communicator could not start: what was wrong is told there");
+    if (worst) last.everywhere = 1;
+    return worst;
+}
+
+int pmm3d_finalize(void) {
+    int64_t results[4];
+    int code;
+    if (!state.started) {
+        if (state.finalized) return enter();
+        state.finalized = 1;
+        return PMM3D_OK;
+    }
+    code = CALL("finalize", results, 0);
+    if (code == PMM3D_OK) state.finalized = 1;
+    return code;
+}
+
+int pmm3d_last_error(char *text, int size) {
+    if (text && size > 0) snprintf(text, size, "%s", last.text);
+    return (int)strlen(last.text) + 1;
+}
+
+int pmm3d_error_everywhere(void) { return last.everywhere; }
+
+/* One object that was made: its number, or 0. */
+static int made(int code, const int64_t *results, int *object) {
+    if (object) *object = code ? 0 : (int)results[0];
+    return code;
+}
+
+static int64_t handle(MPI_Comm comm) { return comm == MPI_COMM_NULL ? -1 : MPI_Comm_c2f(comm); }
+
+/* What a Fortran integer names; null for what names nothing. */
+static MPI_Comm named(int comm) {
+    MPI_Comm found = MPI_Comm_f2c(comm);
+    return found ? found : MPI_COMM_NULL;
+}
+
+int pmm3d_grid(MPI_Comm comm, int gx, int gy, int gz, int *grid) {
+    int64_t results[4];
+    int code = start_together(comm);
+    return made(code ? code : CALL("grid", results, handle(comm), gx, gy, gz, ADDRESS(grid)), results, grid);
+}
+
+int pmm3d_grid_f(int comm, int gx, int gy, int gz, int *grid) { return pmm3d_grid(named(comm), gx, gy, gz, grid); }
+
+int pmm3d_grid_shape(int grid, int shape[3]) {
+    int64_t results[4];
+    int code = CALL("grid_shape", results, grid, ADDRESS(shape));
+    for (int axis = 0; !code && axis < 3; axis++) shape[axis] = (int)results[axis];
+    return code;
+}
+
+int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]) {
+    int64_t results[4];
+    int code = CALL("box", results, grid, ADDRESS(layout), rows, columns, ADDRESS(box));
+    if (!code) memcpy(box, results, sizeof results);
+    return code;
+}
+
+int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
+                 int *matrix) {
+    int64_t results[4];
+    return made(CALL("matrix", results, grid, type, rows, columns, ADDRESS(layout), order, ADDRESS(shard),
+                     ADDRESS(matrix)), results, matrix);
+}
+
+int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c) {
+    int64_t results[4];
+    return CALL("matmul", results, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c);
+}
+
+int pmm3d_redistribute(int source, int target) {
+    int64_t results[4];
+    return CALL("redistribute", results, source, target);
+}
+
+int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context) {
+    int64_t results[4];
+    int code = start_together(comm);
+    return made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context)), results,
+                context);
+}
+
+int pmm3d_context_f(int comm, int rows, int columns, char order, int *context) {
+    return pmm3d_context(named(comm), rows, columns, order, context);
+}
+
+int pmm3d_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,
+                const void *a, int ia, int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9],
+                const void *beta, void *c, int ic, int jc, const int descc[9]) {
+    int64_t results[4];
+    return CALL("pgemm", results, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
+                ADDRESS(desca), ADDRESS(b), ib, jb, ADDRESS(descb), ADDRESS(beta), ADDRESS(c), ic, jc, ADDRESS(descc));
+}
+
+int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b,
+                  int ib, int jb, const int descb[9], int contextb) {
+    int64_t results[4];
+    return CALL("pgemr2d", results, type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
+                ADDRESS(descb), contextb);
+}
+
+int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix) {
+    int64_t results[4];
+    return CALL("from_block_cyclic", results, context, ADDRESS(a), ADDRESS(desca), matrix);
+}
+
+int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]) {
+    int64_t results[4];
+    return CALL("to_block_cyclic", results, matrix, context, ADDRESS(a), ADDRESS(desca));
+}
+
+int pmm3d_free(int *object) {
+    int64_t results[4];
+    int code;
+    if (object && *object == 0) return PMM3D_OK;
+    code = CALL("free", results, object ? *object : 0, ADDRESS(object));
+    if (!code) *object = 0;
+    return code;
+}

@@ -1,0 +1,67 @@
+/* Starts Python so that a failure is a text, and leaves the caller's locale, signals and streams as they are. */
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static int not_started(char *text, int size, const char *executable, const char *why) {
+    snprintf(text, size, "Python cannot be started from %s: %s. Name another one in PMM3D_PYTHON, of version %d.%d, "
+             "for which the library was built", executable, why ? why : "it gives no reason", PY_MAJOR_VERSION,
+             PY_MINOR_VERSION);
+    return 1;
+}
+
+static PyStatus start(const char *executable) {
+    PyPreConfig before;
+    PyPreConfig_InitPythonConfig(&before);
+    before.configure_locale = before.coerce_c_locale = before.parse_argv = 0;
+    before.utf8_mode = 1;
+    PyStatus status = Py_PreInitialize(&before);
+    if (PyStatus_Exception(status)) return status;
+    PyConfig config;
+    PyConfig_InitPythonConfig(&config);
+    config.install_signal_handlers = config.parse_argv = config.configure_c_stdio = 0;
+    status = PyConfig_SetBytesString(&config, &config.executable, executable);
+    if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
+    PyConfig_Clear(&config);
+    return status;
+}
+
+/* cffi prints, where it cannot load this, and goes on. */
+static int has_cffi(char *text, int size, const char *executable) {
+    PyObject *kind, *error, *trace, *found = PyImport_ImportModule("_cffi_backend");
+    if (found) {
+        Py_DECREF(found);
+        return 1;
+    }
+    PyErr_Fetch(&kind, &error, &trace);
+    PyObject *said = error ? PyObject_Str(error) : NULL;
+    const char *why = said ? PyUnicode_AsUTF8(said) : NULL;
+    snprintf(text, size, "the Python of %s lacks a package: %s. Install it there: pip install \"pmm3d[embed]\", or "
+             "name another Python in PMM3D_PYTHON", executable, why ? why : "cffi");
+    Py_XDECREF(said);
+    Py_XDECREF(kind);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    PyErr_Clear();
+    return 0;
+}
+
+CFFI_DLLEXPORT int pmm3d_python_runs(void) { return Py_IsInitialized(); }
+
+CFFI_DLLEXPORT int pmm3d_python_start(const char *executable, char *text, int size) {
+    static int broken = 0;
+    if (!Py_IsInitialized()) {
+        if (broken) return not_started(text, size, executable, "it was tried before, in vain");
+        if (access(executable, X_OK)) return not_started(text, size, executable, strerror(errno));
+        PyStatus status = start(executable);
+        if (PyStatus_Exception(status)) {
+            broken = 1;
+            return not_started(text, size, executable, status.err_msg);
+        }
+        PyEval_SaveThread();
+    }
+    PyGILState_STATE held = PyGILState_Ensure();
+    int found = has_cffi(text, size, executable);
+    PyGILState_Release(held);
+    return !found;
+}

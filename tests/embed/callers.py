@@ -1,0 +1,41 @@
+"""Programs in C and Fortran, compiled with Debian's Open MPI and run under its mpirun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = ROOT / ".venv-embed"
+LIBRARIES = ROOT / "build" / "embed"
+FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "OPAL_", "MPI4PY_", "PYTHONPATH", "PMM3D_")
+"""Of the environment of these tests, what belongs to the MPI and the settings that they run in."""
+AS_ROOT_ON_FEW_CORES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                        "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+                        "OPENBLAS_NUM_THREADS": "1"}
+
+
+class Caller:
+    """A program that was compiled against the library."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __call__(self, ranks: int, *words: object, seconds: int = 120,
+                 **environment: str) -> subprocess.CompletedProcess[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        return subprocess.run(["mpirun.openmpi", "-n", str(ranks), self.path, *map(str, words)], text=True,
+                              env=inherited | AS_ROOT_ON_FEW_CORES | environment, capture_output=True,
+                              timeout=seconds, cwd=self.path.parent)
+
+
+def compiled(into: Path, *sources: str, flags: tuple[str, ...] = ()) -> Caller:
+    fortran = any(source.endswith((".f90", ".f")) for source in sources)
+    program = into / Path(sources[-1]).stem
+    compiler = ["mpifort.openmpi", "-J", str(into)] if fortran else ["mpicc.openmpi", "-Wextra"]
+    command = [*compiler, "-Wall",
+               *(str(ROOT / source) for source in sources), "-I", str(ROOT / "embed"), "-L", str(LIBRARIES), *flags,
+               "-lpmm3d", f"-Wl,-rpath,{LIBRARIES}", "-lm", "-ldl", "-pthread", "-o", str(program)]
+    subprocess.run(command, check=True)
+    return Caller(program)

@@ -1,0 +1,177 @@
+"""What a C caller can do wrong: a code and a text on every rank that called, and the caller lives on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from callers import ENVIRONMENT, ROOT
+
+TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
+ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
+ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
+    ("alpha", DISAGREEMENT, "alpha is a NULL pointer"),
+    ("beta", DISAGREEMENT, "beta is a NULL pointer"),
+    ("transa", DISAGREEMENT, r"got the character '\x01' (1)"),
+    ("number", DISAGREEMENT, "99 names no matrix of this process: there is no such object, or it was freed"),
+    ("kind", ARGUMENT, "names no matrix of this process: it is a grid"),
+    ("disagree", DISAGREEMENT, "the ranks passed different arguments"),
+    ("alias", ARGUMENT, "out shares memory with an operand"),
+    ("shard", DISAGREEMENT, "shard is a NULL pointer"),
+    ("layout", DISAGREEMENT, "layout is a NULL pointer"),
+    ("axes", ARGUMENT, "got 'w/x'"),
+    ("twice", ARGUMENT, "names the axis x twice"),
+    ("type", ARGUMENT, "as in the BLAS; got the character 'q' (113)"),
+    ("order", ARGUMENT, "got the character 'X' (88)"),
+    ("negative", ARGUMENT, "got -1 x 6"),
+    ("out", DISAGREEMENT, "matrix is a NULL pointer"),
+    ("grid out", ARGUMENT, "grid is a NULL pointer"),
+    ("shape", ARGUMENT, "grid 7x7x7 (data 1) needs 343 ranks"),
+    ("shapes", DISAGREEMENT, "the ranks passed different arguments"),
+    ("freed", ARGUMENT, "or it was freed"),
+    ("calls", DISAGREEMENT, "the ranks made different calls"),
+    ("move", ARGUMENT, "redistribute: out is"),
+    ("cyclic right", ARGUMENT, "1 names no context of this process: it is a grid"),  # the product is, and then a move
+    ("cyclic kind", ARGUMENT, "a descriptor of a dense matrix has 9 whole numbers"),
+    ("cyclic block", ARGUMENT, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 6)"),
+    ("cyclic lld", DISAGREEMENT, "the leading dimension is 1"),
+    ("cyclic source", ARGUMENT, "the first block is on process (2, 0)"),
+    ("cyclic size", ARGUMENT, "are not within a matrix of 6 x 6"),
+    ("cyclic ia", ARGUMENT, "A begins at row 2 and column 1"),
+    ("cyclic null", DISAGREEMENT, "the descriptor of a is a NULL pointer"),
+    ("cyclic array", DISAGREEMENT, "a is a NULL pointer"),
+    ("cyclic type", DISAGREEMENT, "as in the BLAS; got the character 'i' (105)"),
+    ("cyclic logical", ARGUMENT, "got '\\x01'"),
+    ("cyclic wide", ARGUMENT, "as of integers of 8 bytes"),
+]
+HERE = [  # of calls that are not collective, or name nothing by which other ranks could be told
+    ("numbers", ARGUMENT, "97 names no matrix"),
+    ("closed", ARGUMENT, "closed"),
+    ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
+    ("intercomm", ARGUMENT, "no intracommunicator"),
+    ("cyclic number", ARGUMENT, "names no context"),
+    ("box", ARGUMENT, "box is a NULL pointer"),
+    ("free", ARGUMENT, "object is a NULL pointer"),
+    ("other thread", THREAD, "called by another thread than the one that started MPI"),
+]
+
+
+def told(done):
+    """(rank, code, everywhere, text) of each wrong call"""
+    return [(int(rank), int(code), int(everywhere), text)
+            for rank, code, everywhere, text in TOLD.findall(done.stdout)]
+
+
+@pytest.mark.parametrize("which, code, text", ON_ALL)
+def test_all_ranks_are_told(program, which, code, text):
+    done = program("tests/embed/faults.c")(2, which)
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    found = told(done)
+    assert [fault[1:3] for fault in found] == [(code, 1)] * 2, done.stdout
+    assert len({fault[3] for fault in found}) == 1 and text in found[0][3], done.stdout
+
+
+@pytest.mark.parametrize("which, code, text", HERE)
+def test_the_caller_is_told(program, which, code, text):
+    done = program("tests/embed/faults.c")(2, which)
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    assert [fault[1:3] for fault in told(done)] == [(code, 0)] * 2 and done.stdout.count(text) == 2, done.stdout
+
+
+@pytest.mark.parametrize("which, code, text, times", [
+    ("before", MPI, "called before MPI_Init", 1),
+    ("after", FINALIZED, "called after pmm3d_finalize", 2),
+    ("finalized twice", FINALIZED, "called after pmm3d_finalize", 2),
+    ("never started", FINALIZED, "called after pmm3d_finalize", 1),
+])
+def test_a_call_at_the_wrong_time(program, which, code, text, times):
+    done = program("tests/embed/faults.c")(2, which)
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
+    assert [fault[1] for fault in told(done)] == [code] * 2 * times and done.stdout.count(text) == 2 * times
+
+
+def test_two_threads_at_once(program):
+    done = program("tests/embed/faults.c")(2, "two threads")
+    assert done.returncode == 0 and done.stdout.count("lives on: right") == 2, done.stdout + done.stderr
+    assert not told(done) and done.stdout.count("met: 1") == 2, done.stdout
+
+
+@pytest.mark.parametrize("python, text", [
+    ("/no/such/python", "Python cannot be started from /no/such/python: No such file or directory"),
+    ("/etc/passwd", "Python cannot be started from /etc/passwd: Permission denied"),
+])
+def test_a_python_that_is_none(program, python, text):
+    done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=python)
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
+    assert [fault[1] for fault in told(done)] == [PYTHON] * 4 and done.stdout.count(text) == 4, done.stdout
+
+
+@pytest.mark.parametrize("packages, lacks", [
+    ((), "_cffi_backend"), (("_cffi_backend*",), "mpi4py"), (("_cffi_backend*", "mpi4py"), "pmm3d"),
+    (("_cffi_backend*", "mpi4py", "__editable__*pmm3d*"), "numpy"),
+])
+def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, packages, lacks):
+    subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "venv", "--without-pip", tmp_path], check=True)
+    [site] = tmp_path.glob("lib/python*/site-packages")
+    for pattern in packages:
+        found = [*site_packages.glob(pattern)]
+        assert found
+        for path in found:
+            (site / path.name).symlink_to(path)
+    done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=str(tmp_path / "bin" / "python"))
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
+    assert [fault[1] for fault in told(done)] == [PYTHON] * 4, done.stdout
+    text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \"pmm3d[embed]\""
+    assert done.stdout.count(text) == 4, done.stdout
+
+
+def test_a_python_with_a_damaged_cffi(program, tmp_path):
+    (tmp_path / "_cffi_backend.py").write_text("")
+    done = program("tests/embed/faults.c")(1, "start", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    assert "what Python said is on stderr" in done.stdout and "initialization code failed" in done.stderr
+
+
+def test_a_python_without_a_standard_library(program):
+    done = program("tests/embed/faults.c")(1, "start", PYTHONHOME="/no/such/folder")
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    assert "failed to get the Python codec" in done.stdout and "it was tried before, in vain" in done.stdout
+
+
+def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
+    """The module itself compiles, for programs that pass those of C."""
+
+    def compiled(source):
+        return subprocess.run(["mpifort.openmpi", "-fdefault-integer-8", "-c", ROOT / source], cwd=tmp_path, text=True,
+                              capture_output=True)
+
+    assert compiled("embed/pmm3d.f90").returncode == 0
+    refused = compiled("apps/embed/product.f90")
+    assert refused.returncode != 0 and "passed INTEGER(8) to INTEGER(4)" in refused.stderr
+
+
+def test_one_rank_that_cannot_start_is_not_waited_for(program):
+    done = program("tests/embed/faults.c")(3, "start on one")
+    assert done.returncode == 0 and done.stdout.count("ended") == 3, done.stdout + done.stderr
+    assert [fault[1:3] for fault in told(done)] == [(PYTHON, 1)] * 3, done.stdout
+    assert done.stdout.count("other ranks of the communicator could not start") == 2
+
+
+def test_an_mpi4py_that_cannot_be_loaded_here(program):
+    done = program("tests/embed/faults.c")(2, "start", MPI4PY_MPIABI="mpich")
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
+    assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
+
+
+def test_python_with_another_mpi(program, tmp_path):
+    """An mpi4py that brings its own: as two libraries in one process."""
+    module = "rc = type('rc', (), {})\n"
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text(module)
+    (tmp_path / "mpi4py" / "MPI.py").write_text("Get_library_version = lambda: 'MPICH Version: 9, of a wheel'\n"
+                                                "Is_initialized = lambda: False\n")
+    done = program("tests/embed/faults.c")(2, "start", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
+    assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
+    assert done.stdout.count("MPICH Version: 9") == 4

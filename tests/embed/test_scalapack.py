@@ -1,0 +1,119 @@
+"""Block-cyclic products beside ScaLAPACK's, and programs of ScaLAPACK with the drop-in for its p?gemm."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from callers import LIBRARIES, ROOT, Caller
+
+SCALAPACK = ("-lscalapack-openmpi",)
+PACKAGES = "scalapack-mpi-test", "scalapack-test-common"
+"""Debian's: ScaLAPACK's own tests, compiled, and what they read."""
+
+
+@pytest.fixture(scope="session")
+def scalapack_tests(tmp_path_factory):
+    """The folders of the programs and of their files; nothing is installed."""
+    into = tmp_path_factory.mktemp("scalapack")
+    if subprocess.run(["apt-get", "download", "-q", *PACKAGES], cwd=into, capture_output=True).returncode:
+        subprocess.run(["apt-get", "update", "-q"], check=True, capture_output=True)
+        subprocess.run(["apt-get", "download", "-q", *PACKAGES], cwd=into, check=True)
+    for package in into.glob("*.deb"):
+        subprocess.run(["dpkg", "-x", package, into], check=True)
+    [programs] = into.glob("usr/lib/*/scalapack/openmpi-tests")
+    return programs, into / "usr" / "share" / "scalapack"
+
+
+@pytest.fixture
+def scalapack_test(scalapack_tests, tmp_path):
+    """scalapack_test("xdlu", "LU.dat"): a program of ScaLAPACK's, with a copy of its file, and with the drop-in."""
+    programs, files = scalapack_tests
+
+    def find(name: str, file: str) -> Caller:
+        shutil.copy(programs / name, tmp_path)
+        shutil.copy(files / file, tmp_path)
+        return Caller(tmp_path / Path(name).name)
+
+    return find
+
+
+def with_drop_in(log: Path) -> dict[str, str]:
+    return {"LD_PRELOAD": str(LIBRARIES / "libpmm3d_scalapack.so"), "PMM3D_EMBED_LOG": str(log)}
+
+
+def done_by(log: Path, routine: str) -> Counter[str]:
+    """How often by "pmm3d", and by "scalapack"."""
+    return Counter(re.findall(rf"^rank \d+ {routine} .*?: (pmm3d|scalapack)", log.read_text(), re.M))
+
+
+@pytest.mark.parametrize("kind", "sdcz")
+@pytest.mark.parametrize("ranks, rows, columns", [(1, 1, 1), (4, 2, 2), (3, 1, 3), (6, 3, 2), (5, 2, 2)])
+def test_products_and_moves_are_scalapacks_to_rounding(program, kind, ranks, rows, columns):
+    done = program("tests/embed/cyclic.c", flags=SCALAPACK)(ranks, kind, rows, columns)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [(roundings, moves)] = re.findall(r"^36 products: (\S+) roundings; moves: (\S+)$", done.stdout, re.M)
+    assert float(roundings) < 4 and float(moves) == 0, done.stdout
+
+
+@pytest.mark.parametrize("ranks, grid", [(1, "1 x 1"), (4, "2 x 2"), (6, "2 x 3")])
+def test_the_program_in_fortran_agrees_with_scalapack(program, ranks, grid):
+    done = program("embed/pmm3d.f90", "apps/embed/block_cyclic.f90", flags=SCALAPACK)(ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [difference] = re.findall(rf"^{grid} ranks: differs from pdgemm by at most +(\S+)$", done.stdout, re.M)
+    assert float(difference) < 1e-11
+
+
+@pytest.mark.parametrize("kind", "sdcz")
+def test_scalapacks_own_test_of_the_pblas_passes(scalapack_test, tmp_path, kind):
+    """On four process grids; it also tests what is said of every wrong argument."""
+    log = tmp_path / "log"
+    done = scalapack_test(f"PBLAS/{kind}pb3tst", f"PBLAS/P{kind.upper()}BLAS3TST.dat")(4, **with_drop_in(log))
+    assert done.returncode == 0, done.stdout + done.stderr
+    total, passed, failed = re.findall(rf"P{kind.upper()}GEMM +(\d+) +(\d+) +(\d+) +0$", done.stdout, re.M)[0]
+    assert int(total) == int(passed) == 16 and failed == "0"
+    assert not re.search(r"FAILED +\*", done.stdout)
+    assert len(re.findall(r"check: P.GEMM +PASSED", done.stdout)) == 32  # that inputs stay, and the result
+    assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # a line a rank
+
+
+def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
+    """Its pdgetrf, within the library, calls pdgemm."""
+    log = tmp_path / "log"
+    done = scalapack_test("xdlu", "LU.dat")(4, **with_drop_in(log), seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "240 tests completed and passed residual checks" in done.stdout
+    assert "0 tests completed and failed residual checks" in done.stdout
+    calls = done_by(log, "pdgemm")
+    assert calls["pmm3d"] > 500 and not calls["scalapack"]
+
+
+def test_a_program_that_is_linked_with_it(program, tmp_path):
+    log = tmp_path / "log"
+    linked = program("apps/scalapack_lab/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
+    for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # of three ranks one stays out
+        done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
+        assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
+        assert done_by(log, f"p{kind}gemm") == {"pmm3d": 6 * rows * columns}
+
+
+def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
+    log = tmp_path / "log"
+    linked = program("apps/scalapack_lab/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
+    done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_PYTHON="/no/such/python")
+    assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
+    assert done.stderr.count("pmm3d: ScaLAPACK does this pdgemm, and says so no more: Python cannot be started") == 1
+    assert done_by(log, "pdgemm") == {"scalapack": 24}
+
+
+def test_nothing_that_could_do_it_ends_the_program_as_scalapack_does(program):
+    """Where ScaLAPACK's own routine is not in the process."""
+    alone = program("tests/embed/no_pgemm.c", flags=("-lpmm3d_scalapack",))
+    done = alone(2, PMM3D_PYTHON="/no/such/python")
+    assert done.returncode != 0 and "not reached" not in done.stdout
+    assert "On entry to pdgemm: Python cannot be started from /no/such/python" in done.stderr, done.stderr
+    assert "blacs_abort of context 5, code 1" in done.stderr
