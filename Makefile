@@ -140,7 +140,7 @@ help: ## this list
 .venv-embed/.installed: pyproject.toml setup.py constraints.txt
 	@echo 'embed: installing what a caller starts into .venv-embed'
 	@test -x .venv-embed/bin/pip || $(PYTHON) -m venv --clear .venv-embed
-	@.venv-embed/bin/python -m pip install -q -e '.[embed]' -c constraints.txt
+	@.venv-embed/bin/python -m pip install -q -e '.[embed,io,cli]' -c constraints.txt
 	@touch $@
 
 .venv-slurm-%/.installed: pyproject.toml setup.py constraints.txt
