@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 
 import pytest
-from callers import ENVIRONMENT, ROOT
+from callers import ENVIRONMENT, LIBRARIES, ROOT
 
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
 ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
@@ -124,6 +125,13 @@ def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, package
     assert [fault[1] for fault in told(done)] == [PYTHON] * 4, done.stdout
     text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \"pmm3d[embed]\""
     assert done.stdout.count(text) == 4, done.stdout
+
+
+def test_a_library_without_its_part_with_python(program, tmp_path):
+    shutil.copy(LIBRARIES / "libpmm3d.so", tmp_path)
+    done = program("tests/embed/faults.c")(1, "start", LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == 0 and [fault[1] for fault in told(done)] == [PYTHON] * 2, done.stdout + done.stderr
+    assert "the part with Python cannot be loaded: " in done.stdout and "Build it again: make embed" in done.stdout
 
 
 def test_a_python_with_a_damaged_cffi(program, tmp_path):
