@@ -1,4 +1,5 @@
 /* Starts Python so that a failure is a text, and leaves the caller's locale, signals and streams as they are. */
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -24,6 +25,16 @@ static PyStatus start(const char *executable) {
     if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
     PyConfig_Clear(&config);
     return status;
+}
+
+/* Python's module signal takes SIGINT when it is first imported, by whichever package that may be. */
+static void import_signal(void) {
+    struct sigaction was;
+    sigaction(SIGINT, NULL, &was);
+    PyObject *module = PyImport_ImportModule("signal");
+    Py_XDECREF(module);
+    PyErr_Clear();
+    sigaction(SIGINT, &was, NULL);
 }
 
 /* cffi prints, where it cannot load this, and goes on. */
@@ -58,6 +69,7 @@ CFFI_DLLEXPORT int pmm3d_python_start(const char *executable, char *text, int si
             broken = 1;
             return not_started(text, size, executable, status.err_msg);
         }
+        import_signal();
         PyEval_SaveThread();
     }
     PyGILState_STATE held = PyGILState_Ensure();
