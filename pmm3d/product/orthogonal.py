@@ -229,7 +229,7 @@ def _plus(number: float, a: DistMatrix) -> DistMatrix:
 def _times(a: DistMatrix, factor: float, out: DistMatrix | None = None) -> DistMatrix:
     """factor A, in work memory if not in A itself."""
     room = _room(a, a.shape, a.layout) if out is None else out
-    by_rows(lambda part: factor * part, room.memory, a.local, name="scale")
+    by_rows(a.library, lambda part: factor * part, room.memory, a.local, name="scale")
     return room
 
 
