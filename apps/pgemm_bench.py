@@ -18,7 +18,6 @@ import argparse
 import ctypes
 import os
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -26,7 +25,10 @@ from measuring import markdown, slowest
 from mpi4py import MPI
 from scalapack import Scalapack
 
-from pmm3d import BlacsContext, Layout, PgemmPlan, Redistribution, pgemr2d
+from pmm3d import BlacsContext, Layout, PgemmPlan, pgemr2d
+from pmm3d.arrays import NumpyLibrary, Workspace
+from pmm3d.layout import OnGrid, Placement
+from pmm3d.product.tiles import TileMove
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
 BLOCK, MOVED = 64, 8192
@@ -56,8 +58,6 @@ def in_turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 def limit(m: int, n: int, k: int, dtype: str, comm: MPI.Intracomm) -> float:
     """Seconds of the product if each core multiplied its share as fast as one core multiplies 2048 x 2048 x 2048."""
-    from pmm3d.arrays import NumpyLibrary, Workspace
-
     size, library, work = 2048, NumpyLibrary(), Workspace()
     a, b, c = (library.empty((size, size), dtype) for _ in range(3))
     a[...], b[...], c[...] = 1, 1, 0
@@ -68,7 +68,7 @@ def limit(m: int, n: int, k: int, dtype: str, comm: MPI.Intracomm) -> float:
             library.gemm(a, b, c, 1, 0, work)
             times.append(MPI.Wtime() - begun)
     comm.Barrier()
-    cores = min(comm.size, len(os.sched_getaffinity(0)))
+    cores = min(comm.size, os.cpu_count() or 1)
     return float(comm.bcast(min(times, default=0.0))) * (m * n * k / size**3) / cores
 
 
@@ -88,12 +88,13 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
         plan = PgemmPlan("N", "N", m, n, k, 1, 1, descriptors[0], 1, 1, descriptors[1], 1, 1, descriptors[2],
                          dtype=dtype)
         sides = {"pmm3d": lambda: plan(a, b, c),
-                 "scalapack": lambda: scalapack.pgemm("N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0, d,
-                                                      1, 1, others[2])}
+                 "scalapack": lambda: scalapack.pgemm("N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0,
+                                                      d, 1, 1, others[2])}
         seconds = in_turns(sides, rounds)
         right = comm.allreduce(int(np.allclose(c, d, rtol=1e-3 if dtype == "float32" else 1e-10)), MPI.MIN)
         ideal = limit(m, n, k, dtype, comm)
-        cells = [f"{m} x {n} x {k}", dtype, *(f"{1e3 * seconds[side]:.0f} ({ideal / seconds[side]:.2f})" for side in sides),
+        cells = [f"{m} x {n} x {k}", dtype,
+                 *(f"{1e3 * seconds[side]:.0f} ({ideal / seconds[side]:.2f})" for side in sides),
                  f"{seconds['scalapack'] / seconds['pmm3d']:.2f}", str(plan.grid.shape), "yes" if right else "NO"]
     theirs.close()
     return cells
@@ -105,7 +106,8 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
     theirs = scalapack.context(comm, shape)
     column = scalapack.context(comm, (1, comm.size))
     with BlacsContext(comm, shape) as ours, BlacsContext(ours.grid, (1, comm.size)) as slabs:
-        descriptor, whole = ours.descriptor(MOVED, MOVED, BLOCK, BLOCK), slabs.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size)
+        descriptor = ours.descriptor(MOVED, MOVED, BLOCK, BLOCK)
+        whole = slabs.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size)
         a, back, slab, other = descriptor.empty(), descriptor.empty(), whole.empty(), whole.empty()
         for array in (a, back, slab, other):
             array[...] = comm.rank
@@ -113,16 +115,11 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
         in_slabs = column.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size, 0, 0, slab.shape[0])
         grid = ours.product_grid((MOVED, MOVED, MOVED), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
-        from pmm3d.layout import OnGrid, Placement
-        from pmm3d.product.tiles import TileMove
-
         on_grid = OnGrid(Placement((MOVED, MOVED), layout, grid.shape), "F")
         shard = np.empty(on_grid.extents(comm.rank)[0], order="F")
         shard[...] = 0
         forth, home = (TileMove(ours.grid, *way, "float64") for way in
                        ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
-        from pmm3d.arrays import NumpyLibrary
-
         library, counts = NumpyLibrary(), [a.size // comm.size] * comm.size
         sides = {
             "to an operand's layout": lambda: forth.start(library, [a], [shard]).wait(),
@@ -130,8 +127,9 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
             "MPI_Alltoallv": lambda: comm.Alltoallv([a.ravel("F"), counts], [back.ravel("F"), counts]),
             "pgemr2d to block columns": lambda: pgemr2d(MOVED, MOVED, a, 1, 1, descriptor, slab, 1, 1, whole),
             "pgemr2d back": lambda: pgemr2d(MOVED, MOVED, slab, 1, 1, whole, back, 1, 1, descriptor),
-            "pdgemr2d of ScaLAPACK": lambda: scalapack.pgemr2d(MOVED, MOVED, a, 1, 1, there, other, 1, 1, in_slabs, theirs),
-            "and back, ScaLAPACK": lambda: scalapack.pgemr2d(MOVED, MOVED, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
+            "pdgemr2d to block columns": lambda: scalapack.pgemr2d(MOVED, MOVED, a, 1, 1, there, other, 1, 1, in_slabs,
+                                                                   theirs),
+            "pdgemr2d back": lambda: scalapack.pgemr2d(MOVED, MOVED, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
         }
         seconds = in_turns(sides, rounds)
         rows = [[name, f"{1e3 * time:.0f}", f"{seconds['MPI_Alltoallv'] / time:.2f}"] for name, time in seconds.items()]

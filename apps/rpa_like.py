@@ -10,10 +10,10 @@ energy. At each frequency w of a quadrature (Del Ben and others, J. Chem. Theory
     Q(w) = B^T G(w) B,  G(w) = 4 e / (e^2 + w^2)           aux x aux, contracted over all pairs: pgemm("T", "N", ...)
     E = 1 / (2 pi) integral over w of  ln det(1 + Q(w)) - tr Q(w)
 
-B, G B and Q are block-cyclic on a process grid, as a code has them that is built on ScaLAPACK; the product runs on the grid
-that is best for it, which cuts the pairs. Here B and e are random, and smooth, of a size that the energy is of order 1.
+B, G B and Q are block-cyclic on a process grid, as a code has them that is built on ScaLAPACK; the product runs on the
+grid that is best for it, which cuts the pairs. Here B is random, e smooth, of a size that the energy is of order 1.
 
-Printed: the energy, tr Q beside the same sum without a product, the symmetry of Q, the change from half of the frequencies,
+Printed: the energy, also from half of the frequencies, tr Q beside the same sum without a product, the symmetry of Q,
 seconds of each phase. With --check rank 0 has all of B, and the energy by diagonalisation: with
 M = e^2 + 4 e^(1/2) B B^T e^(1/2), of eigenvalues W^2, E = (sum of W - sum of e) / 2 - tr(B B^T). With --scalapack each
 product is done by the machine's p?gemm too, in turns.
@@ -59,7 +59,8 @@ class Integrals:
 
     def __init__(self, report: Report, context: BlacsContext, pairs: int, aux: int, block: int, seed: int):
         self.pairs, self.aux = pairs, aux
-        self.tall, self.square = context.descriptor(pairs, aux, block, block), context.descriptor(aux, aux, block, block)
+        self.tall = context.descriptor(pairs, aux, block, block)
+        self.square = context.descriptor(aux, aux, block, block)
         with report.phase("B"):
             drawn = DistMatrix.random(context.grid, (pairs, aux), seed=seed, layout=Layout("z"), order="F")
             drawn.scale(STRENGTH * (3 / max(1, pairs)) ** 0.5)

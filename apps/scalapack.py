@@ -45,8 +45,8 @@ class Scalapack:
                 jb: int, descb: np.ndarray, everyone: Blacs) -> None:
         """p?gemr2d; everyone: a context that has all the ranks of both."""
         routine = getattr(self._library, f"Cp{LETTERS[a.dtype.name]}gemr2d")
-        routine(c_int(m), c_int(n), _address(a), c_int(ia), c_int(ja), _address(desca), _address(b), c_int(ib), c_int(jb),
-                _address(descb), c_int(everyone.number))
+        routine(c_int(m), c_int(n), _address(a), c_int(ia), c_int(ja), _address(desca), _address(b), c_int(ib),
+                c_int(jb), _address(descb), c_int(everyone.number))
 
 
 class Blacs:
@@ -85,5 +85,5 @@ def _loaded(names: Sequence[str]) -> ctypes.CDLL:
             return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             missing = error
-    raise SystemExit(f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; elsewhere "
-                     "PMM3D_SCALAPACK=/path/to/libscalapack.so names it")
+    raise SystemExit(f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; "
+                     "elsewhere PMM3D_SCALAPACK=/path/to/libscalapack.so names it")

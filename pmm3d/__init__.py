@@ -47,8 +47,8 @@ _ROOMS = {
     "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
                "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
     "layout": ("BlockCyclic", "Blocks", "Box", "GridShape", "Layout"),
-    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk", "matmul",
-                "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar", "syrk"),
+    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk",
+                "matmul", "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar", "syrk"),
 }  # fmt: skip
 __all__ = [
     "Axis", "BlacsContext", "BlockCyclic", "Blocks", "Box", "CheckpointError", "DTypeError", "DataError", "Descriptor",

@@ -1,5 +1,5 @@
-"""Layouts that other libraries and codes have: block-cyclic as ScaLAPACK's, and blocks between any cuts; beside them the
-library's own, as the same kind of thing. All are made of tiles: what a part of the rows has of a part of the columns."""
+"""Layouts that other libraries and codes have: block-cyclic as ScaLAPACK's, and blocks between any cuts. Like those of
+this library (`on_grid`) they are made of tiles: what a part of the rows has of a part of the columns."""
 
 from __future__ import annotations
 

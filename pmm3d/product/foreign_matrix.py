@@ -32,7 +32,8 @@ class ForeignMatrix(StoredMatrix):
         """
         from .foreign import BlockCyclic, from_tiles
 
-        return from_tiles(cls, "DistMatrix.from_block_cyclic", grid, local, cyclic, BlockCyclic, layout, order, "float64")
+        what = "DistMatrix.from_block_cyclic"
+        return from_tiles(cls, what, grid, local, cyclic, BlockCyclic, layout, order, "float64")
 
     @classmethod
     def from_blocks(cls: type[Matrix], grid: Grid, arrays: Any, blocks: Blocks, *, layout: Layout = Layout.A,

@@ -112,12 +112,14 @@ class PgemmPlan:
             m, n, k = _size("m", m), _size("n", n), _size("k", k)
             shapes = (m, k)[:: 1 if self._forms[0] == "N" else -1], (k, n)[:: 1 if self._forms[1] == "N" else -1]
             self._cyclic = [part_of("pgemm", "A", ia, ja, desca, *shapes[0]),
-                            part_of("pgemm", "B", ib, jb, descb, *shapes[1]), part_of("pgemm", "C", ic, jc, descc, m, n)]
+                            part_of("pgemm", "B", ib, jb, descb, *shapes[1]),
+                            part_of("pgemm", "C", ic, jc, descc, m, n)]
             self._descriptors = desca, descb, descc
             self._dtype, self._library = _blas_type(dtype), self._base.library(library)
         self._multiplies = m > 0 and n > 0 and k > 0
         placed = partial(_placed, self._cyclic, self._forms)
-        self.grid, ranks = context.product_grid((n, m, k), self._dtype, lambda shape: [*zip(self._cyclic, placed(shape))])
+        moves = lambda shape: [*zip(self._cyclic, placed(shape))]
+        self.grid, ranks = context.product_grid((n, m, k), self._dtype, moves)
         on_grid = placed(self.grid.shape, ranks)
         self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=self._dtype, layout=there.placement.layout,
                                            library=self._library, order="F") for there in on_grid]

@@ -102,8 +102,8 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
     _, dtype, kind = array_signature(a)
     with grid.together("pgemr2d", m, n, ia, ja, desca.cyclic, ib, jb, descb.cyclic, dtype, kind):
         if not grid.same_processes(descb.context.grid):
-            raise GridError("pgemr2d: the two contexts are over different ranks, or these in another order: make both on "
-                            "one communicator, which has all the ranks of both")
+            raise GridError("pgemr2d: the two contexts are over different ranks, or these in another order: make both "
+                            "on one communicator, which has all the ranks of both")
         library = library_of(a)
         check_matrix_dtype(dtype, library, labels=True)
         ways = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)

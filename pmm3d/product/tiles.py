@@ -1,5 +1,5 @@
-"""Moving a matrix from one way of lying in tiles to another: one exchange, in which each element is packed once where it
-leaves, and unpacked once where it arrives."""
+"""Moving a matrix from one way of lying in tiles to another: one exchange, in which each element is packed once where
+it leaves, and unpacked once where it arrives."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class TileMove:
         they stay as they are until it is done."""
         if self._turned:
             sources, targets = [array.T for array in sources], [array.T for array in targets]
-        return self._grid.everyone.begin("redistribute", lambda link: self._moving(link, library, sources, targets, beta),
-                                         library=library)
+        moving = lambda link: self._moving(link, library, sources, targets, beta)
+        return self._grid.everyone.begin("redistribute", moving, library=library)
 
     def _moving(self, link: Link, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
                 beta: complex) -> Collective[None]:
@@ -166,11 +166,11 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     for array, (rows, cols) in zip(given, extents or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
-            raise DTypeError(f"{what}: an array of {of_array.kind}, {of_array.dtype(array)}, where {library.kind}, {dtype}, "
-                             "is expected: pmm3d does not mix types")
+            raise DTypeError(f"{what}: an array of {of_array.kind}, {of_array.dtype(array)}, where {library.kind}, "
+                             f"{dtype}, is expected: pmm3d does not mix types")
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
-            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.rank} stores {rows} rows "
-                              f"and {cols} columns of it")
+            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.rank} stores {rows} "
+                              f"rows and {cols} columns of it")
     grid.transport.check_place(library, *given)
     return given[: len(extents)]
 

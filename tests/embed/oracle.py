@@ -111,7 +111,8 @@ def moved(scalapack: Scalapack, source: Contexts, target: Contexts, everyone: Bl
     ours, theirs = b.local.copy(order="F"), b.local.copy(order="F")
     pgemr2d(m, n, *a.part(a.local, False), *b.part(ours, False))
     scalapack.pgemr2d(m, n, *a.part(a.local, True), *b.part(theirs, True), everyone)
-    return float(ours.tobytes("F") != theirs.tobytes("F")), f"{dtype} {m} x {n}, {source.ours.shape} to {target.ours.shape}"
+    case = f"{dtype} {m} x {n}, {source.ours.shape} to {target.ours.shape}"
+    return float(ours.tobytes("F") != theirs.tobytes("F")), case
 
 
 def main() -> int:
@@ -120,10 +121,9 @@ def main() -> int:
     everyone = scalapack.context(comm, (1, comm.size))
     contexts = [Contexts.drawn(scalapack, comm, rng) for _ in range(6)]
     found = []
-    for case in range(cases):
+    for _ in range(cases):
         one, other = (contexts[number] for number in rng.integers(0, len(contexts), 2))
         found += [("product", *product(scalapack, one, rng)), ("moved", *moved(scalapack, one, other, everyone, rng))]
-        del case
     wrong = [(what, case, error) for what, error, case in found if not error <= (8 if what == "product" else 0)]
     all_wrong = comm.allreduce(len(wrong))
     if comm.rank == 0:

@@ -11,14 +11,15 @@ CASES = 60
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
 def test_300_random_descriptors(ranks):
-    done = Caller(ENVIRONMENT / "bin" / "python")(ranks, ROOT / "tests" / "embed" / "oracle.py", CASES, ranks, seconds=600)
+    python, oracle = Caller(ENVIRONMENT / "bin" / "python"), ROOT / "tests" / "embed" / "oracle.py"
+    done = python(ranks, oracle, CASES, ranks, seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(f"^{CASES} products agree to .* units of rounding, {CASES} redistributions bit for bit$", done.stdout,
-                     re.M), done.stdout
+    agreed = f"^{CASES} products agree to .* units of rounding, {CASES} redistributions bit for bit$"
+    assert re.search(agreed, done.stdout, re.M), done.stdout
 
 
 def test_the_rpa_energy_with_p_gemm_beside():
-    done = Caller(ENVIRONMENT / "bin" / "python")(4, ROOT / "apps" / "rpa_like.py", "--aux", 40, "--pairs", 500, "--block",
-                                                  7, "--scalapack")
+    python, app = Caller(ENVIRONMENT / "bin" / "python"), ROOT / "apps" / "rpa_like.py"
+    done = python(4, app, "--aux", 40, "--pairs", 500, "--block", 7, "--scalapack")
     assert done.returncode == 0 and re.search(r"^Q beside p.gemm's, relative .* <= 1e-12$", done.stdout, re.M), (
         done.stdout + done.stderr)

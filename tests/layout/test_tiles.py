@@ -25,7 +25,8 @@ intervals = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
 @given(cyclics)
 def test_blocks_are_dealt_out_as_scalapack_does(dealt):
     """INDXG2P and INDXG2L of its TOOLS, of indices counted from 0."""
-    found = [(run.part, run.local + step) for run in dealt.within(0, dealt.size) for step in range(run.stop - run.start)]
+    found = [(run.part, run.local + step) for run in dealt.within(0, dealt.size)
+             for step in range(run.stop - run.start)]
     glob = range(dealt.offset, dealt.offset + dealt.size)
     assert found == [((index // dealt.block + dealt.first) % dealt.parts,
                       index // (dealt.block * dealt.parts) * dealt.block + index % dealt.block) for index in glob]

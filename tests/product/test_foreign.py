@@ -176,7 +176,8 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(LayoutError, "to be written is read-only", lambda: matrix.to_block_cyclic(cyclic, read_only))
         fails(LayoutError, "from Layout to Layout: DistMatrix.redistribute",
               lambda: Redistribution(grid, Layout.A, Layout.B))
-        fails(LayoutError, 'the order of shards is "C" or "F"', lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
+        fails(LayoutError, 'the order of shards is "C" or "F"',
+              lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
         move = Redistribution(grid, cyclic, cyclic)
         fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))
         fails(LayoutError, f"stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))

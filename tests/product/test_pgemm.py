@@ -219,8 +219,8 @@ def test_ranks_that_pass_different_things_all_hear_of_it(comm):
         a, c = square.empty(), square.empty()
         for options in ({"n": 8 - comm.rank}, {"alpha": 1 + comm.rank}):
             with pytest.raises(Exception, match="different arguments") as caught:
-                pgemm("N", "N", 8, options.get("n", 8), 8, options.get("alpha", 1), a, 1, 1, square, a, 1, 1, square, 0, c,
-                      1, 1, square)
+                pgemm("N", "N", 8, options.get("n", 8), 8, options.get("alpha", 1), a, 1, 1, square, a, 1, 1, square,
+                      0, c, 1, 1, square)
             assert caught.value.everywhere
 
 
