@@ -10,7 +10,8 @@ from samples import integers, to_library
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.model.plan import ProductPlan
-from pmm3d.product import checks, plans
+from pmm3d.product import checks
+from pmm3d.product import kept as keeping
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
 
@@ -123,7 +124,7 @@ def test_arrays_are_not_read_without_debug(comm, monkeypatch):
 
 
 def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
-    monkeypatch.setattr(plans, "KEPT_PLANS", 4)
+    monkeypatch.setattr(keeping, "KEPT_PLANS", 4)
     for rows in (*range(1, 9), 1, 8):
         a, b = integers((rows, 5)), integers((5, 3))
         left = DistMatrix.from_global(grid, to_library(a))
@@ -133,8 +134,8 @@ def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
 
 
 def test_the_plan_that_was_not_asked_for_longest_goes_first(grid, monkeypatch):
-    monkeypatch.setattr(plans, "KEPT_PLANS", 2)
-    kept, made = plans.RecentPlans(), []
+    monkeypatch.setattr(keeping, "KEPT_PLANS", 2)
+    kept, made = keeping.RecentPlans(), []
     for key in ("a", "b", "a", "c", "a", "b"):
         kept.get(key, lambda: made.append(key))
     assert made == ["a", "b", "c", "b"] and len(kept) == 2
