@@ -113,12 +113,12 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
             array[...] = comm.rank
         there = theirs.descriptor(MOVED, MOVED, BLOCK, BLOCK, 0, 0, a.shape[0])
         in_slabs = column.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size, 0, 0, slab.shape[0])
-        grid = ours.product_grid((MOVED, MOVED, MOVED), "float64", lambda shape: [])[0]
+        grid = ours.product_grid("moves", (MOVED, MOVED, MOVED), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
         on_grid = OnGrid(Placement((MOVED, MOVED), layout, grid.shape), "F")
         shard = np.empty(on_grid.extents(comm.rank)[0], order="F")
         shard[...] = 0
-        forth, home = (TileMove(ours.grid, *way, "float64") for way in
+        forth, home = (TileMove(ours.grid, *way, "float64", NumpyLibrary()) for way in
                        ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
         library, counts = NumpyLibrary(), [a.size // comm.size] * comm.size
         sides = {

@@ -41,6 +41,8 @@ def with_python(into: Path) -> None:
     if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
         raise SystemExit(f"embed/build.py: {sys.executable} has no shared libpython. Take the system's python3, with "
                          "libpython3-dev, or build Python with --enable-shared")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise SystemExit(f"embed/build.py: {sys.executable} has no Python.h. On Debian: apt-get install libpython3-dev")
     try:
         from cffi import FFI
     except ImportError:

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "embedded.h"
 
@@ -149,15 +150,41 @@ int pmm3d_start(void) {
     return code ? code : leave(PMM3D_OK);
 }
 
+/* Seconds for which a rank waits for others to come: PMM3D_TIMEOUT; 0: for ever. */
+static double patience(void) {
+    const char *asked = getenv("PMM3D_TIMEOUT");
+    char *end = NULL;
+    double seconds = asked ? strtod(asked, &end) : 600;
+    return asked && (end == asked || seconds < 0) ? 600 : seconds;
+}
+
+/* The largest code of all ranks; a code of its own where not all come in time. */
+static int largest(int code, MPI_Comm comm) {
+    int worst = PMM3D_OK, done = 0;
+    double begun = MPI_Wtime(), seconds = patience();
+    MPI_Request request;
+    MPI_Iallreduce(&code, &worst, 1, MPI_INT, MPI_MAX, comm, &request);
+    while (MPI_Test(&request, &done, MPI_STATUS_IGNORE), !done) {
+        double waited = MPI_Wtime() - begun;
+        if (seconds > 0 && waited > seconds) {
+            char text[200];
+            snprintf(text, sizeof text, "not all ranks of the communicator came to this call in %g s (PMM3D_TIMEOUT)", seconds);
+            fprintf(stderr, "pmm3d: %s; the job ends\n", text);
+            MPI_Abort(comm, 70);
+        }
+        if (waited > 1e-3) nanosleep(&(struct timespec){0, 100000}, NULL);
+    }
+    return worst;
+}
+
 /* Whether all ranks of comm could start: a rank that cannot is not waited for. */
 static int start_together(MPI_Comm comm) {
     int code = pmm3d_start(), worst = PMM3D_OK, running = 0, over = 0;
     MPI_Initialized(&running);
     MPI_Finalized(&over);
-    if (comm == MPI_COMM_NULL || !running || over || code == PMM3D_ERROR_THREAD || code == PMM3D_ERROR_FINALIZED)
-        return code;
-    MPI_Allreduce(&code, &worst, 1, MPI_INT, MPI_MAX, comm);
-    if (!code && worst)
+    if (comm == MPI_COMM_NULL || !running || over || code == PMM3D_ERROR_THREAD) return code;
+    worst = largest(code, comm);
+    if (worst != code)
         failed(worst, "other ranks of the communicator could not start: what was wrong is told there");
     if (worst) last.everywhere = 1;
     return worst;

@@ -54,7 +54,7 @@ static void log_call(const Call *call, const char *by) {
     if (!path || !*path) return;
     int rank = 0, file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0666);
     if (file < 0) return;
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    Cblacs_gridinfo(call->desca[CTXT], &rows, &columns, &row, &column);
     int length = snprintf(line, sizeof line, "rank %d %s %c%c %d %d %d: %s\n", rank, call->name, *call->transa,
                           *call->transb, *call->m, *call->n, *call->k, by);
     if (length >= (int)sizeof line) length = sizeof line - 1, line[length - 1] = '\n';
@@ -72,17 +72,17 @@ static void give_up(const Call *call, const char *text) {
 
 static void by_scalapack(const Call *call, const char *why) {
     char name[16], by[TEXT];
-    int rank;
+    int rows, columns, row, column;
     snprintf(name, sizeof name, "%s_", call->name);
     gemm *original = (gemm *)dlsym(RTLD_NEXT, name);
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    Cblacs_gridinfo(call->desca[CTXT], &rows, &columns, &row, &column);
     if (!original) {
         give_up(call, why);
         return;
     }
-    if (!said && rank == 0)
+    if (!said && row == 0 && column == 0)
         fprintf(stderr, "pmm3d: ScaLAPACK does this %s, and says so no more: %s\n", call->name, why);
-    said = 1;
+    said |= row >= 0;
     snprintf(by, sizeof by, "scalapack, %.1900s", why);
     log_call(call, by);
     original(call->transa, call->transb, call->m, call->n, call->k, call->alpha, call->a, call->ia, call->ja,

@@ -109,6 +109,9 @@ class DryLibrary(NumpyLibrary):
 
     conjugate = copy
 
+    def as_stored(self, array: Array) -> bool:
+        return True
+
     def as_strided(self, array: DryArray, shape: tuple[int, ...], strides: tuple[int, ...]) -> DryArray:
         size = itemsize(array.dtype)
         in_bytes = tuple(size * stride for stride in strides)

@@ -162,9 +162,10 @@ class NumpyLibrary:
 
     def plain(self, array: Array) -> Array:
         """The array, or a copy of it, such that its bytes in C order are its values."""
-        return array if self.is_contiguous(array) and self._as_stored(array) else self.copy(array)
+        return array if self.is_contiguous(array) and self.as_stored(array) else self.copy(array)
 
-    def _as_stored(self, array: Array) -> bool:
+    def as_stored(self, array: Array) -> bool:
+        """Whether the bytes of the elements are their values: in this machine's byte order, conjugated by nobody yet."""
         return array.dtype.isnative
 
     def conjugate(self, array: Array) -> Array:

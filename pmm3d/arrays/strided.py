@@ -12,6 +12,8 @@ from .numpy_library import Array, NumpyLibrary
 RUN_BYTES = 32
 """A run of elements of at least so many bytes is one element for numpy, which copies it at once: 64 x 64 blocks of
 float64 in two thirds of the time."""
+MOST_BYTES = 2**31
+"""Of an element of numpy."""
 ACROSS, ALONG = 256, 32
 """Elements of a piece that is transposed at a time, along where it is read and where it is written: a third of the time
 of all at once."""
@@ -49,7 +51,7 @@ def _copy(library: NumpyLibrary, piece: Array, place: Array) -> None:
         return
     size, run = piece.itemsize, piece.shape[-1]
     lies_so, goes_so = (run == 1 or array.strides[-1] == size for array in (piece, place))
-    if lies_so and goes_so and run * size >= RUN_BYTES and piece.ndim == 4:
+    if lies_so and goes_so and RUN_BYTES <= run * size < MOST_BYTES and piece.ndim == 4:
         kind = f"V{run * size}"
         piece, place = piece.view(kind), place.view(kind)
     elif piece.ndim == 2 and not (lies_so and goes_so) and min(piece.shape) > ALONG:

@@ -122,7 +122,7 @@ class TorchLibrary(NumpyLibrary):
     def plain(self, array: Array) -> Array:
         return super().plain(array.detach() if array.requires_grad else array)
 
-    def _as_stored(self, array: Array) -> bool:
+    def as_stored(self, array: Array) -> bool:
         return not (array.is_conj() or array.is_neg())
 
     def conjugate(self, array: Array) -> Array:

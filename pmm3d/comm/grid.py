@@ -168,6 +168,8 @@ class Grid:
 
     def shape_for(self, product: Product, dtype: str = "float64") -> GridShape:
         """The shape that "auto" chooses for a product (m, n, k) on these ranks. Collective."""
+        if self.dry_run is not None:
+            raise GridError("a dry run has the shape that it was made with; pmm3d plan ranks grids for a product")
         with self.together("Grid.shape_for", product, dtype):
             asked: Any = chosen_shape("auto", 1, {}, self.size, product, dtype, None)
         return self._best(asked)
@@ -311,7 +313,7 @@ class Grid:
             return said
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
-                told_once(agreed, self._parent, error is not None)
+                told_once(agreed, self._parent, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
@@ -409,7 +411,7 @@ class Grid:
             return
         with self.engine.guard:
             ending.raised(self._watch_comm, self._watch, self._explained(error))
-            told_once(error, self._parent, True)
+            told_once(error, self._parent, self.size, True)
             with suppress(Exception):
                 self._complete()
             self._made.close()

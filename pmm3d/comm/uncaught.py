@@ -29,14 +29,15 @@ def come(arrival: MPI.Request, seconds: float = ARRIVAL_SECONDS) -> bool:
     return True
 
 
-def told_once(error: BaseException, comm: MPI.Intracomm, failed_here: bool) -> None:
+def told_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
     """All ranks of comm raise this error: if it leaves the program on all of them, one prints it.
 
     Of two calls for one error the first counts.
 
+    size          of comm, which is the user's, and looked at only where the program ends with the error
     failed_here   whether its cause, and so the traceback worth reading, is on this rank
     """
-    if comm.size > 1 and not hasattr(error, MARK):
+    if size > 1 and not hasattr(error, MARK):
         setattr(error, MARK, _Meeting(comm, failed_here))
         if not isinstance(sys.excepthook, ToldOnce):
             sys.excepthook = ToldOnce(sys.excepthook)

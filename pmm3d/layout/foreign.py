@@ -89,7 +89,7 @@ class BlockCyclic:
     process_grid: tuple[int, int]
     numbering: str = "R"
     first: tuple[int, int] = (0, 0)
-    ranks: tuple[int, ...] | None = None
+    ranks: Sequence[int] | None = None
     start: tuple[int, int] = (0, 0)
     order = "F"
 

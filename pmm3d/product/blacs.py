@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..comm import Grid
+from ..comm.communicator import check_communicator
 from ..errors import GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, matrix_shape, whole_number
+from ..layout import BlockCyclic, GridShape, OnGrid, whole_number
 from ..layout.foreign import Tiled
 from .roles import least_moved
 
@@ -24,10 +26,17 @@ the places of the others in a descriptor of ScaLAPACK."""
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 KEPT_PLANS = 8
 """Products whose plans, with their work arrays, a context keeps; the one whose last use is longest ago goes first."""
+KEPT_SHAPES = 256
+"""Products of which a context knows the grid."""
+MOST_GRIDS = 8
+"""Up to which ranks take the best roles for each product; then grids that are there are used where their shape fits."""
 
 
 class Closes(Protocol):
     def close(self) -> None: ...
+
+
+Plan = TypeVar("Plan", bound=Closes)
 
 
 class BlacsContext:
@@ -56,16 +65,17 @@ class BlacsContext:
     def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1), order: str = "R", *,
                  ranks: Sequence[int] | None = None, relabel: bool = True):
         self._owned = not isinstance(comm, Grid)
-        size = MPI.COMM_WORLD.size if comm is None else comm.size
-        self.grid: Grid = comm if isinstance(comm, Grid) else Grid(comm, (1, 1, size))
-        self.relabel = relabel
+        self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
+        self.relabel, self.closed = relabel, False
         self._plans = OrderedDict[Hashable, Closes]()
-        self._shapes: dict[Hashable, tuple[Grid, tuple[int, ...]]] = {}
+        self._made: list[weakref.ref[Closes]] = []
+        self._shapes = OrderedDict[Hashable, tuple[Grid, tuple[int, ...]]]()
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
-        self.grid.at_close(self._give_back)
+        self._at_close = [self._give_back]
+        self.grid.at_close(partial(_once, self._at_close))
         try:
             with self.grid.together("BlacsContext", shape, order, ranks, relabel):
-                self._cyclic = BlockCyclic((0, 0), (1, 1), shape, order, ranks=None if ranks is None else tuple(ranks))
+                self._cyclic = BlockCyclic((0, 0), (1, 1), shape, order, ranks=ranks)
                 self._cyclic.check_ranks(self.grid.size)
                 if self.grid.dry_run is not None:
                     raise GridError("a dry run has no BLACS context: DistMatrix.from_block_cyclic moves such matrices "
@@ -96,57 +106,87 @@ class BlacsContext:
         Raises LayoutError on this rank.
         """
         try:
-            values = [whole_number(number) for number in numbers]
+            values = [whole_number(number) for number in [*numbers]]
         except TypeError:
             values = []
         if len(values) != 9 or values[0] != DENSE:
             raise LayoutError("a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, "
-                              f"csrc, lld); got {list(numbers)}")
+                              f"csrc, lld); got {numbers!r}")
         if not any(values[1::2]):
             raise LayoutError(f"the descriptor {values} looks like one of integers of 8 bytes that is read as of 4: "
                               "compile without -i8 or -fdefault-integer-8, or copy it")
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
+    def check_open(self) -> None:
+        """Raises GridError once it is closed."""
+        self.grid.engine.guard.check_open()
+        if self.closed:
+            raise GridError("this BLACS context is closed: make another one")
+
     def kept(self, key: Hashable) -> Any:
         """The plan that was kept by that key; None if it is not there."""
-        if key in self._plans:
-            self._plans.move_to_end(key)
         return self._plans.get(key)
 
-    def keep(self, key: Hashable, plan: Closes) -> None:
-        """Keep a plan; the same on all ranks."""
-        self._plans[key] = plan
-        if len(self._plans) > KEPT_PLANS:
-            self._plans.popitem(last=False)[1].close()
+    def used(self, key: Hashable) -> None:
+        """All ranks have used the plan of that key."""
+        self._plans.move_to_end(key)
 
-    def product_grid(self, product: tuple[int, int, int], dtype: str,
+    def keep(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        """Make a plan, and keep it; the oldest goes before that, if there are as many as are kept. Collective."""
+        if len(self._plans) >= KEPT_PLANS:
+            self._plans.popitem(last=False)[1].close()
+        plan = make()
+        self._plans[key] = plan
+        return plan
+
+    def made(self, plan: Closes) -> None:
+        """A plan was made, which is closed with the context."""
+        self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
+
+    def product_grid(self, form: Hashable, product: tuple[int, int, int], dtype: str,
                      moves: Callable[[GridShape], Sequence[tuple[Tiled, OnGrid]]]) -> tuple[Grid, tuple[int, ...]]:
         """The grid for a product, as "auto" chooses it, and of each of its ranks the one here; kept until the context
         is closed. Collective.
 
+        form    by which it is known again
         moves   what is to come to a grid of that shape: from where, to where
         """
-        key = product, dtype
-        if key not in self._shapes:
+        if form not in self._shapes:
             shape = self.grid.shape_for(product, dtype)
             ranks = least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
+            if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
+                ranks = next((known for of, known in self._grids if of == shape), ranks)
             if (shape, ranks) not in self._grids:
-                comm = MPI.Intracomm(MPI.Intracomm(self.grid.comm).Split(0, ranks.index(self.grid.rank)))
-                self._grids[shape, ranks] = Grid(comm, "auto", product=product, dtype=dtype)
-                comm.Free()
-            self._shapes[key] = self._grids[shape, ranks], ranks
-        return self._shapes[key]
+                self._grids[shape, ranks] = self._product_grid(shape, ranks, product, dtype)
+            self._shapes[form] = self._grids[shape, ranks], ranks
+            if len(self._shapes) > KEPT_SHAPES:
+                self._shapes.popitem(last=False)
+        return self._shapes[form]
+
+    def _product_grid(self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int],
+                      dtype: str) -> Grid:
+        base = self.grid
+        comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
+        try:
+            return Grid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product, dtype=dtype,
+                        timeout=base.transport.timeout, check=base.engine.check, debug=base.debug, log=base.ledger.log,
+                        trace=base.ledger.trace, device_transport=base.transport.asked)
+        finally:
+            comm.Free()
 
     def close(self) -> None:
-        """Give back what was kept and made. Collective; closing twice is nothing."""
+        """Give back what was kept and made, and close the plans on it. Collective; closing twice is nothing."""
         if self._owned:
             self.grid.close()
         else:
-            self._give_back()
+            _once(self._at_close)
 
     def _give_back(self) -> None:
-        while self._plans:
-            self._plans.popitem()[1].close()
+        self.closed = True
+        for plan in [known() for known in self._made]:
+            if plan is not None:
+                plan.close()
+        self._plans.clear()
         self._shapes.clear()
         while self._grids:
             self._grids.popitem()[1].close()
@@ -185,9 +225,13 @@ class Descriptor:
     lld: int | None = None
 
     def __post_init__(self) -> None:
-        matrix_shape((self.m, self.n))
-        if self.lld is not None and self.lld < max(1, self.local_rows):
-            raise LayoutError(f"the leading dimension is {self.lld}; rank {self.context.grid.rank} stores "
+        _ = self.cyclic
+        try:
+            lld = None if self.lld is None else whole_number(self.lld)
+        except TypeError:
+            raise LayoutError(f"the leading dimension is a whole number; got {self.lld!r}") from None
+        if lld is not None and lld < max(1, self.local_rows):
+            raise LayoutError(f"the leading dimension is {lld}; rank {self.context.grid.rank} stores "
                               f"{self.local_rows} rows of a {self.m} x {self.n} matrix in blocks of {self.mb} x "
                               f"{self.nb}: it is at least that, and 1")
 
@@ -209,3 +253,15 @@ class Descriptor:
         """An array for this rank's part, of lld rows, in Fortran's order; arbitrary contents."""
         rows = max(1, self.local_rows) if self.lld is None else self.lld
         return np.empty((rows, self.local_cols), dtype, order="F")
+
+
+def _once(functions: list[Callable[[], None]]) -> None:
+    """Call what is there, and keep it no longer."""
+    while functions:
+        functions.pop()()
+
+
+def _over(comm: MPI.Intracomm | None) -> Grid:
+    comm = MPI.COMM_WORLD if comm is None else comm
+    check_communicator(comm)
+    return Grid(comm, (1, 1, comm.size))

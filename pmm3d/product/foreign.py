@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from ..arrays import Array, check_matrix_dtype, library_of
+from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_of
 from ..comm import Grid
 from ..comm.guard import one_thread
-from ..errors import LayoutError
+from ..errors import DTypeError, LayoutError
 from ..layout import BlockCyclic, Blocks, Layout, OnGrid
 from .checks import array_signature, check_order, compared_dtype, together
 from .redistribution import check_fits, check_written, planned
@@ -24,7 +24,8 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
                order: str, dtype: Any) -> Matrix:
     """A matrix of that class from tiles of a kind."""
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
-    _, found, library_name = array_signature(listed[0]) if listed else ((), compared_dtype(dtype), "numpy")
+    _, found, library_name = array_signature(listed[0]) if listed else (
+        (), compared_dtype("float64" if dtype is None else dtype), "numpy")
     with together(grid, what, tiled, layout, order, found, library_name):
         _check_kind(f"{what}: how the matrix lies", tiled, kind)
         library = library_of(listed[0]) if listed else grid.library("numpy")
@@ -32,10 +33,13 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
         on_grid = OnGrid(shards(tiled.shape, layout, grid), order)
         check_fits(grid, tiled, on_grid)
         check_matrix_dtype(found, library, labels=True)
+        if dtype is not None and compared_dtype(dtype) != found:
+            raise DTypeError(f"{what}: the arrays are {found}; dtype={dtype!r} is for ranks that have none, and is the "
+                             "same")
         given = checked_arrays(what, arrays, tiled, grid, library, found)
-    move = planned(grid, tiled, on_grid, found)
+    move = planned(grid, tiled, on_grid, found, library)
     if move.in_place:
-        here = _in_place(given, on_grid, grid.rank)
+        here = _in_place(given, on_grid, grid.rank, library, found)
         with grid.together(what, always=True) as vote:
             vote.mine = int(here is not None)
         if vote.common == 1:
@@ -62,7 +66,7 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
         given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype)
         held = [matrix.memory] * len(on_grid.tiles(grid.rank))
         check_written(library, what, held, given)
-    move = planned(grid, on_grid, tiled, matrix.dtype)
+    move = planned(grid, on_grid, tiled, matrix.dtype, library)
     with grid.ledger.phase("redistribute"):
         move.start(library, held, given).wait()
     return given
@@ -73,9 +77,11 @@ def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:
         raise LayoutError(f"{what} is said by a pmm3d.{kind.__name__}; got {tiled!r}")
 
 
-def _in_place(arrays: list[Array], on_grid: OnGrid, rank: int) -> Array:
+def _in_place(arrays: list[Array], on_grid: OnGrid, rank: int, library: NumpyLibrary, dtype: str) -> Array:
     """The array, by rows or by columns as the shards lie, if it can be the shard; else None. An array that is more than
     its elements, or has gaps, cannot."""
+    if not arrays and 0 in _stored_shape(on_grid, rank):
+        return library.empty(_stored_shape(on_grid, rank), dtype)
     if len(arrays) != 1:
         return None
     array = arrays[0]

@@ -33,16 +33,16 @@ class ForeignMatrix(StoredMatrix):
         from .foreign import BlockCyclic, from_tiles
 
         what = "DistMatrix.from_block_cyclic"
-        return from_tiles(cls, what, grid, local, cyclic, BlockCyclic, layout, order, "float64")
+        return from_tiles(cls, what, grid, local, cyclic, BlockCyclic, layout, order, None)
 
     @classmethod
     def from_blocks(cls: type[Matrix], grid: Grid, arrays: Any, blocks: Blocks, *, layout: Layout = Layout.A,
-                    order: str | None = None, dtype: Any = "float64") -> Matrix:
+                    order: str | None = None, dtype: Any = None) -> Matrix:
         """From blocks between any cuts.
 
         arrays   this rank's, one for each of its blocks, as `Blocks.tiles` has them; one alone need not be in a list
         order    of the shards; that of the blocks if left out
-        dtype    of the arrays, for ranks that have none
+        dtype    of the arrays, for ranks that have none; float64 if left out
 
         The rest as in `from_block_cyclic`."""
         from .foreign import Blocks, from_tiles

@@ -82,7 +82,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
             raise Pmm3dError(f"newton_schulz: out is {out!r}; it must be a DistMatrix of {a.shape[0]} x {a.shape[1]}")
         check_written("newton_schulz", out)
     a, last = summed(a), len(coefficients) - 1
-    factor = 1 / max(a.norm(), SMALLEST)
+    factor = 1 / max(_checked_norm("newton_schulz", a), SMALLEST)
     x = _times(a, factor, out if a is out and last else None)
     x, target = (x.T, out.T) if a.shape[0] < a.shape[1] else (x, out)
     for index, each in enumerate(coefficients):
@@ -185,7 +185,7 @@ def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatri
               most: int) -> tuple[DistMatrix, list[float]]:
     """X to which the steps converge, in work memory, and the errors on the way."""
     a = summed(a)
-    norm = a.norm()
+    norm = _checked_norm(what, a)
     x, errors, enough = _times(a, 1 / norm if norm else 1.0), list[float](), sqrt(np.finfo(a.dtype).eps)
     for step in range(most + 1):
         squared = square(x)
@@ -202,6 +202,18 @@ def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatri
             raise Pmm3dError(f"{what}: |X^2 - I|_F is {errors[-1]:.3g} after {len(errors) - 1} steps: A is singular, "
                              "or nearly so" + SIGNS * (what == "matrix_sign"))
     return x, errors
+
+
+def _checked_norm(what: str, a: DistMatrix) -> float:
+    """|A|_F. Raises Pmm3dError, on every rank, where the type has no inverse of it: then no scale is safe. What is not
+    finite, and the zero matrix, are for the steps to find."""
+    norm = a.norm()
+    largest = float(np.finfo("float32" if a.dtype in LOW_PRECISION else a.dtype).max)
+    with a.grid.together(what, always=True):
+        if norm > largest or 0 < norm < 1 / largest:
+            raise Pmm3dError(f"{what}: |A|_F is {norm:.3g}, out of the range in which {a.dtype} has an inverse of it: "
+                             "scale A by a number first, which changes neither U nor the sign")
+    return norm
 
 
 def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients,

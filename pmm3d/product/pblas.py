@@ -37,8 +37,8 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
 
     C is written in place, and nothing besides. Operands are redistributed to the grid that is fastest, multiplied
     there, and C is brought back: of A, B and C each rank receives what it does not have, and sends what others want,
-    once, and of C nothing is read if beta is 0. The context keeps the plans of the last products of another form, with
-    their work arrays: as much memory as the operands. Collective over the context.
+    once, and of C nothing is read if beta is 0. The context keeps the plans of the last eight products of different
+    form, each with work arrays of the size of A, B and C. Collective over the context.
 
     Raises, on every rank: LayoutError for parts that are not within their matrices and arrays that do not fit their
     descriptors, DTypeError for types that are mixed or others than float32, float64, complex64 and complex128,
@@ -53,20 +53,31 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
         ...     c[2:].tolist() in ([], [[5, 13, 13, 13], [5, 13, 13, 13]])
         True
     """
-    arguments = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
+    given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
+    arrays, descriptors = (a, b, c), (desca, descb, descc)
     _, dtype, kind = array_signature(a)
-    context = _context_of(desca)
-    key = (*map(_compared, arguments), dtype, kind)
-    with context.grid.together("pgemm", *key, alpha, beta):
-        _check_context(context, descb, descc)
-        plan = context.kept(key)
-        call = None if plan is None else plan.checked((a, b, c), (desca, descb, descc), alpha, beta)
-    if call is None:
-        plan = PgemmPlan(*arguments, dtype=dtype, library=kind)
-        context.keep(key, plan)
+    context = _context_of(*descriptors)
+    with context.grid.together("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
+        form = _form(context, given, dtype, kind)
+        plan = context.kept(form)
+        call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)
+    if plan is None:
+        plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.together("pgemm", alpha, beta):
-            call = plan.checked((a, b, c), (desca, descb, descc), alpha, beta)
+            call = plan.checked(arrays, descriptors, alpha, beta)
+    context.used(form)
     plan.begin(call).wait()
+
+
+class Form(NamedTuple):
+    """What a product is but for its values: op of A and of B, (m, n, k), the parts of A, B and C, element type, and
+    kind of library."""
+
+    operations: tuple[str, str]
+    sizes: tuple[int, int, int]
+    parts: tuple[BlockCyclic, BlockCyclic, BlockCyclic]
+    dtype: str
+    kind: str
 
 
 class Call(NamedTuple):
@@ -103,31 +114,28 @@ class PgemmPlan:
     def __init__(self, transa: str, transb: str, m: int, n: int, k: int, ia: int, ja: int, desca: Descriptor, ib: int,
                  jb: int, descb: Descriptor, ic: int, jc: int, descc: Descriptor, *, dtype: Any = "float64",
                  library: str = "numpy"):
-        arguments = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
-        context = _context_of(desca)
-        self._base, self._under_way, self.closed = context.grid, False, False
-        with self._base.together("pgemm", *map(_compared, arguments), compared_dtype(dtype), library):
-            _check_context(context, descb, descc)
-            self._forms = _operation("transa", transa), _operation("transb", transb)
-            m, n, k = _size("m", m), _size("n", n), _size("k", k)
-            shapes = (m, k)[:: 1 if self._forms[0] == "N" else -1], (k, n)[:: 1 if self._forms[1] == "N" else -1]
-            self._cyclic = [part_of("pgemm", "A", ia, ja, desca, *shapes[0]),
-                            part_of("pgemm", "B", ib, jb, descb, *shapes[1]),
-                            part_of("pgemm", "C", ic, jc, descc, m, n)]
-            self._descriptors = desca, descb, descc
-            self._dtype, self._library = _blas_type(dtype), self._base.library(library)
-        self._multiplies = m > 0 and n > 0 and k > 0
-        placed = partial(_placed, self._cyclic, self._forms)
-        moves = lambda shape: [*zip(self._cyclic, placed(shape))]
-        self.grid, ranks = context.product_grid((n, m, k), self._dtype, moves)
+        given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
+        self._descriptors = desca, descb, descc
+        context = _context_of(*self._descriptors)
+        self._base, self.closed = context.grid, False
+        self._pending: PendingProduct[None] | None = None
+        with self._base.together("pgemm", *map(_compared, given), compared_dtype(dtype), library):
+            self._form = _form(context, given, dtype, library)
+            self._library = self._base.library(library)
+        (m, n, k), dtype = self._form.sizes, self._form.dtype
+        self._multiplies = min(m, n, k) > 0
+        placed = partial(_placed, self._form.parts, self._form.operations)
+        moves = lambda shape: [*zip(self._form.parts, placed(shape))]
+        self.grid, ranks = context.product_grid(self._form, (n, m, k), dtype, moves)
         on_grid = placed(self.grid.shape, ranks)
-        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=self._dtype, layout=there.placement.layout,
+        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=dtype, layout=there.placement.layout,
                                            library=self._library, order="F") for there in on_grid]
-        self._coming = [TileMove(self._base, cyclic, there, self._dtype)
-                        for cyclic, there in zip(self._cyclic[:2], on_grid)]
-        self._back = TileMove(self._base, on_grid[2], self._cyclic[2], self._dtype)
+        ways = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
+        self._coming = [TileMove(self._base, *way, dtype, self._library) for way in ways[0]]
+        self._back = TileMove(self._base, *ways[1], dtype, self._library)
         self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
                       for matrix, there in zip(self._matrices, on_grid)]
+        context.made(self)
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
         """C = alpha op(A) op(B) + beta C; see `pgemm`."""
@@ -146,45 +154,52 @@ class PgemmPlan:
 
     def checked(self, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any) -> Call:
         """What a call is given, with the leading dimensions that it says. Raises on this rank alone."""
+        self._base.engine.guard.check_open()
         if self.closed:
             raise GridError("this plan is closed: make another one, or use pgemm")
-        if self._under_way:
+        if self._pending is not None:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
-        arrays = [self._array(*each) for each in zip("ABC", given, self._cyclic, descriptors)]
+        arrays = [self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors)]
         check_written(self._library, "pgemm: C", [], arrays[2])
         a, b, c = arrays
-        return Call(a, b, c, scalar("alpha", alpha, self._dtype), scalar("beta", beta, self._dtype))
+        return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
 
     def begin(self, call: Call) -> PendingProduct[None]:
         """`start`, of what all ranks have agreed on."""
-        self._under_way, multiplies = True, self._multiplies and call.alpha != 0
+        multiplies = self._multiplies and call.alpha != 0
         with self._base.ledger.phase("redistribute"):
             coming = [move.start(self._library, arrays, held) for move, arrays, held
                       in zip(self._coming, (call.a, call.b), self._held) if multiplies]
-        return PendingProduct(coming, partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0)))
+        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
+        self._pending = PendingProduct(coming, finish)
+        return self._pending
 
     def _finish(self, call: Call) -> None:
+        self._pending = None
         if call.alpha == 0:
             self._matrices[2].memory[...] = 0
         else:
-            a, b = (OPERATIONS[form](matrix) for form, matrix in zip(self._forms, self._matrices))
+            a, b = (OPERATIONS[form](matrix) for form, matrix in zip(self._form.operations, self._matrices))
             matmul(a, b, alpha=call.alpha, out=self._matrices[2])
         with self._base.ledger.phase("redistribute"):
             self._back.start(self._library, self._held[2], call.c, call.beta).wait()
-        self._under_way = False
 
     def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
-        checked = checked_arrays(f"pgemm: {name}", array, cyclic, self._base, self._library, self._dtype)
-        check_leading("pgemm", name, array, descriptor)
+        what = f"pgemm: {name}"
+        checked = checked_arrays(what, array, cyclic, self._base, self._library, self._form.dtype)
+        check_leading("pgemm", name, checked, descriptor)
         return checked
 
     def close(self) -> None:
-        """Give back what it holds. Closing twice is nothing."""
+        """Give back what it holds, once a product that is under way is done: then collective. Closing twice is
+        nothing."""
+        if self._pending is not None:
+            self._pending.wait()
         self.closed = True
         self._matrices, self._held = [], []
 
 
-def _placed(cyclic: list[BlockCyclic], forms: tuple[str, str], grid: GridShape,
+def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,
             ranks: tuple[int, ...] | None = None) -> list[OnGrid]:
     """Where A, B and C lie on the product's grid, by columns. The product runs as C.T = op(B).T op(A).T, by rows, with
     its rows over z and its columns over x."""
@@ -194,23 +209,35 @@ def _placed(cyclic: list[BlockCyclic], forms: tuple[str, str], grid: GridShape,
     return [OnGrid(Placement(each.shape, layout, grid), "F", ranks) for each, layout in zip(cyclic, layouts)]
 
 
-def _context_of(descriptor: Any) -> BlacsContext:
-    if not isinstance(descriptor, Descriptor):
-        raise LayoutError(f"pgemm: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
-    return descriptor.context
+def _context_of(*descriptors: Any) -> BlacsContext:
+    """That of the first descriptor among them. Raises LayoutError where there is none, on this rank alone."""
+    for descriptor in descriptors:
+        if isinstance(descriptor, Descriptor):
+            return descriptor.context
+    raise LayoutError(f"pgemm: a descriptor is what BlacsContext.descriptor gives; got {descriptors[0]!r}")
 
 
 def _compared(argument: Any) -> Any:
     """What ranks compare of an argument: of a descriptor all but the leading dimension, which each has its own."""
-    if not isinstance(argument, Descriptor):
-        return argument
-    return argument.cyclic
+    return argument.cyclic if isinstance(argument, Descriptor) else argument
 
 
-def _check_context(context: BlacsContext, *descriptors: Any) -> None:
-    if any(_context_of(descriptor) is not context for descriptor in descriptors):
-        raise GridError("pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a matrix "
-                        "between contexts")
+def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) -> Form:
+    """Of p?gemm's arguments without arrays and numbers. Raises on this rank alone."""
+    transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc = given
+    context.check_open()
+    for descriptor in (desca, descb, descc):
+        if not isinstance(descriptor, Descriptor):
+            raise LayoutError(f"pgemm: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
+        if descriptor.context is not context:
+            raise GridError("pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a "
+                            "matrix between contexts")
+    operations = _operation("transa", transa), _operation("transb", transb)
+    m, n, k = _size("m", m), _size("n", n), _size("k", k)
+    of_a, of_b = (m, k)[:: 1 if operations[0] == "N" else -1], (k, n)[:: 1 if operations[1] == "N" else -1]
+    parts = (part_of("pgemm", "A", ia, ja, desca, *of_a), part_of("pgemm", "B", ib, jb, descb, *of_b),
+             part_of("pgemm", "C", ic, jc, descc, m, n))
+    return Form(operations, (m, n, k), parts, _blas_type(dtype), kind)
 
 
 def _operation(name: str, value: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
 from ..comm import Grid, Pending
-from ..errors import GridError, LayoutError
-from ..layout import BlockCyclic, Blocks, Layout, OnGrid, Placement, whole_number
+from ..errors import DTypeError, GridError, LayoutError
+from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, OnGrid, Placement, whole_number
 from ..layout.foreign import Tiled
 from .blacs import Descriptor
 from .checks import array_signature, compared_dtype, scalar, together
@@ -52,7 +52,7 @@ class Redistribution:
             self._dtype = check_matrix_dtype(dtype_named(dtype), self._library, labels=True)
             self._source, self._target = _tiled(grid, source, target, order), _tiled(grid, target, source, order)
             check_fits(grid, self._source, self._target)
-        self._grid, self._move = grid, planned(grid, self._source, self._target, self._dtype)
+        self._grid, self._move = grid, planned(grid, self._source, self._target, self._dtype, self._library)
         self.work = self._move.work
 
     def __call__(self, source: Any, target: Any, *, beta: complex = 0) -> None:
@@ -69,7 +69,7 @@ class Redistribution:
         with self._grid.together("Redistribution", beta):
             arrays = self._arrays("source", source, self._source), self._arrays("target", target, self._target)
             check_written(self._library, "Redistribution", arrays[0], arrays[1])
-            beta = scalar("beta", beta, self._dtype)
+            beta = _factor(beta, self._dtype)
         with self._grid.ledger.phase("redistribute"):
             return self._move.start(self._library, arrays[0], arrays[1], beta)
 
@@ -95,12 +95,17 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
         ...     b.tolist() in ([[]], [[0, 0, 0, 0], [0, 0, 0, 0], [0, 7, 7, 7], [0, 7, 7, 7]])
         True
     """
-    for descriptor in (desca, descb):
-        if not isinstance(descriptor, Descriptor):
-            raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
-    grid = desca.context.grid
+    known = [each for each in (desca, descb) if isinstance(each, Descriptor)]
+    if not known:
+        raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {desca!r}")
+    grid = known[0].context.grid
     _, dtype, kind = array_signature(a)
-    with grid.together("pgemr2d", m, n, ia, ja, desca.cyclic, ib, jb, descb.cyclic, dtype, kind):
+    compared = [each.cyclic if isinstance(each, Descriptor) else each for each in (desca, descb)]
+    with grid.together("pgemr2d", m, n, ia, ja, ib, jb, *compared, dtype, kind):
+        for each in (desca, descb):
+            if not isinstance(each, Descriptor):
+                raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {each!r}")
+            each.context.check_open()
         if not grid.same_processes(descb.context.grid):
             raise GridError("pgemr2d: the two contexts are over different ranks, or these in another order: make both "
                             "on one communicator, which has all the ranks of both")
@@ -109,10 +114,10 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
         ways = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
         arrays = [checked_arrays(f"pgemr2d: {name}", array, way, grid, library, dtype)
                   for name, array, way in zip("AB", (a, b), ways)]
-        for name, array, descriptor in (("A", a, desca), ("B", b, descb)):
-            check_leading("pgemr2d", name, array, descriptor)
+        for name, own, descriptor in zip("AB", arrays, (desca, descb)):
+            check_leading("pgemr2d", name, own, descriptor)
         check_written(library, "pgemr2d", arrays[0], arrays[1])
-    move = planned(grid, *ways, dtype)
+    move = planned(grid, *ways, dtype, library)
     with grid.ledger.phase("redistribute"):
         move.start(library, arrays[0], arrays[1]).wait()
 
@@ -121,12 +126,12 @@ class KeptMoves(OrderedDict[Hashable, TileMove]):
     """The last redistributions of a grid; the same on all ranks."""
 
 
-def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str) -> TileMove:
+def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
     """The plan, found again where it was made before. Collective; its arguments are the same on all ranks."""
     kept: KeptMoves = grid.attached.setdefault(KeptMoves, KeptMoves())
-    key = source, target, dtype
+    key = source, target, dtype, library.kind
     if key not in kept:
-        kept[key] = TileMove(grid, source, target, dtype)
+        kept[key] = TileMove(grid, source, target, dtype, library)
         if len(kept) > KEPT_MOVES:
             kept.popitem(last=False)
     kept.move_to_end(key)
@@ -150,11 +155,11 @@ def check_written(library: NumpyLibrary, what: str, sources: list[Array], target
         raise LayoutError(f"{what}: an array that is written shares memory with one that is read meanwhile")
 
 
-def check_leading(what: str, name: str, array: Array, descriptor: Descriptor) -> None:
-    """Raises LayoutError."""
-    if descriptor.lld not in (None, array.shape[0]):
-        raise LayoutError(f"{what}: {name} has {array.shape[0]} rows here; the leading dimension of its descriptor is "
-                          f"{descriptor.lld}")
+def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descriptor) -> None:
+    """Of this rank's array, if it has one. Raises LayoutError."""
+    if any(descriptor.lld not in (None, array.shape[0]) for array in arrays):
+        raise LayoutError(f"{what}: {name} has {arrays[0].shape[0]} rows here; the leading dimension of its descriptor "
+                          f"is {descriptor.lld}")
 
 
 def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: int, cols: int) -> BlockCyclic:
@@ -163,6 +168,14 @@ def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: 
         return descriptor.cyclic.sub(whole_number(i) - 1, whole_number(j) - 1, whole_number(rows), whole_number(cols))
     except (TypeError, LayoutError) as error:
         raise LayoutError(f"{what}: {name} begins at row {i} and column {j}, counted from 1: {error}") from None
+
+
+def _factor(beta: Any, dtype: str) -> complex:
+    if dtype != LABEL_DTYPE:
+        return scalar("beta", beta, dtype)
+    if isinstance(beta, bool) or beta not in (0, 1):
+        raise DTypeError(f"Redistribution: beta of labels, {dtype}, is 0 or 1; got {beta!r}")
+    return int(beta)
 
 
 def _tiled(grid: Grid, layout: Any, other: Any, order: str | None) -> Tiled:

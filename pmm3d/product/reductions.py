@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import frexp, hypot, inf, isfinite, ldexp, sqrt
+from math import frexp, hypot, inf, isfinite, isnan, ldexp, nan, sqrt
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ class Reductions(StoredMatrix):
         everyone = self.grid.everyone
         with self.grid.ledger.phase("norm"):
             norms = everyone.all_gather(np.array([own]), counts=[1] * everyone.size).wait()
-        return hypot(*norms.tolist())
+        found = norms.tolist()
+        return nan if any(map(isnan, found)) else hypot(*found)
 
     @one_thread
     def inner(self, b: StoredMatrix) -> complex:
@@ -105,11 +106,10 @@ def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
     box, stored = matrix.box, matrix.stored
     first, last = max(box.r0, box.c0), min(box.r1, box.c1)
     if first >= last:
-        return stored.reshape(-1)[:0], 0
+        return stored[:1].reshape(-1)[:0], 0
     row, column = (first - box.r0, first - box.c0) if matrix.order == "C" else (first - box.c0, first - box.r0)
-    step = stored.shape[1] + 1
-    start = row * (step - 1) + column
-    return stored.reshape(-1)[start : start + (last - first - 1) * step + 1 : step], first
+    step = sum(matrix.library.strides(stored))
+    return matrix.library.as_strided(stored[row:, column:], (last - first,), (step,)), first
 
 
 def _counts(matrix: StoredMatrix) -> bool:

@@ -86,6 +86,7 @@ class MatmulPlan(Generic[Matrix]):
                 self._posted = self._product.posted(held) if self._posts else None
             self._held = held.pop_all()
         self.closed = self._under_way = False
+        self._pending: PendingProduct[Matrix] | None = None
 
     def __call__(self) -> Matrix:
         """The product, in `out`. Raises GridError once the plan or its grid is closed, and in a second thread."""
@@ -101,7 +102,8 @@ class MatmulPlan(Generic[Matrix]):
         """
         with self._grid.engine.guard:
             self._begin()
-        return PendingProduct((), self._waited)
+            self._pending = PendingProduct((), self._waited)
+        return self._pending
 
     def _begin(self) -> None:
         if self.closed:
@@ -131,7 +133,10 @@ class MatmulPlan(Generic[Matrix]):
         return self._product.out
 
     def close(self) -> None:
-        """Give back buffers and requests; the result stays. Closing it twice is nothing."""
+        """Give back buffers and requests, once a product that is under way is done: then collective. The result stays.
+        Closing it twice is nothing."""
+        if self._under_way and self._pending is not None:
+            self._pending.wait()
         if not self.closed:
             self.closed = True
             self._held.close()

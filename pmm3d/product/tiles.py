@@ -55,11 +55,11 @@ class TileMove:
     A message is packed by the rows of what it carries, or by its columns where the source lies so. Collective over the
     grid; its arguments are the same on all ranks.
 
-    work       bytes of work memory that it takes
+    work       bytes of work memory that it takes, of the grid's workspace, in which it is found once here
     in_place   whether on all ranks the elements are where they are to be, if the arrays are the same
     """
 
-    def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str):
+    def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary):
         self._grid, self._dtype, self._turned = grid, dtype, source.order == "F"
         going, coming = leaving(source, target, grid.rank), arriving(source, target, grid.rank)
         staying = going.pop(grid.rank, [])
@@ -72,6 +72,8 @@ class TileMove:
         self._rounds = [(self._messages(going, number, count), self._messages(coming, number, count))
                         for number in range(count)]
         self.work = max(sum(self._bytes(message) for side in both for message in side) for both in self._rounds)
+        with grid.together("redistribute", always=True):
+            grid.workspace.rehearse([self.work], library)
 
     def start(self, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
               beta: complex = 0) -> Pending:
@@ -168,6 +170,9 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
             raise DTypeError(f"{what}: an array of {of_array.kind}, {of_array.dtype(array)}, where {library.kind}, "
                              f"{dtype}, is expected: pmm3d does not mix types")
+        if not library.as_stored(array):
+            raise DTypeError(f"{what}: the elements of the array are not stored as they are meant (in another byte "
+                             "order, or conjugated by torch where they are read): make a copy of the array first")
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
             raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.rank} stores {rows} "
                               f"rows and {cols} columns of it")

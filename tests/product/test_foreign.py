@@ -178,6 +178,14 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
               lambda: Redistribution(grid, Layout.A, Layout.B))
         fails(LayoutError, 'the order of shards is "C" or "F"',
               lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
+        fails(DTypeError, "not stored as they are meant", lambda: from_cyclic(array.astype(">f8"), cyclic))
+        labels = Redistribution(grid, cyclic, cyclic, dtype="int64")
+        of_labels = [array.astype("int64") for _ in range(2)]
+        labels(*of_labels, beta=1)
+        fails(DTypeError, "beta of labels, int64, is 0 or 1; got 2", lambda: labels(*of_labels, beta=2))
+        slabs = Blocks.rows_of([3] * size, 6)
+        fails(DTypeError, "the arrays are float64; dtype='float32' is for ranks that have none",
+              lambda: DistMatrix.from_blocks(grid, np.ones((3, 6)), slabs, dtype="float32"))
         move = Redistribution(grid, cyclic, cyclic)
         fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))
         fails(LayoutError, f"stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))

@@ -88,6 +88,15 @@ def test_a_product_that_is_started_and_waited_for(comm, fails):
                     assert np.array_equal(product.out.gather(), wanted)
 
 
+def test_a_plan_that_is_closed_finishes_what_it_began(comm):
+    for grid in grids(comm):
+        a, b = operands(grid, (160, 170, 190))
+        product = MatmulPlan(a, b)
+        pending = product.start()
+        product.close()
+        assert pending.wait() is product.out and np.array_equal(product.out.gather(), matmul(a, b).gather())
+
+
 def test_a_closed_plan_and_a_closed_grid_are_refused(comm):
     with Grid(comm, (1, 1, comm.size)) as grid:
         a, b = operands(grid)

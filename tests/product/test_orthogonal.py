@@ -170,3 +170,10 @@ def test_a_grid_without_data():
         assert len(gemms) == 15 and 4 * sum(2 * each.m * each.n * each.k for each in gemms) == 5 * 2 * 6 * 6 * (16 + 6)
         with pytest.raises(Pmm3dError, match="polar: how many steps there are depends on values"):
             polar(a)
+
+
+@pytest.mark.parametrize("scale, dtype", [(1e308, "float64"), (1e-310, "float64"), (1e-40, "float32")])
+def test_a_scale_that_has_no_inverse_is_refused(some_grid, fails, scale, dtype):
+    a = DistMatrix.from_function(some_grid, (4, 4), lambda i, j: scale * (i == j), dtype=dtype)
+    for call in (lambda: polar(a), lambda: newton_schulz(a, [CUBIC])):
+        fails(Pmm3dError, "out of the range in which", call)

@@ -168,6 +168,8 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
     fails(LayoutError, "process_grid of a block-cyclic layout: two whole numbers", lambda: BlacsContext(comm, (0, 1)))
     fails(LayoutError, "the numbering of a process grid", lambda: BlacsContext(comm, (1, 1), "X"))
     fails(GridError, "relabel is True or False", lambda: BlacsContext(comm, (1, 1), relabel="no"))
+    fails(LayoutError, "ranks are whole numbers; got 5", lambda: BlacsContext(comm, (1, 1), ranks=5))
+    fails(GridError, "an intracommunicator of mpi4py", lambda: BlacsContext("all", (1, 1)))
     with BlacsContext(comm, (1, size)) as context, BlacsContext(context.grid, (size, 1)) as other:
         square = context.descriptor(8, 8, 2, 2)
         a, b, c = (square.empty() for _ in range(3))
@@ -202,14 +204,107 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         long = context.descriptor(8, 8, 2, 2, lld=9)
         fails(LayoutError, "A has 8 rows here; the leading dimension of its descriptor is 9", lambda: call(desca=long))
         call()
+        fails(DTypeError, "not stored as they are meant", lambda: call(a=np.asarray(a, ">f8")))
+        fails(LayoutError, "k is a whole number of at least 0; got True", lambda: call(k=True))
+        fails(LayoutError, "transa is", lambda: call(transa=["N"]))
+        if size > 1:  # on one rank only: all hear of it
+            with pytest.raises(Exception, match="a descriptor is what BlacsContext.descriptor gives") as caught:
+                call(descc=None if comm.rank else square)
+            assert caught.value.everywhere
         with pytest.raises(LayoutError, match="the leading dimension is 7; rank"):
             context.descriptor(8, 8, 2, 2, lld=7)
+        for wrong, text in (({"mb": 0, "nb": 2}, "blocks of a block-cyclic"), ({"mb": 2, "nb": 2, "lld": 8.5}, "8.5")):
+            with pytest.raises(LayoutError, match=text):
+                context.descriptor(8, 8, **wrong)
         plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
         pending = plan.start(a, b, c)
         fails(GridError, "this plan has a product under way", lambda: plan.start(a, b, c))
         pending.wait()
         plan.close()
         fails(GridError, "this plan is closed: make another one, or use pgemm", lambda: plan(a, b, c))
+
+
+def test_a_plan_that_is_closed_finishes_what_it_began(comm, fails):
+    with BlacsContext(comm, (1, comm.size)) as context:
+        square = context.descriptor(8, 8, 2, 2)
+        a, c = square.empty(), square.empty()
+        a[...] = 1
+        plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
+        pending = plan.start(a, a, c)
+        plan.close()
+        pending.wait()
+        assert pending.done and (c == 8).all()
+        fails(GridError, "this plan is closed", lambda: plan(a, a, c))
+
+
+def test_a_closed_context_over_a_grid_that_stays(comm, fails):
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        context = BlacsContext(grid, (1, comm.size))
+        square = context.descriptor(8, 8, 2, 2)
+        a, c = square.empty(), square.empty()
+        plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
+        context.close()
+        fails(GridError, "this BLACS context is closed: make another one", lambda: pgemm(
+            "N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square))
+        fails(GridError, "this plan is closed", lambda: plan(a, a, c))
+
+
+def test_a_product_that_failed_can_be_tried_again(comm, monkeypatch):
+    from pmm3d.product import pblas
+
+    with BlacsContext(comm, (1, comm.size)) as context:
+        square = context.descriptor(8, 8, 2, 2)
+        a, c = square.empty(), square.empty()
+        a[...] = 1
+        call = lambda: pgemm("N", "N", 8, 8, 8, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+
+        def fails_once(*_, **__):
+            monkeypatch.undo()
+            raise MemoryError
+
+        monkeypatch.setattr(pblas, "matmul", fails_once)
+        with pytest.raises(MemoryError):
+            call()
+        call()
+        assert (c == 8).all()
+
+
+@pytest.mark.parallel([2])
+def test_plans_are_the_same_on_all_ranks_after_an_error_of_all(comm):
+    """Which plan was used last is decided by what all did, not by what one asked for."""
+    with BlacsContext(comm, (1, 2)) as context:
+        square = context.descriptor(10, 10, 2, 2)
+        a, c = square.empty(), square.empty()
+        a[...] = 1
+        call = lambda n: pgemm("N", "N", 10, n, 10, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+        for n in range(1, blacs.KEPT_PLANS + 1):
+            call(n)
+        with pytest.raises(Exception, match="different arguments"):
+            call(1 + comm.rank)
+        for n in (blacs.KEPT_PLANS + 1, 1, 2):
+            call(n)
+        assert (c[:, :1] == 10).all()
+
+
+@pytest.mark.parallel([6])
+def test_many_forms_do_not_make_many_grids(comm):
+    random = np.random.default_rng(1)
+    with BlacsContext(comm, (2, 3)) as context:
+        square = context.descriptor(400, 400, 8, 8)
+        a, c = square.empty(), square.empty()
+        a[...] = 1
+        for _ in range(25):
+            m, n, k, i, j = map(int, random.integers(1, 200, 5))
+            pgemm("N", "N", m, n, k, 1, a, i, j, square, a, j, i, square, 0, c, i, i, square)
+        assert len(context._grids) <= blacs.MOST_GRIDS + len({shape for shape, _ in context._grids})
+
+
+@pytest.mark.parallel([1, 4])
+def test_the_products_grid_has_the_settings_of_the_contexts(comm):
+    with Grid(comm, (1, 1, comm.size), timeout=77, trace=True) as grid, BlacsContext(grid, (1, comm.size)) as context:
+        square = context.descriptor(8, 8, 2, 2)
+        plan = PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square)
+        assert plan.grid.transport.timeout == 77 and plan.grid.ledger.trace
 
 
 @pytest.mark.parallel([2])
@@ -231,10 +326,13 @@ def test_descriptors_of_nine_numbers():
         assert (read.m, read.n, read.mb, read.nb, read.lld) == (8, 6, 2, 3, 8) and read.empty().shape == (8, 6)
         with pytest.raises(LayoutError, match="looks like one of integers of 8 bytes"):
             context.from_array([1, 0, 5, 0, 8, 0, 6, 0, 2])
-        for wrong in ([502, 5, 8, 6, 2, 3, 0, 0, 8], [1] * 8, [1.5] * 9):
+        for wrong in (None, [502, 5, 8, 6, 2, 3, 0, 0, 8], [1] * 8, [1.5] * 9):
             with pytest.raises(LayoutError, match="a descriptor of a dense matrix has 9 whole numbers"):
                 context.from_array(wrong)
         with pytest.raises(LayoutError, match="blocks of a block-cyclic layout"):
             context.from_array([1, 0, 8, 6, 0, 3, 0, 0, 8])
-        with Grid.dry((2, 2, 2)) as dry, pytest.raises(GridError, match="a dry run has no BLACS context"):
-            BlacsContext(dry, (2, 4))
+        with Grid.dry((2, 2, 2)) as dry:
+            with pytest.raises(GridError, match="a dry run has no BLACS context"):
+                BlacsContext(dry, (2, 4))
+            with pytest.raises(GridError, match="a dry run has the shape that it was made with"):
+                dry.shape_for((64, 64, 64))

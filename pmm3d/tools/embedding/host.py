@@ -6,8 +6,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from ...arrays.numpy_library import ADDRESSED
 from ...comm import Grid
 from ...errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
+from ...layout import itemsize
 from ...product import BlacsContext, DistMatrix, Redistribution, matmul, pgemm, pgemr2d
 from .arguments import (
     array_at,
@@ -75,6 +77,7 @@ class Host:
     def box(self, number: int, layout: int, rows: int, columns: int, out: int) -> tuple[int, ...]:
         check_address("box", out)
         grid = self._found(number, Grid)
+        check_dims(rows, columns, 1)
         return layout_named(layout).box((rows, columns), grid.shape, grid.coords)
 
     def matrix(self, number: int, kind: int, rows: int, columns: int, layout: int, order: int, shard: int,
@@ -83,12 +86,11 @@ class Host:
         grid = self._found(number, Grid)
         try:
             check_address("matrix", out)
-            if rows < 0 or columns < 0:
-                raise LayoutError(f"a matrix has 0 rows and columns or more; got {rows} x {columns}")
             placed, dtype, lies = layout_named(layout), dtype_named(kind), order_named(order)
+            check_dims(rows, columns, itemsize(dtype))
             shape = placed.box((rows, columns), grid.shape, grid.coords).shape
             local = array_at("shard", shard, shape, dtype, lies)
-        except Pmm3dError as error:
+        except Exception as error:
             refuse(grid, "DistMatrix.from_local", error)
         return (self._keep(Held(DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=lies))),)
 
@@ -99,7 +101,7 @@ class Host:
             held_a, held_b, held_c = (self._found(number, Held) for number in (a, b, c))
             first, second, out = held_a.operand(transa), held_b.operand(transb), held_c.matrix
             factors = scalar_at("alpha", alpha, out.dtype), scalar_at("beta", beta, out.dtype)
-        except Pmm3dError as error:
+        except Exception as error:
             refuse(grid, "matmul", error)
         matmul(first, second, out=out, alpha=factors[0], beta=factors[1])
 
@@ -108,7 +110,7 @@ class Host:
         grid = self._grid_of(source, target)
         try:
             origin, out = self._found(source, Held).matrix, self._found(target, Held).matrix
-        except Pmm3dError as error:
+        except Exception as error:
             refuse(grid, "redistribute", error)
         if origin.order != out.order and (origin.shape, origin.dtype) == (out.shape, out.dtype):
             out.memory[...] = origin.redistribute(out.layout, out.grid).memory
@@ -137,7 +139,7 @@ class Host:
             of_a, of_b = context.part("a", a, desca, dtype), context.part("b", b, descb, dtype)
             of_c = context.part("c", c, descc, dtype)
             factors = scalar_at("alpha", alpha, dtype), scalar_at("beta", beta, dtype)
-        except Pmm3dError as error:
+        except Exception as error:
             refuse(context.grid, "pgemm", error)
         pgemm(letter(transa), letter(transb), m, n, k, factors[0], of_a.local, ia, ja, of_a.descriptor, of_b.local, ib,
               jb, of_b.descriptor, factors[1], of_c.local, ic, jc, of_c.descriptor)
@@ -150,7 +152,7 @@ class Host:
             dtype = dtype_named(kind)
             of_a = self._found(contexta, HeldContext).part("a", a, desca, dtype)
             of_b = self._found(contextb, HeldContext).part("b", b, descb, dtype)
-        except Pmm3dError as error:
+        except Exception as error:
             refuse(grid, "pgemr2d", error)
         pgemr2d(m, n, of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb, of_b.descriptor)
 
@@ -176,7 +178,7 @@ class Host:
                 raise GridError(f"{what}: the context is over other ranks than the matrix, or these in another order: "
                                 "make both on one communicator")
             return held, within.part("a", a, desca, held.dtype)
-        except Pmm3dError as error:
+        except Exception as error:
             refuse(grid, "Redistribution", error)
 
     def free(self, number: int, pointer: int) -> None:
@@ -211,6 +213,12 @@ class Host:
 
 def described(found: object) -> str:
     return "a grid" if isinstance(found, Grid) else "a matrix" if isinstance(found, Held) else "a context"
+
+
+def check_dims(rows: int, columns: int, size: int) -> None:
+    """Raises LayoutError for what no matrix of elements of that size has, as numbers of another size look."""
+    if min(rows, columns) < 0 or rows * columns * size >= ADDRESSED:
+        raise LayoutError(f"a matrix has 0 rows and columns or more, as many as memory can have; got {rows} x {columns}")
 
 
 def refuse(grid: Grid | None, what: str, error: Exception) -> NoReturn:
