@@ -54,7 +54,7 @@ static void log_call(const Call *call, const char *by) {
     if (!path || !*path) return;
     int rank = 0, file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0666);
     if (file < 0) return;
-    Cblacs_gridinfo(call->desca[CTXT], &rows, &columns, &row, &column);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     int length = snprintf(line, sizeof line, "rank %d %s %c%c %d %d %d: %s\n", rank, call->name, *call->transa,
                           *call->transb, *call->m, *call->n, *call->k, by);
     if (length >= (int)sizeof line) length = sizeof line - 1, line[length - 1] = '\n';

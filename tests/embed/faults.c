@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { N = 6 };
 static int rank, size, grid, matrices[3];
@@ -123,6 +124,19 @@ static int bad(const char *which) {
     const int *m = matrices;
     MPI_Comm other;
     if (!strcmp(which, "alpha")) return pmm3d_matmul('N', 'N', alpha, m[0], m[1], &zero, m[2]);
+    if (!strcmp(which, "comm freed")) {
+        MPI_Comm own;
+        MPI_Comm_dup(MPI_COMM_WORLD, &own);
+        make(own);
+        MPI_Comm_free(&own);
+        return pmm3d_matmul('X', 'N', &one, m[0], m[1], &zero, m[2]);
+    }
+    if (!strcmp(which, "huge"))
+        return pmm3d_matrix(grid, 'd', mine ? (int64_t)1 << 62 : N, N, "/", 'C', shards, &made);
+    if (!strcmp(which, "box negative")) {
+        int64_t box[4];
+        return pmm3d_box(grid, "A", -5, N, box);
+    }
     if (!strcmp(which, "beta")) return pmm3d_matmul('N', 'N', &one, m[0], m[1], mine ? NULL : &zero, m[2]);
     if (!strcmp(which, "transa")) return pmm3d_matmul(mine ? 1 : 'N', 'N', &one, m[0], m[1], &zero, m[2]);
     if (!strcmp(which, "number")) return pmm3d_matmul('N', 'N', &one, m[0], mine ? 99 : m[1], &zero, m[2]);
@@ -206,7 +220,10 @@ int main(int count, char **words) {
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (!strcmp(which, "untouched")) untouched();
     else if (!strcmp(which, "start")) tell(make(MPI_COMM_WORLD)), tell(make(MPI_COMM_WORLD));
-    else if (!strcmp(which, "start on one")) {
+    else if (!strcmp(which, "one comes")) {
+        if (rank == 0) make(MPI_COMM_WORLD);
+        else MPI_Barrier(MPI_COMM_SELF), sleep(30);
+    } else if (!strcmp(which, "start on one")) {
         if (rank == size - 1) setenv("PMM3D_PYTHON", "/no/such/python", 1);
         tell(make(MPI_COMM_WORLD));
     } else if (!strcmp(which, "subset")) {

@@ -43,6 +43,8 @@ ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all
     ("cyclic null", DISAGREEMENT, "the descriptor of a is a NULL pointer"),
     ("cyclic array", DISAGREEMENT, "a is a NULL pointer"),
     ("cyclic type", DISAGREEMENT, "as in the BLAS; got the character 'i' (105)"),
+    ("huge", DISAGREEMENT, "as many as memory can have"),
+    ("comm freed", ARGUMENT, "transa and transb are 'N', 'T' or 'C'"),
     ("cyclic logical", ARGUMENT, "got '\\x01'"),
     ("cyclic wide", ARGUMENT, "as of integers of 8 bytes"),
 ]
@@ -53,6 +55,7 @@ HERE = [  # of calls that are not collective, or name nothing by which other ran
     ("intercomm", ARGUMENT, "no intracommunicator"),
     ("cyclic number", ARGUMENT, "names no context"),
     ("box", ARGUMENT, "box is a NULL pointer"),
+    ("box negative", ARGUMENT, "0 rows and columns or more"),
     ("free", ARGUMENT, "object is a NULL pointer"),
     ("other thread", THREAD, "called by another thread than the one that started MPI"),
 ]
@@ -183,3 +186,9 @@ def test_python_with_another_mpi(program, tmp_path):
     assert done.returncode == 0 and [fault[1] for fault in told(done)] == [MPI] * 4, done.stdout + done.stderr
     assert done.stdout.count("Python has another MPI than this process, Open MPI v4") == 4, done.stdout
     assert done.stdout.count("MPICH Version: 9") == 4
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end(program):
+    done = program("tests/embed/faults.c")(2, "one comes", PMM3D_TIMEOUT="2", seconds=60)
+    assert done.returncode != 0, done.stdout
+    assert "not all ranks of the communicator came to this call in 2 s (PMM3D_TIMEOUT)" in done.stderr, done.stderr

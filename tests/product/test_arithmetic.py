@@ -464,14 +464,17 @@ def test_grids_without_data(grid):
 def test_a_shard_with_gaps_or_in_another_order_has_its_diagonal(comm):
     """What was put in the place of the shard need not lie as shards are made."""
     with Grid(comm, (1, 1, comm.size)) as grid:
-        for make in (lambda shape: np.asfortranarray(np.zeros(shape)), lambda shape: np.zeros((shape[0], 12))[:, : shape[1]]):
+        for make in (lambda shape: np.asfortranarray(np.zeros(shape)),
+                     lambda shape: np.zeros((shape[0], 12))[:, : shape[1]]):
             a = DistMatrix.empty(grid, (6, 6), library="numpy")
             a.local = make(a.local.shape)
             a.add_identity(2)
-            assert a.trace() == 12 and a.inner(a) == 24 and a.norm() == pytest.approx(24**0.5) and (a.gather() == 2 * np.eye(6)).all()
+            assert a.trace() == 12 and a.inner(a) == 24 and a.norm() == pytest.approx(24**0.5)
+            assert (a.gather() == 2 * np.eye(6)).all()
 
 
 @pytest.mark.parallel([1, 2, 4])
 def test_a_norm_with_nan_is_nan(grid):
-    a = DistMatrix.from_function(grid, (4, 4), lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 6, np.nan, 1)))
+    values = lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 6, np.nan, 1))
+    a = DistMatrix.from_function(grid, (4, 4), values)
     assert np.isnan(a.norm())

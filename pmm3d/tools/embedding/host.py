@@ -218,7 +218,8 @@ def described(found: object) -> str:
 def check_dims(rows: int, columns: int, size: int) -> None:
     """Raises LayoutError for what no matrix of elements of that size has, as numbers of another size look."""
     if min(rows, columns) < 0 or rows * columns * size >= ADDRESSED:
-        raise LayoutError(f"a matrix has 0 rows and columns or more, as many as memory can have; got {rows} x {columns}")
+        raise LayoutError("a matrix has 0 rows and columns or more, as many as memory can have; got "
+                          f"{rows} x {columns}")
 
 
 def refuse(grid: Grid | None, what: str, error: Exception) -> NoReturn:
