@@ -167,8 +167,8 @@ static int largest(int code, MPI_Comm comm) {
     while (MPI_Test(&request, &done, MPI_STATUS_IGNORE), !done) {
         double waited = MPI_Wtime() - begun;
         if (seconds > 0 && waited > seconds) {
-            fprintf(stderr, "pmm3d: not all ranks of the communicator came to this call in %g s (PMM3D_TIMEOUT); the job "
-                    "ends\n", seconds);
+            fprintf(stderr, "pmm3d: not all ranks of the communicator came to this call in %g s (PMM3D_TIMEOUT); "
+                    "the job ends\n", seconds);
             MPI_Abort(comm, 70);
         }
         if (waited > 1e-3) nanosleep(&(struct timespec){0, 100000}, NULL);

@@ -20,10 +20,11 @@ void Cblacs_abort(int context, int code);
 
 enum { CTXT = 1, COMM_OF_GRID = 10, DENSE = 1, DENSE_INB = 2, TEXT = 2048 };
 
-/* A process grid: the ranks of MPI_COMM_WORLD that it has, by rows, and the context of PMM3D on them, or 0. */
+/* A process grid: the ranks of MPI_COMM_WORLD that it has, by rows, and the context of PMM3D on them, or 0; alone:
+   if others may have one. */
 typedef struct Known {
     struct Known *next;
-    int rows, columns, context;
+    int rows, columns, context, alone;
     char why_not[TEXT];
     int ranks[];
 } Known;
@@ -141,7 +142,10 @@ static Known *known_as(MPI_Comm comm, int rows, int columns) {
             free(made);
             return each;
         }
-    if (pmm3d_context(comm, rows, columns, 'R', &made->context)) pmm3d_last_error(made->why_not, TEXT);
+    if (pmm3d_context(comm, rows, columns, 'R', &made->context)) {
+        pmm3d_last_error(made->why_not, TEXT);
+        made->alone = !pmm3d_error_everywhere();
+    }
     made->next = all_known;
     return all_known = made;
 }
@@ -169,6 +173,10 @@ static void multiply(const Call *call) {
     int nine[3][9];
     const char *why = why_not(call, nine);
     Known *on = why ? NULL : known(call->desca[CTXT]);
+    if (on && on->alone) {
+        give_up(call, on->why_not);
+        return;
+    }
     if (!on || !on->context) {
         by_scalapack(call, on ? on->why_not : why ? why : "this rank is not in the process grid");
         return;

@@ -165,7 +165,7 @@ class NumpyLibrary:
         return array if self.is_contiguous(array) and self.as_stored(array) else self.copy(array)
 
     def as_stored(self, array: Array) -> bool:
-        """Whether the bytes of the elements are their values: in this machine's byte order, conjugated by nobody yet."""
+        """Whether the bytes of the elements are their values: in this machine's byte order, and no conjugates."""
         return array.dtype.isnative
 
     def conjugate(self, array: Array) -> Array:

@@ -107,7 +107,7 @@ def _clipped(run: Run, low: int, high: int) -> Run:
     return Run(run.part, run.start + skipped, min(run.stop, high), run.local + skipped)
 
 
-class Shared(NamedTuple):
+class Common(NamedTuple):
     """`length` indices that two parts both have, from `here` on in one and from `there` on in the other."""
 
     here: int
@@ -115,17 +115,17 @@ class Shared(NamedTuple):
     length: int
 
 
-def in_common(mine: Dealt, part: int, others: Dealt) -> dict[int, list[Shared]]:
+def in_common(mine: Dealt, part: int, others: Dealt) -> dict[int, list[Common]]:
     """Part of `others` -> what it has of what that part of `mine` has, in order.
 
         >>> in_common(Cyclic(8, 2, 2), 0, Intervals((0, 3, 8)))
-        {0: [Shared(here=0, there=0, length=2)], 1: [Shared(here=2, there=1, length=2)]}
+        {0: [Common(here=0, there=0, length=2)], 1: [Common(here=2, there=1, length=2)]}
     """
-    found: dict[int, list[Shared]] = {}
+    found: dict[int, list[Common]] = {}
     for run in mine.runs(part):
         for other in others.within(run.start, run.stop):
             here = run.local + other.start - run.start
-            found.setdefault(other.part, []).append(Shared(here, other.local, other.stop - other.start))
+            found.setdefault(other.part, []).append(Common(here, other.local, other.stop - other.start))
     return found
 
 
@@ -140,10 +140,10 @@ class Strided(NamedTuple):
     step_there: int = 0
 
 
-def strided(shared: Iterable[Shared]) -> list[Strided]:
+def strided(shared: Iterable[Common]) -> list[Strided]:
     """The same in as few pieces as repeat evenly.
 
-        >>> strided([Shared(0, 0, 2), Shared(2, 4, 2), Shared(4, 8, 2)])
+        >>> strided([Common(0, 0, 2), Common(2, 4, 2), Common(4, 8, 2)])
         [Strided(here=0, there=0, length=2, times=3, step_here=2, step_there=4)]
     """
     found: list[Strided] = []
@@ -160,10 +160,10 @@ def strided(shared: Iterable[Shared]) -> list[Strided]:
     return found
 
 
-def _merged(shared: Iterable[Shared]) -> list[Shared]:
-    found: list[Shared] = []
+def _merged(shared: Iterable[Common]) -> list[Common]:
+    found: list[Common] = []
     for piece in shared:
-        last = found[-1] if found else Shared(-1, -1, 0)
+        last = found[-1] if found else Common(-1, -1, 0)
         if last.length and (piece.here - last.here, piece.there - last.there) == (last.length, last.length):
             found[-1] = last._replace(length=last.length + piece.length)
         else:
@@ -171,17 +171,17 @@ def _merged(shared: Iterable[Shared]) -> list[Shared]:
     return found
 
 
-def packed(shared: Iterable[Shared], low: int, high: int) -> list[Shared]:
+def packed(shared: Iterable[Common], low: int, high: int) -> list[Common]:
     """Of what is shared, counted on, low:high; and where it lies there if it lies one after the other: packed.
 
-        >>> packed([Shared(4, 0, 2), Shared(8, 2, 2)], 1, 3)
-        [Shared(here=5, there=0, length=1), Shared(here=8, there=1, length=1)]
+        >>> packed([Common(4, 0, 2), Common(8, 2, 2)], 1, 3)
+        [Common(here=5, there=0, length=1), Common(here=8, there=1, length=1)]
     """
     found, counted, position = [], 0, 0
     for here, _, length in shared:
         first, last = max(low, counted), min(high, counted + length)
         if first < last:
-            found.append(Shared(here + first - counted, position, last - first))
+            found.append(Common(here + first - counted, position, last - first))
             position += last - first
         counted += length
     return found

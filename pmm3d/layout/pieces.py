@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .dealing import Dealt, Shared, in_common
+from .dealing import Dealt, Common, in_common
 from .foreign import Tile, Tiled
 
-Overlaps = dict[int, list[Shared]]
+Overlaps = dict[int, list[Common]]
 
 
 class Piece(NamedTuple):
@@ -20,8 +20,8 @@ class Piece(NamedTuple):
     """
 
     array: int
-    rows: list[Shared]
-    cols: list[Shared]
+    rows: list[Common]
+    cols: list[Common]
     other: int = -1
 
     @property

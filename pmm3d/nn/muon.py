@@ -82,12 +82,20 @@ class Muon(AdamW):
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
+        self._chosen = [bool(group["use_muon"]) for group in self.groups]
         self._names = {parameter: MATRIX if group["use_muon"] and not parameter.is_vector else VECTOR
                        for group in self.groups for parameter in group["params"]}
         for parameter, names in self._names.items():
             if names is MATRIX and parameter.dtype.startswith("complex"):
                 raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon is of real "
                                  "matrices: put it in a group of its own with use_muon=False")
+
+    def step(self, *, check: bool = False, factor: float = 1.0) -> None:
+        """See `Optimizer.step`. Raises Pmm3dError where use_muon of a group is another than at the beginning."""
+        if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
+            raise Pmm3dError("Muon: use_muon of a group is another than when the optimizer was made, and the state of "
+                             "its parameters is of what it was: make another optimizer")
+        super().step(check=check, factor=factor)
 
     def names_of(self, parameter: Parameter) -> tuple[str, ...]:
         return self._names[parameter]

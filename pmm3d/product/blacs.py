@@ -21,9 +21,9 @@ from ..layout.foreign import Tiled
 from .roles import least_moved
 
 DENSE = 1
-"""DTYPE_ of a dense matrix, and
-the places of the others in a descriptor of ScaLAPACK."""
+"""DTYPE_ of a dense matrix, the first number of its descriptor. The second is its BLACS context."""
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
+"""Where the others are."""
 KEPT_PLANS = 8
 """Products whose plans, with their work arrays, a context keeps; the one whose last use is longest ago goes first."""
 KEPT_SHAPES = 256
@@ -44,7 +44,8 @@ class BlacsContext:
 
     comm        an intracommunicator of mpi4py, which is left as it was; or a Grid, which is used
     shape       (Pr, Pc)
-    order       "R": process (p, q) is rank p Pc + q of it, row-major as BLACS has it by default; "C": p + q Pr
+    numbering   "R": process (p, q) is rank p Pc + q of it, row-major as BLACS has it by default; "C": p + q Pr: the
+                ORDER of blacs_gridinit
     ranks       of the communicator, of each of these numbers; 0, 1, ... if left out. Ranks that the process grid leaves
                 out take part in every call, hold nothing of a matrix, and multiply as others do
     relabel     whether ranks may change their roles in a product, so that the least moves (Kabić et al., COSTA, ISC
@@ -62,8 +63,8 @@ class BlacsContext:
         ([(5, 4)], True)
     """
 
-    def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1), order: str = "R", *,
-                 ranks: Sequence[int] | None = None, relabel: bool = True):
+    def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1),
+                 numbering: str = "R", *, ranks: Sequence[int] | None = None, relabel: bool = True):
         self._owned = not isinstance(comm, Grid)
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
@@ -74,8 +75,8 @@ class BlacsContext:
         self._at_close = [self._give_back]
         self.grid.at_close(partial(_once, self._at_close))
         try:
-            with self.grid.together("BlacsContext", shape, order, ranks, relabel):
-                self._cyclic = BlockCyclic((0, 0), (1, 1), shape, order, ranks=ranks)
+            with self.grid.together("BlacsContext", shape, numbering, ranks, relabel):
+                self._cyclic = BlockCyclic((0, 0), (1, 1), shape, numbering, ranks=ranks)
                 self._cyclic.check_ranks(self.grid.size)
                 if self.grid.dry_run is not None:
                     raise GridError("a dry run has no BLACS context: DistMatrix.from_block_cyclic moves such matrices "
@@ -85,7 +86,7 @@ class BlacsContext:
         except Exception:
             self.close()
             raise
-        self.shape, self.order = self._cyclic.process_grid, order
+        self.shape, self.numbering = self._cyclic.process_grid, numbering
         tiles = self._cyclic.tiles(self.grid.rank)
         self.row, self.col = tiles[0] if tiles else (-1, -1)
 

@@ -10,7 +10,7 @@ from ..comm.guard import one_thread
 from ..errors import DTypeError, LayoutError
 from ..layout import BlockCyclic, Blocks, Layout, OnGrid
 from .checks import array_signature, check_order, compared_dtype, together
-from .redistribution import check_fits, check_written, planned
+from .redistribution import check_fits, check_targets, planned
 from .relayout import summed
 from .stored import StoredMatrix, shards
 from .tiles import checked_arrays
@@ -65,7 +65,7 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
             arrays = [_new(matrix, shape, tiled.order) for shape in tiled.extents(grid.rank)]
         given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype)
         held = [matrix.memory] * len(on_grid.tiles(grid.rank))
-        check_written(library, what, held, given)
+        check_targets(library, what, held, given)
     move = planned(grid, on_grid, tiled, matrix.dtype, library)
     with grid.ledger.phase("redistribute"):
         move.start(library, held, given).wait()

@@ -129,8 +129,8 @@ def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int 
     """S = A (A^2)^(-1/2), the sign of a square matrix, by Newton-Schulz steps X (3 I - X^2) / 2.
 
     Arguments, scale, end and errors as of `polar`, with X^2 for X^H X. It is certain to converge where A is Hermitian
-    and not singular: S has the eigenvectors of A, and the signs of its eigenvalues. Other matrices need eigenvalues that
-    are real, or near +-1 when they are scaled; it raises where they are not.
+    and not singular: S has the eigenvectors of A, and the signs of its eigenvalues. Other matrices need eigenvalues
+    that are real, or near +-1 when they are scaled; it raises where they are not.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid() as grid:

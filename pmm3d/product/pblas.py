@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..arrays import Array
@@ -14,7 +15,7 @@ from .blacs import BlacsContext, Descriptor
 from .checks import array_signature, compared_dtype, scalar
 from .matrix import DistMatrix
 from .multiply import matmul
-from .redistribution import check_leading, check_written, part_of
+from .redistribution import check_leading, check_targets, part_of
 from .repeated import PendingProduct
 from .tiles import TileMove, checked_arrays
 
@@ -160,7 +161,7 @@ class PgemmPlan:
         if self._pending is not None:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
         arrays = [self._array(*each) for each in zip("ABC", given, self._form.parts, descriptors)]
-        check_written(self._library, "pgemm: C", [], arrays[2])
+        check_targets(self._library, "pgemm: C", [], arrays[2])
         a, b, c = arrays
         return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
 
@@ -197,6 +198,13 @@ class PgemmPlan:
             self._pending.wait()
         self.closed = True
         self._matrices, self._held = [], []
+
+    def __enter__(self) -> PgemmPlan:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
 
 
 def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,

@@ -25,9 +25,7 @@ LEAST_DEPTH = 1024
 """k from which halves are computed: for each element of C a product of fewer takes less time than copies of it."""
 MOST_HALVINGS = 3
 """Of the rows: 9/16 of the product are computed then; each brings operands together once more."""
-
-
-TILE = 256
+MIRRORED = 256
 """Rows and columns that are mirrored at a time, so that both sides stay in the cache of a core."""
 
 
@@ -151,7 +149,7 @@ def _mirror(c: Arithmetic, lower: bool, hermitian: bool) -> None:
     first_row, first_col = (box.r0, box.c0) if lower else (box.c0, box.r0)
     read = library.conjugate if turned.conjugated else lambda part: part
     rows, cols = (int(size) for size in here.shape)
-    tile = TILE if library.on_host else max(1, rows, cols)
+    tile = MIRRORED if library.on_host else max(1, rows, cols)
 
     def copy(start: int) -> None:
         """Rows from there on, right of the diagonal, tile by tile."""

@@ -68,7 +68,7 @@ class Redistribution:
         """
         with self._grid.together("Redistribution", beta):
             arrays = self._arrays("source", source, self._source), self._arrays("target", target, self._target)
-            check_written(self._library, "Redistribution", arrays[0], arrays[1])
+            check_targets(self._library, "Redistribution", arrays[0], arrays[1])
             beta = _factor(beta, self._dtype)
         with self._grid.ledger.phase("redistribute"):
             return self._move.start(self._library, arrays[0], arrays[1], beta)
@@ -116,7 +116,7 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
                   for name, array, way in zip("AB", (a, b), ways)]
         for name, own, descriptor in zip("AB", arrays, (desca, descb)):
             check_leading("pgemr2d", name, own, descriptor)
-        check_written(library, "pgemr2d", arrays[0], arrays[1])
+        check_targets(library, "pgemr2d", arrays[0], arrays[1])
     move = planned(grid, *ways, dtype, library)
     with grid.ledger.phase("redistribute"):
         move.start(library, arrays[0], arrays[1]).wait()
@@ -147,7 +147,7 @@ def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
         raise LayoutError(f"one layout is of a matrix of {rows} x {cols}, the other of {other_rows} x {other_cols}")
 
 
-def check_written(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
+def check_targets(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
     """Raises LayoutError for targets that cannot be written, or are read meanwhile."""
     if not all(map(library.writable, targets)):
         raise LayoutError(f"{what}: an array that is to be written is read-only")

@@ -13,7 +13,6 @@ from .multiply import Matrix, Prepared
 from .orders import look_up
 from .relayout import summed
 
-
 Result = TypeVar("Result")
 
 
@@ -29,6 +28,7 @@ class PendingProduct(Generic[Result]):
     def __init__(self, coming: Sequence[Coming], finish: Callable[[], Result]):
         self._coming, self._finish, self.done = coming, finish, False
         self._result: Result | None = None
+        self._error: Exception | None = None
 
     def test(self) -> bool:
         """Make progress with the operands. True once the result is there, which comes by `wait` alone: GEMMs run in the
@@ -38,11 +38,18 @@ class PendingProduct(Generic[Result]):
         return self.done
 
     def wait(self) -> Result | None:
-        """Multiply, add up, and return the result, C of a MatmulPlan. Collective; a second time only the latter."""
+        """Multiply, add up, and return the result, C of a MatmulPlan. Collective; a second time only the latter, or the
+        error again."""
         if not self.done:
-            for pending in self._coming:
-                pending.wait()
-            self._result, self.done = self._finish(), True
+            self.done = True
+            try:
+                for pending in self._coming:
+                    pending.wait()
+                self._result = self._finish()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
         return self._result
 
 

@@ -19,11 +19,10 @@ from ..layout.foreign import Tiled
 from ..layout.pieces import Piece, arriving, elements, leaving
 from ..model.move import ROUND_BYTES
 
-
 Runs = TypeVar("Runs")
 
 
-class Part(NamedTuple):
+class Packed(NamedTuple):
     """What of a message is, or goes, in one array: in rows and columns there, `shape` of them, packed by rows."""
 
     array: int
@@ -36,7 +35,7 @@ class Message(NamedTuple):
     """What goes to a rank, or comes from it, in a round."""
 
     rank: int
-    parts: list[Part]
+    parts: list[Packed]
     elements: int
 
 
@@ -143,14 +142,15 @@ class TileMove:
                 messages.append(Message(rank, parts, sum(part.shape[0] * part.shape[1] for part in parts)))
         return messages
 
-    def _part(self, piece: Piece, number: int, rounds: int) -> Part | None:
+    def _part(self, piece: Piece, number: int, rounds: int) -> Packed | None:
         """What of a piece goes in a round: the next of its rows."""
         rows, cols = self._in_order(piece.rows, piece.cols)
         height, width = sum(run.length for run in rows), sum(run.length for run in cols)
         low, high = part_range(height, rounds, number)
         if low == high or not width:
             return None
-        return Part(piece.array, strided(packed(rows, low, high)), strided(packed(cols, 0, width)), (high - low, width))
+        of_rows, of_cols = strided(packed(rows, low, high)), strided(packed(cols, 0, width))
+        return Packed(piece.array, of_rows, of_cols, (high - low, width))
 
     def _in_order(self, rows: Runs, cols: Runs) -> tuple[Runs, Runs]:
         return (cols, rows) if self._turned else (rows, cols)

@@ -11,7 +11,7 @@ from tiles import held, indices, places, tilings
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
 from pmm3d.layout import OnGrid, Placement
-from pmm3d.layout.dealing import Cyclic, Intervals, Shared, in_common, packed, strided
+from pmm3d.layout.dealing import Cyclic, Intervals, Common, in_common, packed, strided
 from pmm3d.layout.pieces import arriving, leaving
 
 pairs = shapes.flatmap(lambda shape: st.tuples(*(tilings(shape, IDLE_TOO, layouts, grids) for _ in range(2))))
@@ -64,7 +64,7 @@ def test_even_steps_and_packing_leave_every_index_where_it_is(gaps, low, more):
     here = there = 0
     runs = []
     for gap_here, gap_there, length in gaps:
-        runs.append(Shared(here + gap_here, there + gap_there, length))
+        runs.append(Common(here + gap_here, there + gap_there, length))
         here, there = here + gap_here + length, there + gap_there + length
     one_by_one = [(run.here + step, run.there + step) for run in runs for step in range(run.length)]
     assert [(group.here + turn * group.step_here + step, group.there + turn * group.step_there + step)

@@ -219,7 +219,9 @@ def test_complex_matrices_are_refused(some_grid, fails):
     weight = nn.Parameter(DistMatrix.random(some_grid, (4, 4), dtype="complex64"))
     fails(DTypeError, "Muon is of real matrices: put it in a group of its own with use_muon=False",
           lambda: optim.Muon([weight]))
-    optim.Muon([{"params": [weight], "use_muon": False}])
+    optimizer = optim.Muon([{"params": [weight], "use_muon": False}])
+    optimizer.groups[0]["use_muon"] = True
+    fails(Pmm3dError, "use_muon of a group is another than when the optimizer was made", optimizer.step)
 
 
 @pytest.mark.parallel([1, 4, 8])

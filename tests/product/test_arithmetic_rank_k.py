@@ -20,7 +20,7 @@ def small_blocks(monkeypatch):
     """Down to three rows, and tiles of four."""
     monkeypatch.setattr(rank_k, "LEAST_ROWS", 3)
     monkeypatch.setattr(rank_k, "LEAST_DEPTH", 0)
-    monkeypatch.setattr(rank_k, "TILE", 4)
+    monkeypatch.setattr(rank_k, "MIRRORED", 4)
 
 
 def products(whole):

@@ -237,6 +237,40 @@ def test_a_plan_that_is_closed_finishes_what_it_began(comm, fails):
         fails(GridError, "this plan is closed", lambda: plan(a, a, c))
 
 
+def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeypatch):
+    from pmm3d.product import pblas
+
+    with BlacsContext(comm, (1, comm.size)) as context:
+        square = context.descriptor(8, 8, 2, 2)
+        a, c = square.empty(), square.empty()
+        a[...] = 1
+        with PgemmPlan("N", "N", 8, 8, 8, 1, 1, square, 1, 1, square, 1, 1, square) as plan:
+            def fails_once(*_, **__):
+                monkeypatch.undo()
+                raise MemoryError
+
+            monkeypatch.setattr(pblas, "matmul", fails_once)
+            pending = plan.start(a, a, c)
+            for _ in range(2):
+                with pytest.raises(MemoryError):
+                    pending.wait()
+            plan(a, a, c)
+            assert pending.done and (c == 8).all()
+        assert plan.closed
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("options", [{"check": False}, {"debug": True}])
+def test_without_checks_and_with_all_of_them(comm, options):
+    random = np.random.default_rng(11)
+    with Grid(comm, (1, 1, comm.size), **options) as grid, BlacsContext(grid, (1, comm.size)) as context:
+        a, b, c = (Part(context, random, *shape, "float64") for shape in ((9, 7), (7, 8), (9, 8)))
+        for _ in range(3):
+            pgemm("N", "N", 9, 8, 7, 1, *a.passed, *b.passed, 1, *c.passed)
+            c.part[...] += a.part @ b.part
+        assert (c.local == c.arrays()[0]).all()
+
+
 def test_a_closed_context_over_a_grid_that_stays(comm, fails):
     with Grid(comm, (1, 1, comm.size)) as grid:
         context = BlacsContext(grid, (1, comm.size))

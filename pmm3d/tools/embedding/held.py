@@ -53,7 +53,7 @@ class Held:
         raise LayoutError(f"transa and transb are 'N', 'T' or 'C'; got {shown(op)}")
 
 
-class Part(NamedTuple):
+class LocalPart(NamedTuple):
     """This rank's of a block-cyclic matrix."""
 
     descriptor: Descriptor
@@ -71,7 +71,7 @@ class HeldContext:
         """Collective."""
         self.context.close()
 
-    def part(self, name: str, address: int, numbers: int, dtype: str) -> Part:
+    def part(self, name: str, address: int, numbers: int, dtype: str) -> LocalPart:
         """Raises LayoutError."""
         check_address(f"the descriptor of {name}", numbers)
         values = tuple((ctypes.c_int * 9).from_address(numbers))
@@ -82,8 +82,8 @@ class HeldContext:
             self._descriptors[key] = self._made(name, values)
         descriptor = self._descriptors[key]
         if address == 0 and descriptor.local_rows == 0:
-            return Part(descriptor, descriptor.empty(dtype))
-        return Part(descriptor, array_at(name, address, (descriptor.lld or 0, descriptor.local_cols), dtype, "F"))
+            return LocalPart(descriptor, descriptor.empty(dtype))
+        return LocalPart(descriptor, array_at(name, address, (descriptor.lld or 0, descriptor.local_cols), dtype, "F"))
 
     def _made(self, name: str, values: tuple[int, ...]) -> Descriptor:
         if not any(values[1:8:2]):

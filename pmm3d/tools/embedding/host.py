@@ -22,7 +22,7 @@ from .arguments import (
     order_named,
     scalar_at,
 )
-from .held import Held, HeldContext, Kept, Part
+from .held import Held, HeldContext, Kept, LocalPart
 
 CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
 OTHER = 8
@@ -168,7 +168,7 @@ class Host:
         moved = Redistribution(held.grid, held.layout, part.descriptor.cyclic, dtype=held.dtype, order=held.order)
         moved(held.memory, part.local)
 
-    def _cyclic(self, what: str, matrix: int, context: int, a: int, desca: int) -> tuple[DistMatrix, Part]:
+    def _cyclic(self, what: str, matrix: int, context: int, a: int, desca: int) -> tuple[DistMatrix, LocalPart]:
         """Raises on all ranks of the matrix, or of the context. Collective."""
         grid = self._grid_of(matrix, context)
         try:
