@@ -6,7 +6,6 @@ import hashlib
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +14,6 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..errors import DisagreementError, Pmm3dError
-from .ahead import POSTED, Ahead
 from .algorithms import gather_parts
 from .stacks import source_line
 from .transport import Collective, Link
@@ -35,23 +33,12 @@ class Terms(NamedTuple):
     shown      what the message says in its place, if that is more; a function is called only if there is a message
     error      what went wrong here, if anything did
     call       the operation, where the ranks may be in different ones: then the message says so, with their lines
-    said       a number besides, which may differ: 0, or what this rank would do if all ranks said so
     """
 
     compared: str
     shown: str | Callable[[], str] = ""
     error: Exception | None = None
     call: str = ""
-    said: int = 0
-
-
-@dataclass
-class Vote:
-    """What this rank says in an agreement besides (`Terms.said`), and what all said; None if that differs, or if
-    nothing was compared."""
-
-    mine: int = 0
-    common: int | None = None
 
 
 class Said(NamedTuple):
@@ -82,29 +69,25 @@ class Heard(NamedTuple):
 
 
 def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | None = None,
-          kind: type[Pmm3dError] = DisagreementError, ahead: Ahead | None = None) -> Collective[Any]:
+          kind: type[Pmm3dError] = DisagreementError) -> Collective[Any]:
     """Generator: every rank raises the same error if their terms differ or one of them failed.
 
     what       the operation;   headline: how the message begins where terms differ, as an error of that kind
     numbers    what the ranks tell each other besides, which may differ: as many on each
-    ahead      of the whole grid: what has been posted before this agreement is withdrawn where not all have
 
-    Returns, with numbers, one row a rank, else what all said (`Terms.said`), or None if that differs.
+    Returns, with numbers, one row a rank, else None.
 
-    Costs an all-reduce of 40 bytes by MPI, or, with numbers, an all-gather of a few. Where there is an error, each
+    Costs an all-reduce of 24 bytes by MPI, or, with numbers, an all-gather of a few. Where there is an error, each
     text crosses once, however many ranks say it, and the first few texts only. In a dry run all say the same.
     """
     if link.dry:
         if terms.error is not None:
             raise terms.error
-        return terms.said if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
+        return None if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
     digest, failed = _digest(terms.compared), terms.error is not None
     rows: Any = None
     if numbers is None:
-        same, any_failed, least, most = yield from _compared(link, digest, failed, terms.said)
-        rows = least if least == most else None
-        if ahead is not None and most >= POSTED and (any_failed or not same or least != most):
-            yield from ahead.withdraw(link, terms.said)
+        same, any_failed = yield from _compared(link, digest, failed)
     else:
         all_rows = yield from exchanged(link, np.array([digest, failed, *numbers], np.int64), 2 + len(numbers))
         same, any_failed = bool(np.all(all_rows[:, 0] == digest)), bool(all_rows[:, 1].any())
@@ -135,11 +118,11 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
-def _compared(link: Link, digest: int, failed: bool, said: int) -> Collective[tuple[bool, bool, int, int]]:
-    """Generator: (whether all digests are the same, whether any rank failed, the least and the most that was said)."""
-    mine, largest = np.array([digest, -digest, failed, -said, said], np.int64), np.empty(5, np.int64)
+def _compared(link: Link, digest: int, failed: bool) -> Collective[tuple[bool, bool]]:
+    """Generator: (whether all digests are the same, whether any rank failed)."""
+    mine, largest = np.array([digest, -digest, failed], np.int64), np.empty(3, np.int64)
     yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
-    return bool(largest[0] == -largest[1]), bool(largest[2]), -int(largest[3]), int(largest[4])
+    return bool(largest[0] == -largest[1]), bool(largest[2])
 
 
 def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],

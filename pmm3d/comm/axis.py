@@ -19,7 +19,7 @@ from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
 from .ledger import Record
-from .requests import MOST_AHEAD, Exchange, Members, Message
+from .requests import Exchange, Members, Message
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -30,8 +30,6 @@ LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
 COUNT_TAG = 0
 """No call's."""
-CALL_TAGS = LARGEST_TAG - MOST_AHEAD
-"""Those of collectives are up to this; the others are those of messages that go ahead of an agreement."""
 
 
 class Axis:
@@ -155,19 +153,16 @@ class Axis:
         return self.begin(name, meeting)
 
     def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
-                 receives: Sequence[Message], number: int = 0) -> Exchange:
+                 receives: Sequence[Message]) -> Exchange:
         """Messages that are exchanged with members of the axis again and again, of arrays on the host. Like
         `gather_into` for callers that know what they do; the bytes are counted as those of that operation.
-
-        number   1 to MOST_AHEAD, another one for each that may be posted before the ranks agree (`Ahead`)
         """
 
         def begin() -> Record:
             with self._engine.ledger.phase(phase):
                 return self.next_record(operation)
 
-        comm, tag = Members(self._comm, self.ranks, self.afar), CALL_TAGS + number if number else 0
-        return Exchange(begin, self._engine, comm, tag, library, sends, receives)
+        return Exchange(begin, self._engine, Members(self._comm, self.afar), COUNT_TAG, library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
@@ -225,7 +220,7 @@ class Axis:
                 transport.check_place(library)
                 stream = transport.communication_stream(library)
             record = self.next_record(name)
-            tag = 1 + record.number % CALL_TAGS
+            tag = 1 + record.number % LARGEST_TAG
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
             link.spread, link.afar = self.spread, self.afar
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)

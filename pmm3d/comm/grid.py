@@ -23,8 +23,7 @@ from ..model.notes import show_notes
 from ..model.ranking import Product
 from ..model.spread import FLAT, Spread
 from . import ending
-from .agreement import Terms, Vote, agree
-from .ahead import Ahead
+from .agreement import Terms, agree
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
@@ -153,7 +152,6 @@ class Grid:
         self.workspace = Workspace()
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
-        self.ahead = Ahead()
         self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
@@ -271,27 +269,25 @@ class Grid:
             raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
 
     @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[Vote]:
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
         """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
         arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
         always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
 
-        All ranks must enter. Costs one all-reduce of 40 bytes. A Vote is given to the body, which may say something in
-        it; after it the vote has what all said.
+        All ranks must enter. Costs one all-reduce of 24 bytes.
         """
-        vote = Vote()
         with self.engine.guard:
             if not (self._check or always):
-                yield vote
+                yield
                 return
             error = None
             try:
-                yield vote
+                yield
             except Exception as raised:
                 error = self._explained(raised)
-            vote.common = self._concluded(self._agreement(what, arguments, error, vote.mine), error)
+            self._concluded(self._agreement(what, arguments, error), error)
 
     def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
@@ -300,17 +296,15 @@ class Grid:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
-    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None, said: int = 0) -> Pending:
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what, said)
+    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
+        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
         headline = f"{what}: the ranks passed different arguments."
-        return self.everyone.begin(f"agreement on {what}",
-                                   lambda link: agree(link, what, headline, terms, ahead=self.ahead))
+        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
 
-    def _concluded(self, agreement: Pending, error: Exception | None) -> int | None:
-        """What all ranks said."""
+    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
+        """Wait for an agreement."""
         try:
-            said: int | None = agreement.wait()
-            return said
+            agreement.wait()
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
                 told_once(agreed, self._parent, self.size, error is not None)

@@ -410,8 +410,9 @@ class Optimizer:
         return self.shard_over_data and "data" not in parameter.layout.splitting
 
 
-def _versions(parameter: Parameter) -> tuple[int, int, int]:
-    """They count what is written to a parameter: by who counts up its version, by products and `redistribute` whose
-    `out` its value is, and by torch's operations on its shard. What other libraries write to its memory is not seen:
-    the remainder stays."""
-    return parameter.version, parameter.stored.fills, getattr(parameter.shard, "_version", 0)
+def _versions(parameter: Parameter) -> tuple[int, int, int, int]:
+    """Numbers of which one changes if the elements of a parameter are written: its version, how often its matrix was
+    the `out` of a product or of `redistribute`, torch's version of the shard, and the address of the shard. Elements
+    that another library changes in place are not noticed: the remainder stays."""
+    shard = parameter.shard
+    return parameter.version, parameter.stored.fills, getattr(shard, "_version", 0), parameter.library.address(shard)

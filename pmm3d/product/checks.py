@@ -11,7 +11,6 @@ import numpy as np
 
 from ..arrays import Array, dtype_named, library_of
 from ..comm import Grid
-from ..comm.agreement import Vote
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
 from ..model.orders import BY_COLUMNS, BY_ROWS
@@ -22,7 +21,7 @@ DIGESTED_BYTES = 2**20
 """Of an array whose contents are compared, at a time."""
 
 
-def together(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[Vote]:
+def together(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
     """`Grid.together`, once it is known that there is a Grid."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")

@@ -15,11 +15,11 @@ from ..model.plan import Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
-from .kept import KeptProducts, RecentPlans
 from .orders import look_up, order_of_result
 from .overlapping import way_of
 from .panels import OperandPanels, ResultStrips, met
 from .posted import Factors, Posted, can_post
+from .recent_plans import RecentPlans
 from .redistribute import move_into
 from .relayout import summed
 from .shared import SharedSums, axes_in_node
@@ -82,17 +82,10 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     grid, a, b = grid_of(a, b), summed(a), summed(b)
     options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
-    kept = KeptProducts.of(grid)
-    key = kept.key((a, b, out), options)
-    if key is not None and kept.find(key):
-        known: Matrix = kept.repeat(key, passed)
-        return known
     look_up(grid, "matmul", order)
     with ExitStack() as borrowed:
-        with grid.together("matmul", *passed) as vote:
+        with grid.together("matmul", *passed):
             product = Prepared(a, b, out, options, borrowed)
-            vote.mine = kept.wish(key, product)
-        kept.heard(vote, key, product, borrowed)
         product.share()
         product.multiply()
     return product.out
@@ -110,16 +103,33 @@ class Prepared(Generic[Matrix]):
         self.tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
         if out is None:
             out = _new_by_columns(a, b, options)
-        turned = out is not None and out.order == BY_COLUMNS
-        self.first, self.second = (b.T, a.T) if turned else (a, b)
-        self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, *how)
+        self._given, turned = (a, b), out is not None and out.order == BY_COLUMNS
+        first, second, c = (b.T, a.T, out.T) if out is not None and turned else (a, b, out)
+        self.plan, self.mine = _planned(first, second, c, *how)
         nbytes = 0 if self.mine is None else self.mine.own_work
-        work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
+        self._slab = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
         self.out = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
+        self._sums = SharedSums.of(a.grid)
+        self.bind()
+
+    def bind(self) -> None:
+        """Take A, B and C from the memory that they have now. Nothing is sent."""
+        (a, b), work, turned = self._given, self._slab.again(), self.out.order == BY_COLUMNS
+        self._bound = self._addresses()
+        self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.c: StoredMatrix = self.out.T if turned else self.out
         self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
             (self.first, self.plan.a_layout), (self.second, self.plan.b_layout), (self.c, self.plan.c_layout)))
-        self.work, self._sums = work.rest(), SharedSums.of(a.grid)
+        self.work = work.rest()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
+        torch by `matrix.local.data = tensor`."""
+        return self._bound == self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [matrix.library.address(matrix.memory) for matrix in (*self._given, self.out)]
 
     def share(self) -> None:
         """Have the memory for partial sums that ranks share, if there is to be any. Collective, once all ranks are
@@ -133,13 +143,13 @@ class Prepared(Generic[Matrix]):
         in_place = all(native is matrix for native, matrix in zip(self.natives, (self.first, self.second, self.c)))
         return can_post(self.plan, in_place, self.first)
 
-    def posted(self, held: ExitStack, number: int = 0) -> Posted | None:
+    def posted(self, held: ExitStack) -> Posted | None:
         """The product with persistent requests, if it `can_post`; None on a rank that has no part in it."""
         if self.mine is None:
             return None
         a, b, c = self.natives
         factors = Factors(a, b, c, self.alpha, self.beta, self.tf32)
-        return Posted(self.mine, factors, self.work.again(), held, number)
+        return Posted(self.mine, factors, self.work.again(), held)
 
     def multiply(self) -> None:
         """Collective."""

@@ -41,42 +41,21 @@ def can_post(plan: ProductPlan, in_place: bool, a: StoredMatrix) -> bool:
 
 
 class Posted:
-    """This rank's part of a product that `can_post`. `held` frees the requests.
+    """This rank's part of a product that `can_post`. `held` frees the requests."""
 
-    number   of the messages that bring operands, where they may go ahead of an agreement (`Ahead`); 0: they may not
-    """
-
-    def __init__(self, plan: RankPlan, factors: Factors, work: Slab, held: ExitStack, number: int = 0):
+    def __init__(self, plan: RankPlan, factors: Factors, work: Slab, held: ExitStack):
         a, b, c = factors[:3]
         self._panels = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
         conjugated = self._panels[0].conjugated, self._panels[1].conjugated
         self._strips = ResultStrips(plan, c, factors.alpha, factors.beta, factors.tf32, conjugated, work)
-        self._gathers = [Gather(panels, held, number) for panels in self._panels]
+        self._gathers = [Gather(panels, held) for panels in self._panels]
         self._add = self._strips.bound(*(gather.panel for gather in self._gathers))
         self._reduction = Reduction(plan, factors, self._strips, held) if plan.reduces else None
-
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """That bring operands."""
-        return [gather.exchange for gather in self._gathers if gather.exchange is not None]
 
     def begin(self) -> None:
         """Begin to bring the operands together; `finish` follows."""
         for gather in self._gathers:
             gather.begin()
-            gather.post()
-
-    def post(self) -> None:
-        """Begin to bring the operands together before it is known that all ranks do: `posted`, or a withdrawal,
-        follows."""
-        for gather in self._gathers:
-            gather.post()
-
-    def posted(self) -> None:
-        """All ranks have posted: multiply."""
-        for gather in self._gathers:
-            gather.begin()
-        self.finish()
 
     def finish(self) -> None:
         """Multiply what comes together, and add up."""
@@ -91,7 +70,7 @@ class Gather:
     """The panel of A or of B, whose memory is always the same. `exchange`: its messages; None where the shard is the
     block."""
 
-    def __init__(self, panels: OperandPanels, held: ExitStack, number: int):
+    def __init__(self, panels: OperandPanels, held: ExitStack):
         self._panels, self._copies = panels, panels.copies
         self.exchange: Exchange | None = None
         if panels.axis is None:
@@ -105,19 +84,15 @@ class Gather:
         self.panel, self._part, self._own = _turned(panels, whole), part, own
         peers = [peer for peer in range(axis.size) if peer != axis.index]
         self.exchange = axis.repeated("all_gather", panels.phase, panels.library, [(peer, part) for peer in peers],
-                                      [(peer, rows[peer]) for peer in peers], number)
+                                      [(peer, rows[peer]) for peer in peers])
         held.callback(self.exchange.free)
 
     def begin(self) -> None:
-        if self.exchange is not None:
-            self.exchange.begin()
-
-    def post(self) -> None:
         if self.exchange is None:
             return
         if self._packs:
             self._panels.to_gather(0)
-        self.exchange.post()
+        self.exchange.begin()
         if not self._packs:
             self._own[...] = self._part
 
@@ -154,6 +129,5 @@ class Reduction:
 
     def run(self) -> None:
         self._exchange.begin()
-        self._exchange.post()
         self._exchange.wait()
         sum_in_order(self._library, self._parts, self._out, self._beta)

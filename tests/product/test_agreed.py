@@ -11,7 +11,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.model.plan import ProductPlan
 from pmm3d.product import checks
-from pmm3d.product import kept as keeping
+from pmm3d.product import recent_plans as keeping
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
 
