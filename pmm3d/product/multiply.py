@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import is_
 from typing import Generic, TypeVar
 
-from ..arrays import Array, Slab
+from ..arrays import Array, Slab, scale
 from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.orders import BY_COLUMNS, BY_ROWS
@@ -53,6 +54,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                     along the columns; "auto": the one with which the local GEMM was fastest by `pmm3d tune blas`, by
                     rows where C is summed over ranks
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
+
+    As in BLAS, A and B do not count if alpha is 0: C = beta C, and nothing is sent. If beta is 0, C is not read.
 
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
     play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
@@ -115,7 +118,7 @@ class Prepared(Generic[Matrix]):
     def bind(self) -> None:
         """Take A, B and C from the memory that they have now. Nothing is sent."""
         (a, b), work, turned = self._given, self._slab.again(), self.out.order == BY_COLUMNS
-        self._bound = self._addresses()
+        self._bound = self._memory()
         self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.c: StoredMatrix = self.out.T if turned else self.out
         self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
@@ -126,10 +129,13 @@ class Prepared(Generic[Matrix]):
     def is_bound(self) -> bool:
         """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
         torch by `matrix.local.data = tensor`."""
-        return self._bound == self._addresses()
+        (arrays, addresses), (now, there) = self._bound, self._memory()
+        return all(map(is_, arrays, now)) and addresses == there
 
-    def _addresses(self) -> list[int]:
-        return [matrix.library.address(matrix.memory) for matrix in (*self._given, self.out)]
+    def _memory(self) -> tuple[list[Array], list[int]]:
+        """The shards, and their addresses. numpy never changes the address of an array, and takes 1 us to tell it."""
+        arrays, library = [matrix.memory for matrix in (*self._given, self.out)], self.out.library
+        return arrays, [] if library.name == "numpy" else [library.address(array) for array in arrays]
 
     def share(self) -> None:
         """Have the memory for partial sums that ranks share, if there is to be any. Collective, once all ranks are
@@ -141,7 +147,7 @@ class Prepared(Generic[Matrix]):
     def can_post(self) -> bool:
         """Whether its messages are the same each time; the same on all ranks."""
         in_place = all(native is matrix for native, matrix in zip(self.natives, (self.first, self.second, self.c)))
-        return can_post(self.plan, in_place, self.first)
+        return self.alpha != 0 and can_post(self.plan, in_place, self.first)
 
     def posted(self, held: ExitStack) -> Posted | None:
         """The product with persistent requests, if it `can_post`; None on a rank that has no part in it."""
@@ -152,7 +158,12 @@ class Prepared(Generic[Matrix]):
         return Posted(self.mine, factors, self.work.again(), held)
 
     def multiply(self) -> None:
-        """Collective."""
+        """Collective. As in BLAS, A and B do not count if alpha is 0: then nothing is sent."""
+        if self.alpha == 0:
+            with self.out.grid.ledger.phase("multiply"):
+                scale(self.out.library, self.out.stored, self.beta)
+            self.out.fills += 1
+            return
         matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
         rest = self.work.again()
         for matrix, taken, read in zip(matrices, self.natives, (True, True, self.beta != 0)):

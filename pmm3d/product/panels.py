@@ -205,12 +205,7 @@ class ResultStrips:
             beta = 0 if self._plan.reduces or self._widened else self.beta
         grid, library, c = self._grid, self.library, self._sums[strip][rows]
         with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
-            if a.shape[1]:
-                library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32, conjugated=self._conjugated)
-            elif beta == 0:
-                c[...] = 0
-            elif beta != 1:
-                c *= beta
+            library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32, conjugated=self._conjugated)
 
     def bound(self, a: Array, b: Array) -> Callable[[], None]:
         """`add` to the first strip the first time, of arrays on the host that stay where they are."""
