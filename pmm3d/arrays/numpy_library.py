@@ -89,7 +89,7 @@ class NumpyLibrary:
         return self.xp.arange(start, stop, dtype="uint64")
 
     def special(self, name: str) -> Callable[[Array], Array]:
-        """A function of scipy.special ("erf", "ndtri"), of the library's own."""
+        """A function of scipy.special ("expit", "ndtr", "ndtri"), of the library's own."""
         return getattr(import_module("scipy.special"), name)
 
     def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
