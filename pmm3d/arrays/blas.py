@@ -12,7 +12,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from .blas_library import DTYPES as OF_ROUTINES
-from .blas_library import LENGTHS, LP64_LARGEST, Routine, chosen, integer, scalar
+from .blas_library import LENGTHS, Routine, integer, scalar
+from .blas_library import LP64_LARGEST as LP64_LARGEST
+from .blas_library import chosen as chosen
 
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
 Lying = tuple[tuple[int, ...], ...]
@@ -116,12 +118,12 @@ def arranged(a: Lying, b: Lying, c: Lying, conjugated: Conjugated = AS_THEY_ARE,
     for order, ldc in _readings(*c).items():
         swapped = order == "T"
         first, second = (_transposed(b), _transposed(a)) if swapped else (a, b)
-        reads = _read(first, conjugated[swapped]), _read(second, conjugated[not swapped])
-        if reads[0] is not None and reads[1] is not None:
-            (a_read, lda), (b_read, ldb), sizes = *reads, (first[0][0], second[0][1], first[0][1])
-            if largest is not None and max(*sizes, lda, ldb, ldc) > largest:
-                raise TooLarge(f"GEMM {sizes}, leading dimensions {lda}, {ldb}, {ldc}: larger than {largest}")
-            return Arranged(swapped, a_read, b_read, *sizes, lda, ldb, ldc)
+        one, other = _read(first, conjugated[swapped]), _read(second, conjugated[not swapped])
+        if one is not None and other is not None:
+            found = Arranged(swapped, one[0], other[0], first[0][0], second[0][1], first[0][1], one[1], other[1], ldc)
+            if largest is not None and max(found[3:]) > largest:
+                raise TooLarge(f"{found}: larger than {largest}")
+            return found
     raise ValueError(f"BLAS conjugates only what it transposes; strides {a[1]} of A, {b[1]} of B and {c[1]} of C "
                      f"leave it a conjugated matrix (A, B: {conjugated}) that lies as C does")
 
@@ -135,9 +137,9 @@ def pieces(a: Lying, b: Lying, c: Lying, largest: int) -> Iterator[tuple[slice, 
         [slice(0, 3, None), slice(3, 6, None)]
     """
     (m, k), n = a[0], b[0][1]
-    step = lambda *strides: 1 if max(strides) > largest else largest
-    sizes = ((m, step(a[1][0], c[1][0])), (n, step(b[1][1], c[1][1])), (k, step(a[1][1], b[1][0])))
-    yield from product(*([slice(start, start + step) for start in range(0, size, step)] for size, step in sizes))
+    strides = ((m, a[1][0], c[1][0]), (n, b[1][1], c[1][1]), (k, a[1][1], b[1][0]))
+    steps = [(size, 1 if max(both) > largest else largest) for size, *both in strides]
+    yield from product(*([slice(start, start + step) for start in range(0, size, step)] for size, step in steps))
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import Pmm3dError
+from ..thread_counts import asked_threads
 
 VARIABLE = "PMM3D_BLAS"
 SCIPY = "scipy"
@@ -63,7 +64,6 @@ LOADED_BYTES, THREAD_BYTES = 2**26, 3 * 2**25
 SHORT_SPIN = "OPENBLAS_THREAD_TIMEOUT", "16"
 """Threads of OpenBLAS wait for the next GEMM on their cores for so many cycles, as a power of 2, unless the environment
 says otherwise: 20 us. With the 20 ms that it takes by itself no other thread of the rank has a core between GEMMs."""
-THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 SIZES = 37, 29, 131
 """m, n and k of the GEMMs by which a BLAS is checked: odd, beyond the registers of any kernel."""
 Routine = Any
@@ -262,8 +262,7 @@ def _check_room() -> None:
     """Raises MemoryError where a limit leaves an OpenBLAS too little address space: it would try to get it for ever."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
-    asked = [int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()]
-    needed = LOADED_BYTES + THREAD_BYTES * min([*asked[:1], os.cpu_count() or 1])
+    needed = LOADED_BYTES + THREAD_BYTES * asked_threads()
     try:
         mmap.mmap(-1, needed).close()
     except OSError:

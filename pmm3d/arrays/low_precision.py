@@ -41,7 +41,15 @@ def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: com
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:
-    """C = beta C, rounded once. If beta is 0, C is not read."""
+    """C = beta C, rounded once. If beta is 0, C is not read.
+
+        >>> import numpy as np
+        >>> from pmm3d.arrays import NumpyLibrary
+        >>> c = np.ones((1, 2))
+        >>> scale(NumpyLibrary(), c, 3)
+        >>> c
+        array([[3., 3.]])
+    """
     if not library.has_data:
         library.passed("scale", c, *([] if beta == 0 else [c]))
     elif beta == 0:

@@ -248,7 +248,8 @@ class NumpyLibrary:
     def _in_pieces(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, largest: int,
                    **options: Any) -> None:
         """`gemm` of parts whose sizes and leading dimensions are at most `largest`."""
-        for rows, cols, depth in blas.pieces(*(self._matrix(array)[1:] for array in (a, b, c)), largest):
+        lying = [self._matrix(array)[1:] for array in (a, b, c)]
+        for rows, cols, depth in blas.pieces(lying[0], lying[1], lying[2], largest):
             self.gemm(a[rows, depth], b[depth, cols], c[rows, cols], alpha, 1 if depth.start else beta, work, **options)
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..thread_counts import THREAD_COUNTS as THREAD_COUNTS
+from ..thread_counts import cores as cores
 from .environment import tasks_on_node
 
 AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
 WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
-
-THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,6 @@ def _cublas(library: Any) -> Blas:
     cuda = library.xp.cuda
     number = cuda.cublas.getVersion(cuda.device.get_cublas_handle())
     return Blas("cuBLAS", f"{number // 10000}.{number // 100 % 100}.{number % 100}", "", 0)
-
-
-def cores() -> frozenset[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def peak_memory() -> int:

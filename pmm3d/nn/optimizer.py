@@ -96,7 +96,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
-        self._noted, self._left = 0, dict[Parameter, tuple[int, int, int]]()
+        self._noted, self._left = 0, dict[Parameter, tuple[int, int, int, int]]()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))

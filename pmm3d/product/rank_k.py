@@ -76,7 +76,7 @@ def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | N
         with grid.together(what, a.signature, signature_of(out), alpha, beta, uplo):
             alpha, beta = (_checked_scalar(what, name, value, a) for name, value in (("alpha", alpha), ("beta", beta)))
             _check(what, a, beta, out, uplo)
-        if beta != 0 and uplo == "U":
+        if out is not None and beta != 0 and uplo == "U":
             _mirror(out, False, hermitian)
         out = _lower(summed(a), alpha, beta, hermitian, out)
         _mirror(out, True, hermitian)
