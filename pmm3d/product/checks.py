@@ -185,7 +185,7 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
                           "nothing is repeated along rows or columns")
     if b.dtype != a.dtype or b.library != a.library:
         raise DTypeError(f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
-                         "convert them to one type and one array library")
+                         "convert them to one type, a.astype(dtype), and one array library")
 
 
 def check_written(what: str, matrix: StoredMatrix) -> None:

@@ -257,7 +257,7 @@ def test_predict_refuses_what_does_not_fit(pmm3d, trained, tmp_path):
 
 FULL = """
 import resource
-from pmm3d.io import new_hdf5
+from pmm3d.product import new_hdf5
 begin = new_hdf5.NewHdf5.__init__
 def limited(self, path):
     begin(self, path)

@@ -19,7 +19,7 @@ from ...comm import Grid
 from ...comm.shapes import chosen_shape
 from ...errors import DataError, GridError
 from ...io.disk import check_replaceable, file_errors, sync
-from ...io.new_hdf5 import NewHdf5
+from ...product.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
