@@ -15,7 +15,8 @@ from mpi4py import MPI
 from ..errors import GridError
 from .axis import Axis
 from .engine import Engine
-from .uncaught import ARRIVAL_SECONDS, come
+from .stacks import line_of
+from .uncaught import ARRIVAL_SECONDS, INTERRUPTED, come
 from .watch import Watch, abort_job
 
 AGREED_SECONDS = 10.0
@@ -30,14 +31,28 @@ def all_come(comm: MPI.Intracomm, seconds: float = ARRIVAL_SECONDS) -> bool:
         return False
 
 
+def leaves_in_order(error: BaseException | None) -> bool:
+    """Whether a block ends as planned: without an error, or because its generator was closed or its task cancelled."""
+    asyncio = sys.modules.get("asyncio.exceptions")  # a program without asyncio need not load it
+    return error is None or isinstance(error, (GeneratorExit, *([asyncio.CancelledError] if asyncio else [])))
+
+
 def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
-    """The `with` of a grid ends with an error: unless all ranks end theirs so, the job ends, with this traceback."""
+    """The `with` of a grid ends with an error: unless all ranks end theirs so, the job ends, with this traceback, or
+    with one line after Ctrl-C."""
     watch.ending = f"{type(error).__name__}: {error}"
     seconds = AGREED_SECONDS if getattr(error, "everywhere", False) else ARRIVAL_SECONDS
-    if comm.size > 1 and not (isinstance(error, (Exception, SystemExit)) and all_come(comm, seconds)):
-        text = "".join(traceback.format_exception(error))
-        abort_job(comm, f"pmm3d: rank {comm.rank} raised; ending the job.\n{text}", 1)
+    if comm.size > 1 and not all_come(comm, seconds):
+        _end_with(error, comm, f"pmm3d: rank {comm.rank} raised; ending the job.\n"
+                               + "".join(traceback.format_exception(error)))
     watch.ending = ""
+
+
+def _end_with(error: BaseException, comm: MPI.Intracomm, text: str) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        abort_job(comm, f"pmm3d: rank {comm.rank} was interrupted (Ctrl-C) at {line_of(error)}; ending the job.",
+                  INTERRUPTED)
+    abort_job(comm, text, 1)
 
 
 def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
@@ -47,7 +62,7 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
     if comm.size > 1 and ends and error is not None:
         watch.ending = f"{type(error).__name__}: {error}"
         if not all_come(comm):
-            abort_job(comm, f"pmm3d: rank {comm.rank} left the program with {watch.ending}; ending the job.", 1)
+            _end_with(error, comm, f"pmm3d: rank {comm.rank} left the program with {watch.ending}; ending the job.")
     watch.leave("its program has ended" if ends else "it has dropped the grid")
 
 

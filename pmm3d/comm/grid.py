@@ -28,7 +28,7 @@ from .ahead import Ahead
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
-from .communicator import WatchedComm, check_communicator, duplicates
+from .communicator import WatchedComm, check_communicator, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .ledger import Ledger
 from .making_axes import make_axes
@@ -115,8 +115,9 @@ class Grid:
                  device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
-        self._parent = MPI.COMM_WORLD if comm is None else comm
-        check_communicator(self._parent)
+        theirs = MPI.COMM_WORLD if comm is None else comm
+        check_communicator(theirs)
+        self._own = own_duplicate(theirs, settings.timeout)
         with ExitStack() as made:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
@@ -142,7 +143,7 @@ class Grid:
 
     def _begin(self, settings: Settings, made: ExitStack) -> None:
         """As much of a grid as ranks need to talk to each other; `made` gives it back, the last made first."""
-        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._parent, settings.timeout,
+        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
                                                                               settings.debug, made)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.hosts = self._processes.hosts
@@ -313,7 +314,7 @@ class Grid:
             return said
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
-                told_once(agreed, self._parent, self.size, error is not None)
+                told_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
@@ -396,7 +397,7 @@ class Grid:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is not None:
+        if error is not None and not ending.leaves_in_order(error):
             self._leave(error)
             return
         try:
@@ -411,9 +412,13 @@ class Grid:
             return
         with self.engine.guard:
             ending.raised(self._watch_comm, self._watch, self._explained(error))
-            told_once(error, self._parent, self.size, True)
-            with suppress(Exception):
-                self._complete()
+            told_once(error, self._own, self.size, True)
+            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
+                for axis in self._axes.values():
+                    axis.keep(True)
+            else:
+                with suppress(Exception):
+                    self._complete()
             self._made.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
