@@ -91,8 +91,9 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
 
     Returns, with numbers, one row a rank, else what all said (`Terms.said`), or None if that differs.
 
-    Costs an all-reduce of 40 bytes by MPI, or, with numbers, an all-gather of a few. Where there is an error, each
-    text crosses once, however many ranks say it, and the first few texts only. In a dry run all say the same.
+    Costs an all-reduce of 40 bytes by MPI, or, with numbers or debug, an all-gather of a few numbers. If there is an
+    error, each text crosses once, however many ranks say it, and the first few texts only. In a dry run all say the
+    same.
     """
     if link.dry:
         if terms.error is not None:
@@ -138,7 +139,10 @@ def _digest(text: str) -> int:
 def _compared(link: Link, digest: int, failed: bool, said: int) -> Collective[tuple[bool, bool, int, int]]:
     """Generator: (whether all digests are the same, whether any rank failed, the least and the most that was said)."""
     mine, largest = np.array([digest, -digest, failed, -said, said], np.int64), np.empty(5, np.int64)
-    yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
+    if link.debug:  # what comes first compares the call: an all-reduce of MPI would be posted at any time, in any order
+        largest = (yield from exchanged(link, mine, 5)).max(axis=0)
+    else:
+        yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
     return bool(largest[0] == -largest[1]), bool(largest[2]), -int(largest[3]), int(largest[4])
 
 

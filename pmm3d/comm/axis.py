@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
 COUNT_TAG = 0
-"""No call's."""
-CALL_TAGS = LARGEST_TAG - MOST_AHEAD
-"""Those of collectives are up to this; the others are those of messages that go ahead of an agreement."""
+"""Tag of `Axis.even` alone."""
+PLAN_TAGS = 2**10
+"""Number of tags that plans share: messages of two plans mix only if as many calls were made between them."""
+CALL_TAGS = LARGEST_TAG - MOST_AHEAD - PLAN_TAGS
+"""Tags of collectives are 1 to CALL_TAGS. Tags of messages that go ahead of an agreement follow, then those of plans.
+"""
 
 
 class Axis:
@@ -166,7 +169,8 @@ class Axis:
             with self._engine.ledger.phase(phase):
                 return self.next_record(operation)
 
-        comm, tag = Members(self._comm, self.ranks, self.afar), CALL_TAGS + number if number else 0
+        comm = Members(self._comm, self.ranks, self.afar)
+        tag = CALL_TAGS + (number or 1 + MOST_AHEAD + self.number % PLAN_TAGS)
         return Exchange(begin, self._engine, comm, tag, library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
@@ -227,7 +231,7 @@ class Axis:
             record = self.next_record(name)
             tag = 1 + record.number % CALL_TAGS
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
-            link.spread, link.afar = self.spread, self.afar
+            link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))

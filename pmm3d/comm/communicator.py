@@ -104,7 +104,7 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
     timeout   seconds after which the job ends if some ranks have not come; 0: never
     what      the operation, for the message
     """
-    duplicate: MPI.Intracomm | None = comm.Get_attr(_attribute())
+    duplicate: Any = comm.Get_attr(_attribute())
     if duplicate is None:
         duplicate, request = comm.Idup()
         begun = time.perf_counter()

@@ -73,7 +73,8 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
     everyone, under_way = axes[0], engine.under_way()
     counts = [axis.even() for axis in axes]
     uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
-    kept = [axis.name in uneven or axis.kept for axis in axes]
+    failed = [pending.record.key.axis for pending in engine.abandoned]
+    kept = [axis.name in [*uneven, *failed] or axis.kept for axis in axes]
     with waiting("count of calls"):
         figures = np.array([everyone.number, *kept], np.int64)
         comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
@@ -81,19 +82,21 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
     for axis, somewhere in zip(axes, figures[1:]):
         axis.keep(bool(somewhere))
     if uneven:
-        names = ", ".join(str(pending.record) for pending in under_way if pending.record.key.axis in uneven)
+        records = [each.record for each in (*under_way, *engine.posted)]
+        names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
         raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
                         f"under way here: {names or 'none'}. Every member must make the call")
-    for pending in under_way:
-        pending.wait()
+    for pending in (*under_way, *engine.posted):
+        if pending.record is not None:
+            pending.wait()
 
 
 def stopped(engine: Engine) -> None:
-    """Nothing goes on. The arrays and buffers of what some members never began, or what failed, live to the end of the
-    program: MPI may still read them, or write there."""
+    """Nothing goes on. Arrays and buffers of collectives that some members never began, or that failed, live to the end
+    of the program: MPI may still read or write them."""
     engine.close()
     pinned = engine.transport.pinned
-    if unfinished := [*engine.under_way(), *(pinned.failed if pinned else [])]:
+    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.posted, *(pinned.failed if pinned else [])]:
         weakref.finalize(MPI, unfinished.clear).atexit = False
     else:
         engine.transport.close()

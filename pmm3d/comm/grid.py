@@ -46,7 +46,7 @@ class Grid:
     """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data,
     then in the order named, so that inner axes stay in a node.
 
-    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
+    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
                `pmm3d tune machine` measured here, or else a nominal one (noted by rank 0), or one of the known
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
@@ -57,8 +57,8 @@ class Grid:
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
-    timeout    seconds after which a collective that does not end is explained and ends the job (PMM3D_TIMEOUT, 600;
-               0: never)
+    timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
+               ends unless the wait is for a rank that answers and computes
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
                on for all ranks if it is on for one)

@@ -40,7 +40,11 @@ class Exchange:
     """Messages from and to members of an axis, in host memory that stays where it is.
 
     All members make it, and start and wait for it in the same order. `begin` gives the record of each time.
+
+    record   of the call under way; None if there is none
     """
+
+    record: Record | None = None
 
     def __init__(self, begin: Callable[[], Record], engine: Engine, members: Members, tag: int, library: NumpyLibrary,
                  sends: Sequence[Message], receives: Sequence[Message]):
@@ -68,21 +72,25 @@ class Exchange:
 
     def post(self) -> None:
         """Start all messages. `begin` follows, or came before."""
-        self._engine.post(self._requests)
+        self._engine.post(self, self._requests)
 
     def begin(self) -> None:
         """From now on it is a call of the axis: with what was posted before, once all ranks are known to have."""
-        self._record = self._begin()
-        self._record.received, self._record.sent = self._received, self._sent
-        self._record.across = self._across
-        self._engine.begun(self._record)
+        self.record = self._begin()
+        self.record.received, self.record.sent = self._received, self._sent
+        self.record.across = self._across
+        self._engine.begun(self.record)
 
     def wait(self) -> None:
-        self._engine.wait_posted(self._requests, self._record)
+        assert self.record is not None  # `begin` came before
+        self._engine.wait_posted(self, self._requests, self.record)
+        self.record = None
 
     def free(self) -> None:
-        """Once nothing is under way."""
-        for request in self._requests:
-            request.Free()
-        self._requests.clear()
-        self.messages.clear()
+        """Free the requests. If some are still active, the engine keeps them and their arrays instead."""
+        if MPI.Request.Testall(self._requests):
+            self._engine.posted.pop(self, None)
+            for request in self._requests:
+                request.Free()
+            self._requests.clear()
+            self.messages.clear()
