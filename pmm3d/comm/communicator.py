@@ -77,8 +77,8 @@ def check_communicator(comm: MPI.Intracomm) -> None:
     """
     if not MPI.Is_initialized() or MPI.Is_finalized():
         state = "is already finalized" if MPI.Is_initialized() else "is not initialized"
-        raise GridError(f"MPI {state}. Use a Grid after MPI.Init() and before MPI.Finalize(). `from mpi4py import MPI` "
-                        "initializes MPI, unless mpi4py.rc.initialize is False")
+        raise GridError(f"MPI {state}. Use a Grid after MPI.Init() and before MPI.Finalize(). Importing mpi4py.MPI "
+                        "calls the former, unless mpi4py.rc.initialize is False")
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"a {type(comm).__name__}"
         raise GridError(f"comm is an intracommunicator of mpi4py that this process belongs to; got {given}")

@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 from ..errors import GridError
 from .axis import Axis
-from .engine import Engine
+from .engine import Engine, Pending
+from .requests import Exchange
 from .stacks import line_of
 from .uncaught import ARRIVAL_SECONDS, INTERRUPTED, come
 from .watch import Watch, abort_job
@@ -57,6 +58,8 @@ def _end_with(error: BaseException, comm: MPI.Intracomm, text: str) -> None:
 
 def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
     """A grid is gone, or the program ends, without close(): an error that not all ranks end with ends the job."""
+    if MPI.Is_finalized():  # by the program, while the grid was open
+        return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     ends = not threading.main_thread().is_alive()
     if comm.size > 1 and ends and error is not None:
@@ -70,7 +73,8 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
              comm: MPI.Intracomm) -> None:
     """Wait for what is under way. Collective. axes: the first is that of all ranks; waiting: in it MPI is called, and
     blocks. Raises GridError, which all ranks must be told, if members of an axis never began it."""
-    everyone, under_way = axes[0], engine.under_way()
+    everyone = axes[0]
+    waited: list[Pending | Exchange] = [*engine.under_way(), *engine.posted]
     counts = [axis.even() for axis in axes]
     uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
     failed = [pending.record.key.axis for pending in engine.abandoned]
@@ -82,13 +86,13 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
     for axis, somewhere in zip(axes, figures[1:]):
         axis.keep(bool(somewhere))
     if uneven:
-        records = [each.record for each in (*under_way, *engine.posted)]
+        records = [each.record for each in waited]
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
         raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
                         f"under way here: {names or 'none'}. Every member must make the call")
-    for pending in (*under_way, *engine.posted):
-        if pending.record is not None:
-            pending.wait()
+    for each in waited:
+        if each.record is not None:
+            each.wait()
 
 
 def stopped(engine: Engine) -> None:

@@ -107,6 +107,7 @@ class Grid:
     data: Axis
     dry_run: DryRun | None = None
     machine: Machine | None = None
+    _tells_idle_ranks = True
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
@@ -131,6 +132,8 @@ class Grid:
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
+            if isinstance(chosen, Auto) and self._tells_idle_ranks and self.rank == 0:
+                chosen.tell_idle(self.shape)
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", blas, always=True):
                 with self._waiting("making the axes"):

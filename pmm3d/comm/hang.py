@@ -17,7 +17,6 @@ NAMED_RANKS = 20
 NAMED_WAITS = 20
 """Likewise, lines about those that wait."""
 SILENT = "it does not answer: its node is gone, or it computes without letting Python's threads run"
-LONGER = "Grid(timeout=) or PMM3D_TIMEOUT above that keeps this note away, 0 for none."
 UNBORN = "it has not come: it is stopped, has ended, or does something else; all ranks of the communicator must come"
 
 Gone = Mapping[int, str]
@@ -187,7 +186,8 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
     late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
     lines = [f"{ranks_in_words(sorted(late))} {'have' if len(late) > 1 else 'has'} waited for more than {limit:g} s, for "
              "ranks that answer. The job goes on.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
-             *_who_is_late(waits, processes), f"No fault if these compute. {LONGER}"]
+             *_who_is_late(waits, processes), "No fault if these compute. Grid(timeout=) or PMM3D_TIMEOUT above that "
+             "keeps this note away, 0 for none."]
     return "\n  ".join(lines)
 
 
@@ -276,7 +276,8 @@ def all_idle(answers: Answers, ranks: int, limit: float) -> str | None:
     lines += [f"{ranks_in_words(those)} {'is' if len(those) == 1 else 'are'} at\n{stack}" for stack, those in told]
     if silent := _others(answers, ranks):
         lines.append(f"{ranks_in_words(silent)}: no answer; these keep Python's interpreter lock, are stopped or dead")
-    lines.append(f"No fault if they compute, or read a slow disk. {LONGER}")
+    lines.append("No fault if they compute, or read a slow disk: Grid(timeout=) or PMM3D_TIMEOUT above that keeps this "
+                 "note away, 0 for none.")
     return "\n  ".join(lines)
 
 

@@ -157,7 +157,7 @@ class Watch:
         self._waits.pop(threading.get_ident(), None)
 
     def _run(self) -> None:
-        while not self._stop.wait(POLL_SECONDS):
+        while not self._stop.wait(POLL_SECONDS) and not MPI.Is_finalized():
             if self._bind is not None:
                 with suppress(Exception):  # whoever waits is told of it; the others still get their answers
                     self._bind()

@@ -39,6 +39,12 @@ class Closes(Protocol):
 Plan = TypeVar("Plan", bound=Closes)
 
 
+class ProductGrid(Grid):
+    """A grid of a BlacsContext: the caller did not ask for it, so idle ranks are no news."""
+
+    _tells_idle_ranks = False
+
+
 class BlacsContext:
     """A process grid of Pr x Pc ranks over a communicator, as a BLACS context is.
 
@@ -169,9 +175,10 @@ class BlacsContext:
         base = self.grid
         comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
         try:
-            return Grid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product, dtype=dtype,
-                        timeout=base.transport.timeout, check=base.engine.check, debug=base.debug, log=base.ledger.log,
-                        trace=base.ledger.trace, device_transport=base.transport.asked)
+            return ProductGrid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product, dtype=dtype,
+                        timeout=base.transport.timeout, check=base.engine.check,
+                               debug=base.debug, log=base.ledger.log, trace=base.ledger.trace,
+                               device_transport=base.transport.asked)
         finally:
             comm.Free()
 

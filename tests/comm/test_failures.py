@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -209,7 +210,7 @@ def test_debug_changes_nothing_where_calls_agree(job):
 def test_memory_that_cannot_be_had_says_who_asked_for_what_and_what_was_planned(goes_wrong, what):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))"
     done = goes_wrong(2, f"if grid.rank == 1:\n    {limit}\n    {what}\na @ b", timeout=600)
-    assert re.search(r"OutOfMemoryError: rank 1 \(host \S+\) is out of memory: Unable to allocate [0-9.]+ TiB .*"
+    assert re.search(r"OutOfMemoryError[:.] rank 1 \(host \S+\) is out of memory: Unable to allocate [0-9.]+ TiB .*"
                      r"Predicted for a rank: matmul of 40 x 20 x 30 [0-9.]+ KiB", done.stderr), done.stderr
 
 
@@ -331,3 +332,31 @@ def test_ranks_that_all_hang_in_code_of_the_users_are_told_of_and_go_on(job):
     assert 2 <= len(said) <= 3, done.stderr
     assert re.match(r"\n +ranks 0-3 are at\n +File .*job1.py.*\n.*solve\(\)\n.*in solve\n +time.sleep\(5.5\)\n +No "
                     r"fault if they compute", said[1]), said[1]
+
+
+def test_without_mpi_there_is_an_error_that_can_be_caught():
+    """Before MPI.Init() and after MPI.Finalize()."""
+    program = """
+        import mpi4py
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+        from pmm3d import BlacsContext, Grid, GridError
+
+        def refused(call):
+            try:
+                call()
+            except GridError as error:
+                print(error)
+
+        refused(Grid), refused(BlacsContext)
+        MPI.Init()
+        left_open = Grid()
+        MPI.Finalize()
+        refused(Grid), refused(left_open.close)
+    """
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environ, capture_output=True, text=True,
+                          timeout=60)
+    said = [line.partition(". ")[0].partition(": ")[0] for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr
+    assert said == 2 * ["MPI is not initialized"] + 2 * ["MPI is already finalized"]
