@@ -14,8 +14,7 @@ from mpi4py import MPI
 
 from ..errors import GridError
 from .axis import Axis
-from .engine import Engine, Pending
-from .requests import Exchange
+from .engine import Engine, Pending, Posted
 from .stacks import line_of
 from .uncaught import ARRIVAL_SECONDS, INTERRUPTED, come
 from .watch import Watch, abort_job
@@ -74,7 +73,7 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
     """Wait for what is under way. Collective. axes: the first is that of all ranks; waiting: in it MPI is called, and
     blocks. Raises GridError, which all ranks must be told, if members of an axis never began it."""
     everyone = axes[0]
-    waited: list[Pending | Exchange] = [*engine.under_way(), *engine.posted]
+    waited: list[Pending | Posted] = [*engine.under_way(), *engine.posted]
     counts = [axis.even() for axis in axes]
     uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
     failed = [pending.record.key.axis for pending in engine.abandoned]

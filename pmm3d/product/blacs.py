@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from ..comm import Grid
 from ..comm.communicator import check_communicator
+from ..comm.ending import leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, OnGrid, whole_number
 from ..layout.foreign import Tiled
@@ -206,7 +207,7 @@ class BlacsContext:
                  trace: TracebackType | None) -> None:
         if self._owned:
             self.grid.__exit__(kind, error, trace)
-        else:
+        elif leaves_in_order(error):  # else the end of the grid's block closes it: one rank cannot close it alone
             self.close()
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
+from ..comm.ending import leaves_in_order
 from ..errors import GridError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared
@@ -153,4 +154,5 @@ class MatmulPlan(Generic[Matrix]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        if not self._under_way or leaves_in_order(error):  # else the end of the grid's block closes it
+            self.close()

@@ -221,6 +221,38 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(goes_wrong, ranks):
     assert "ValueError: bad luck" in done.stderr and "Traceback (most recent call last)" in done.stderr
 
 
+def test_a_rank_that_raises_is_not_held_up_by_plans_and_contexts(job):
+    """Which it cannot close alone."""
+    done = job(2, """
+        import numpy as np
+        from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan, pgemm
+        with Grid(shape=(2, 1, 1)) as grid:
+            a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
+            with BlacsContext(grid, (1, 1)) as context, MatmulPlan(a, b) as plan:
+                desc = context.descriptor(8, 8, 8, 8)
+                x, y, z = desc.empty(), desc.empty(), desc.empty()
+                pgemm("N", "N", 8, 8, 8, 1.0, x, 1, 1, desc, y, 1, 1, desc, 0.0, z, 1, 1, desc)
+                plan.start()
+                if grid.rank == 1: raise ValueError('bad luck')
+                plan._pending.wait()
+            grid.everyone.all_reduce(np.ones(1)).wait()
+    """, 600)
+    assert done.returncode == 1 and "pmm3d: rank 1 raised; ending the job." in done.stderr, done.stderr
+    assert "ValueError: bad luck" in done.stderr and HANGS not in done.stderr
+
+
+def test_the_timer_of_faulthandler_is_the_programs_own(job):
+    done = job(2, """
+        import faulthandler, time
+        from pmm3d import Grid
+        faulthandler.dump_traceback_later(2, exit=True)
+        with Grid(timeout=0.5):
+            pass
+        time.sleep(600)
+    """)
+    assert done.returncode == 1 and "Timeout (0:00:02)!" in done.stderr, done.stderr
+
+
 def test_an_error_outside_the_block_ends_the_job_too(job):
     done = job(3, WITHOUT_BLOCK + """
         if grid.rank == 1:
