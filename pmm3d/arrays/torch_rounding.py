@@ -15,8 +15,8 @@ UNSET = "none"
 
 class Rounding:
     """One of torch's settings `fp32_precision`. Threads that need the same value hold it together, those that need
-    another one wait until they have let go. The last one puts back what the setting was before, unless another thread has
-    set it meanwhile: that value stays.
+    another one wait until they have let go. The last one puts back what the setting was before, unless another thread
+    has set it meanwhile: that value stays.
 
         >>> from types import SimpleNamespace
         >>> setting, rounding = SimpleNamespace(fp32_precision="bf16"), Rounding()

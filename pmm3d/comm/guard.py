@@ -20,8 +20,8 @@ class Guard:
 
     closed   whether the grid is
 
-    Raises GridError at once, before MPI is called, if the grid is closed, MPI is finalized, or another thread is inside.
-    Messages of two
+    Raises GridError at once, before MPI is called, if the grid is closed, MPI is finalized, or another thread is
+    inside. Messages of two
     threads on the same communicators would meet each other's, and wait for ever.
     """
 

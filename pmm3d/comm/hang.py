@@ -184,8 +184,9 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
     """The note about waits beyond the limit (seconds) for ranks that compute: who waits where, where the others are."""
     waits = Waits(answers, gone)
     late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
-    lines = [f"{ranks_in_words(sorted(late))} {'have' if len(late) > 1 else 'has'} waited for more than {limit:g} s, for "
-             "ranks that answer. The job goes on.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
+    have = "have" if len(late) > 1 else "has"
+    lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s, for ranks that answer. The job "
+             "goes on.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
              *_who_is_late(waits, processes), "No fault if these compute. Grid(timeout=) or PMM3D_TIMEOUT above that "
              "keeps this note away, 0 for none."]
     return "\n  ".join(lines)

@@ -102,9 +102,9 @@ class Auto:
     def tell_idle(self, chosen: GridShape) -> None:
         """Warn if the chosen grid leaves ranks idle."""
         if idle := self.ranks - chosen.size:
-            logger.warning("Grid: auto chose %s, which has %s of the communicator's %s ranks. The other %s %s idle: each "
-                           "makes every call and holds nothing. To use all ranks, name three sizes or a family", chosen,
-                           f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
+            logger.warning("Grid: auto chose %s, which has %s of the communicator's %s ranks. The other %s %s idle: "
+                           "each makes every call and holds nothing. To use all ranks, name three sizes or a family",
+                           chosen, f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
 
     def _whole(self, candidate: Candidate) -> GridShape:
         return GridShape(*candidate.grid[:3], self.data, **self.axes)

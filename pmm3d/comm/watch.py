@@ -9,8 +9,8 @@ for one that is gone. A wait beyond the time limit is also without an end if it 
 all members wait in it and its messages do not arrive. If a rank that is lacked answers that it computes, a note says
 where the ranks are, and the job goes on.
 
-If nobody waits, a leader that has begun no collective for as long as the time limit has all ranks asked too. A note says
-where they are, then again after twice as long, and the job goes on.
+If nobody waits, a leader that has begun no collective for as long as the time limit has all ranks asked too. A note
+says where they are, then again after twice as long, and the job goes on.
 """
 
 from __future__ import annotations

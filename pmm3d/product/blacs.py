@@ -176,8 +176,8 @@ class BlacsContext:
         base = self.grid
         comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
         try:
-            return ProductGrid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product, dtype=dtype,
-                        timeout=base.transport.timeout, check=base.engine.check,
+            return ProductGrid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product,
+                               dtype=dtype, timeout=base.transport.timeout, check=base.engine.check,
                                debug=base.debug, log=base.ledger.log, trace=base.ledger.trace,
                                device_transport=base.transport.asked)
         finally:

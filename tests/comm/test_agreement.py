@@ -123,8 +123,8 @@ def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails
 @pytest.mark.parallel([4])
 def test_ranks_without_memory_share_a_line_and_the_fullest_explains(grid, fails, monkeypatch):
     monkeypatch.setattr(out_of_memory, "resident_memory", lambda: 10**9 + 10**8 * (grid.rank == 2))
-    text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The one that holds the most: "
-                                   r"rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
+    text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The one that holds "
+                                   r"the most: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
                  lambda: _fill(grid))
     assert text.count("Use more ranks") == text.count("Predicted for a rank") == text.count("no room") == 1
 

@@ -82,7 +82,8 @@ def test_a_rank_that_answers_is_noted_with_its_stack_and_the_job_goes_on(job):
     assert HANGS not in done.stderr and 1 <= done.stderr.count("The job goes on.") <= 2, done.stderr
     said = done.stderr
     number = int(re.search(r"ranks 0-2 wait in agreement on matmul #(\d+) on axis all for ", said)[1])
-    assert "ranks 0-2 have waited for more than 2 s, for ranks that answer." in said and "job1.py:20 in <module>" in said
+    assert "ranks 0-2 have waited for more than 2 s, for ranks that answer." in said
+    assert "job1.py:20 in <module>" in said
     assert re.search(r"rank 3 \(host \S+, pid \d+\) never came: its last collective on axis all is agreement on matmul "
                      rf"#{number - 1}; it is at\n +File .*, line 19, in <module>\n"
                      r" +if grid.rank == 3: comm.recv\(source=0\)", said), said
