@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +36,14 @@ SLEPT = 1 / 16
 """and then this part of the time waited so far, which a wait may so take longer."""
 HELPER_SECONDS = 4e-4
 """The helper thread tests so often: on 4 Gbit/s links it hid 65% of the waiting, with 1 ms 52%."""
+
+
+class Posted(Protocol):
+    """Persistent requests that may be active (`pmm3d.comm.requests.Exchange`). record: None between two rounds."""
+
+    record: Record | None
+
+    def wait(self) -> None: ...
 
 
 class Pending:
@@ -82,10 +90,11 @@ class Pending:
                     self._requests = next(self._generator)
         except StopIteration as end:
             self._result, self.done = end.value, True
-        except MPI.Exception as error:
-            self._error, self.done = _mpi_error(self.record, error), True
         except Exception as error:
-            self._error, self.done = error, True
+            self._error = _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error
+            self.done = True
+            if any(isinstance(request, MPI.Request) and request != MPI.REQUEST_NULL for request in self._requests):
+                self._engine.abandoned.append(self)
         return self.done
 
 
@@ -95,6 +104,9 @@ class Engine:
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
     guard               who uses the grid;   crowded: whether this host has more ranks than cores
+    posted              exchanges whose persistent requests may be active, in the order of their posting
+    abandoned           collectives that failed while some of their requests were active: MPI may still read or write
+                        their arrays
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
@@ -103,6 +115,8 @@ class Engine:
         self.guard = Guard()
         self._watch, self._yields = watch, CROWDED_SECONDS if crowded else YIELD_SECONDS
         self._active: list[Pending] = []
+        self.posted: dict[Posted, None] = {}
+        self.abandoned: list[Pending] = []
         self._lock = threading.Lock()
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
@@ -139,16 +153,17 @@ class Engine:
 
         self._wait(done, pending.record)
 
-    def post(self, requests: list[MPI.Prequest]) -> None:
-        """Start persistent requests, of which `wait_posted` waits for the end."""
+    def post(self, exchange: Posted, requests: list[MPI.Prequest]) -> None:
+        """Start the persistent requests of an exchange, of which `wait_posted` waits for the end."""
         with self._lock:
+            self.posted[exchange] = None
             MPI.Prequest.Startall(requests)
 
     def begun(self, record: Record) -> None:
         """Tell the watchdog of a call whose messages are posted."""
         self._watch.begun[record.key.axis] = record
 
-    def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
+    def wait_posted(self, exchange: Posted, requests: list[MPI.Prequest], record: Record) -> None:
         """Make progress on everything until these requests are complete."""
         def done() -> bool:
             with self._lock:
@@ -159,6 +174,7 @@ class Engine:
             return False
 
         self._wait(done, record)
+        self.posted.pop(exchange, None)
         self.ledger.end(record)
 
     def _wait(self, done: Callable[[], bool], record: Record) -> None:

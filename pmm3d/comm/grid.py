@@ -27,7 +27,7 @@ from .agreement import Terms, agree
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
-from .communicator import WatchedComm, check_communicator, duplicates
+from .communicator import WatchedComm, check_communicator, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .ledger import Ledger
 from .making_axes import make_axes
@@ -45,7 +45,7 @@ class Grid:
     """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data,
     then in the order named, so that inner axes stay in a node.
 
-    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
+    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
                `pmm3d tune machine` measured here, or else a nominal one (noted by rank 0), or one of the known
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
@@ -56,8 +56,8 @@ class Grid:
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
-    timeout    seconds after which a collective that does not end is explained and ends the job (PMM3D_TIMEOUT, 600;
-               0: never)
+    timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
+               ends unless the wait is for a rank that answers and computes
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
                on for all ranks if it is on for one)
@@ -106,6 +106,7 @@ class Grid:
     data: Axis
     dry_run: DryRun | None = None
     machine: Machine | None = None
+    _tells_idle_ranks = True
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
@@ -114,8 +115,9 @@ class Grid:
                  device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
-        self._parent = MPI.COMM_WORLD if comm is None else comm
-        check_communicator(self._parent)
+        theirs = MPI.COMM_WORLD if comm is None else comm
+        check_communicator(theirs)
+        self._own = own_duplicate(theirs, settings.timeout)
         with ExitStack() as made:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
@@ -129,6 +131,8 @@ class Grid:
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
+            if isinstance(chosen, Auto) and self._tells_idle_ranks and self.rank == 0:
+                chosen.tell_idle(self.shape)
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", blas, always=True):
                 with self._waiting("making the axes"):
@@ -141,7 +145,7 @@ class Grid:
 
     def _begin(self, settings: Settings, made: ExitStack) -> None:
         """As much of a grid as ranks need to talk to each other; `made` gives it back, the last made first."""
-        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._parent, settings.timeout,
+        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
                                                                               settings.debug, made)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.hosts = self._processes.hosts
@@ -307,7 +311,7 @@ class Grid:
             agreement.wait()
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
-                told_once(agreed, self._parent, self.size, error is not None)
+                told_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
@@ -390,7 +394,7 @@ class Grid:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is not None:
+        if error is not None and not ending.leaves_in_order(error):
             self._leave(error)
             return
         try:
@@ -405,9 +409,13 @@ class Grid:
             return
         with self.engine.guard:
             ending.raised(self._watch_comm, self._watch, self._explained(error))
-            told_once(error, self._parent, self.size, True)
-            with suppress(Exception):
-                self._complete()
+            told_once(error, self._own, self.size, True)
+            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
+                for axis in self._axes.values():
+                    axis.keep(True)
+            else:
+                with suppress(Exception):
+                    self._complete()
             self._made.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

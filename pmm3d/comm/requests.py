@@ -29,10 +29,14 @@ class Exchange:
     """Messages from and to members of an axis, in host memory that stays where it is.
 
     All members make it, and start and wait for it in the same order. next_record() returns the record of one time.
+
+    record   of the call under way; None if there is none
     """
 
-    def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int, library: NumpyLibrary,
-                 sends: Sequence[Message], receives: Sequence[Message]):
+    record: Record | None = None
+
+    def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int,
+                 library: NumpyLibrary, sends: Sequence[Message], receives: Sequence[Message]):
         self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
         self._arrays = sends, receives
         self._requests: list[MPI.Prequest] = []
@@ -54,17 +58,21 @@ class Exchange:
 
     def begin(self) -> None:
         """Start all messages, as one call of the axis."""
-        self._record = self._next_record()
-        self._record.received, self._record.sent = self._received, self._sent
-        self._record.across = self._across
-        self._engine.begun(self._record)
-        self._engine.post(self._requests)
+        self.record = self._next_record()
+        self.record.received, self.record.sent = self._received, self._sent
+        self.record.across = self._across
+        self._engine.begun(self.record)
+        self._engine.post(self, self._requests)
 
     def wait(self) -> None:
-        self._engine.wait_posted(self._requests, self._record)
+        assert self.record is not None  # `begin` came before
+        self._engine.wait_posted(self, self._requests, self.record)
+        self.record = None
 
     def free(self) -> None:
-        """Once nothing is under way."""
-        for request in self._requests:
-            request.Free()
-        self._requests.clear()
+        """Free the requests. If some are still active, the engine keeps them and their arrays instead."""
+        if MPI.Request.Testall(self._requests):
+            self._engine.posted.pop(self, None)
+            for request in self._requests:
+                request.Free()
+            self._requests.clear()

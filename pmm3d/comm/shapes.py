@@ -27,6 +27,8 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
+NAMES = ("auto", *PRESETS)
+"""Grids that have a name."""
 AS_GOOD = 1.03
 """Times the least seconds of a grid up to which another is as good."""
 
@@ -97,6 +99,13 @@ class Auto:
                         1e3 * others[0].seconds, few)
         return self._whole(best)
 
+    def tell_idle(self, chosen: GridShape) -> None:
+        """Warn if the chosen grid leaves ranks idle."""
+        if idle := self.ranks - chosen.size:
+            logger.warning("Grid: auto chose %s, which has %s of the communicator's %s ranks. The other %s %s idle: "
+                           "each makes every call and holds nothing. To use all ranks, name three sizes or a family",
+                           chosen, f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
+
     def _whole(self, candidate: Candidate) -> GridShape:
         return GridShape(*candidate.grid[:3], self.data, **self.axes)
 
@@ -113,8 +122,19 @@ def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int],
     if shape == "auto":
         return Auto(product, dtype, memory, ranks, _left(ranks, {"data": data, **axes}), data, axes)
     if shape not in PRESETS:
-        return _fitting(parse_shape(shape)[:3], data, axes, ranks, product, dtype)
+        return _fitting(_parsed(shape)[:3], data, axes, ranks, product, dtype)
     return _fitting(*_family(shape, data, _left(ranks, axes)), axes, ranks, product, dtype)
+
+
+def _parsed(shape: str) -> GridShape:
+    try:
+        return parse_shape(shape)
+    except GridError:
+        from difflib import get_close_matches
+
+        near = "".join(f'. Did you mean "{name}"?' for name in get_close_matches(shape.lower(), NAMES, 1, 0.5))
+        raise GridError(f'a grid is written GxxGyxGz, as in 2x2x1, or is one of {", ".join(NAMES)}; got {shape!r}{near}'
+                        ) from None
 
 
 def checked_axes(axes: Any, taken: Collection[str]) -> dict[str, int]:

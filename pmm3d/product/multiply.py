@@ -149,13 +149,16 @@ class Prepared(Generic[Matrix]):
         in_place = all(native is matrix for native, matrix in zip(self.natives, (self.first, self.second, self.c)))
         return self.alpha != 0 and can_post(self.plan, in_place, self.first)
 
-    def posted(self, held: ExitStack) -> Posted | None:
-        """The product with persistent requests, if it `can_post`; None on a rank that has no part in it."""
+    def posted(self, held: ExitStack, plan: int) -> Posted | None:
+        """Return the product with persistent requests, if it `can_post`; None on a rank that has no part in it.
+
+        plan   its number, the same on all ranks
+        """
         if self.mine is None:
             return None
         a, b, c = self.natives
         factors = Factors(a, b, c, self.alpha, self.beta, self.tf32)
-        return Posted(self.mine, factors, self.work.again(), held)
+        return Posted(self.mine, factors, self.work.again(), held, plan)
 
     def multiply(self) -> None:
         """Collective. As in BLAS, A and B do not count if alpha is 0: then nothing is sent."""

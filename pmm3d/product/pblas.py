@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..arrays import Array
+from ..comm.ending import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, OnGrid, Placement, itemsize, whole_number
 from ..model.plan import native
@@ -226,7 +227,8 @@ class PgemmPlan:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        if self._pending is None or leaves_in_order(error):  # else the end of the grid's block closes it
+            self.close()
 
 
 def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,

@@ -41,16 +41,17 @@ def can_post(plan: ProductPlan, in_place: bool, a: StoredMatrix) -> bool:
 
 
 class Posted:
-    """This rank's part of a product that `can_post`. `held` frees the requests."""
+    """This rank's part of a product that `can_post`. `held` frees the requests. number: of the plan, the same on all
+    ranks."""
 
-    def __init__(self, plan: RankPlan, factors: Factors, work: Slab, held: ExitStack):
+    def __init__(self, plan: RankPlan, factors: Factors, work: Slab, held: ExitStack, number: int):
         a, b, c = factors[:3]
         self._panels = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
         conjugated = self._panels[0].conjugated, self._panels[1].conjugated
         self._strips = ResultStrips(plan, c, factors.alpha, factors.beta, factors.tf32, conjugated, work)
-        self._gathers = [Gather(panels, held) for panels in self._panels]
+        self._gathers = [Gather(panels, held, number) for panels in self._panels]
         self._add = self._strips.bound(*(gather.panel for gather in self._gathers))
-        self._reduction = Reduction(plan, factors, self._strips, held) if plan.reduces else None
+        self._reduction = Reduction(plan, factors, self._strips, held, number) if plan.reduces else None
 
     def begin(self) -> None:
         """Begin to bring the operands together; `finish` follows."""
@@ -70,7 +71,7 @@ class Gather:
     """The panel of A or of B, whose memory is always the same. `exchange`: its messages; None where the shard is the
     block."""
 
-    def __init__(self, panels: OperandPanels, held: ExitStack):
+    def __init__(self, panels: OperandPanels, held: ExitStack, number: int):
         self._panels, self._copies = panels, panels.copies
         self.exchange: Exchange | None = None
         if panels.axis is None:
@@ -84,7 +85,7 @@ class Gather:
         self.panel, self._part, self._own = _turned(panels, whole), part, own
         peers = [peer for peer in range(axis.size) if peer != axis.index]
         self.exchange = axis.repeated("all_gather", panels.phase, panels.library, [(peer, part) for peer in peers],
-                                      [(peer, rows[peer]) for peer in peers])
+                                      [(peer, rows[peer]) for peer in peers], number)
         held.callback(self.exchange.free)
 
     def begin(self) -> None:
@@ -113,7 +114,7 @@ def _turned(panels: OperandPanels, panel: Array) -> Array:
 class Reduction:
     """The sum of C over the ranks along k, added up in their order."""
 
-    def __init__(self, plan: RankPlan, factors: Factors, strips: ResultStrips, held: ExitStack):
+    def __init__(self, plan: RankPlan, factors: Factors, strips: ResultStrips, held: ExitStack, number: int):
         self._partial, self._out, landing = strips.posted()
         self._library, self._beta = factors.c.library, factors.beta
         axis, edges = factors.c.grid.axis(plan.plan.roles[1]), offsets(plan.c_counts)
@@ -124,7 +125,7 @@ class Reduction:
         self._parts = [*landed[: axis.index], own, *landed[axis.index :]]
         self._exchange = axis.repeated("reduce_scatter", "reduce C", self._library,
                                        [(peer, rows[peer]) for peer in peers],
-                                       [(peer, self._parts[peer]) for peer in peers])
+                                       [(peer, self._parts[peer]) for peer in peers], number)
         held.callback(self._exchange.free)
 
     def run(self) -> None:

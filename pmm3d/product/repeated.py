@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
+from ..comm.ending import leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared
@@ -56,7 +57,7 @@ class PendingProduct(Generic[Result]):
 class MatmulPlan(Generic[Matrix]):
     """Repeated product C = alpha A B + beta C of the same matrices, checked and planned once.
 
-    Arguments, messages, result, bits and errors are those of `matmul`. Making a plan is collective, and so is each call.
+    Arguments, messages, result, bits and errors are those of `matmul`. Making a plan and calling it are collective.
     The plan holds buffers until it is closed, or its grid is. If no operand is redistributed, the plan holds persistent
     requests of MPI too. A call compares nothing among the ranks: all ranks must make it.
 
@@ -96,8 +97,8 @@ class MatmulPlan(Generic[Matrix]):
             self._product.share()
             self._posts = self._product.can_post
             with self._grid.together("MatmulPlan", self._posts):
-                self._requests = ExitStack()
-                self._posted = self._product.posted(self._requests) if self._posts else None
+                self._number, self._requests = self._grid.everyone.number, ExitStack()
+                self._posted = self._product.posted(self._requests, self._number) if self._posts else None
             self._held = held.pop_all()
         self.closed = self._under_way = False
         self._pending: PendingProduct[Matrix] | None = None
@@ -127,7 +128,7 @@ class MatmulPlan(Generic[Matrix]):
         if not self._product.is_bound:
             self._product.bind()
             self._requests.close()
-            self._posted = self._product.posted(self._requests) if self._posts else None
+            self._posted = self._product.posted(self._requests, self._number) if self._posts else None
         if self._posted is not None:
             self._posted.begin()
         self._under_way = True
@@ -165,7 +166,8 @@ class MatmulPlan(Generic[Matrix]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        if not self._under_way or leaves_in_order(error):  # else the end of the grid's block closes it
+            self.close()
 
 
 def _check_not_partial(*operands: StoredMatrix) -> None:

@@ -198,9 +198,23 @@ def test_threads_that_want_float32_and_tf32_take_turns(monkeypatch, settings):
     assert seen == ["tf32", "none"] and settings[0].fp32_precision == "none"
 
 
+def test_what_another_thread_sets_meanwhile_stays(monkeypatch, settings):
+    torch.set_float32_matmul_precision("medium")
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: torch.set_float32_matmul_precision("high")
+                        or addmm(*args, **options))
+    TorchLibrary().gemm(*(torch.ones(2, 2) for _ in range(3)), 1, 0, None)
+    assert [setting.fp32_precision for setting in settings] == ["tf32", "tf32"]
+
+
 def test_a_setting_that_cannot_be_put_back_keeps_nobody_waiting():
     class Setting:
-        fp32_precision = property(lambda self: "bf16", lambda self, value: None if value != "bf16" else 1 / 0)
+        value = "bf16"
+
+        def __setattr__(self, name, value):
+            vars(self)["value"] = value if value != "bf16" else 1 / 0
+
+        fp32_precision = property(lambda self: self.value)
 
     rounding, setting = Rounding(), Setting()
     rounding.hold(setting, "ieee")

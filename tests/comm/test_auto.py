@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pmm3d import DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d import BlacsContext, DistMatrix, Grid, GridError, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.replay import tasks
@@ -143,6 +143,30 @@ def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
         for note in notes:
             assert note.startswith(f"auto: {grid.shape} on {comm.size} ranks, ") and "nominal; next " in note
     assert len(set(comm.allgather(tuple(grid.shape)))) == 1
+
+
+@pytest.mark.parallel([4])
+def test_idle_ranks_are_told_of_once(comm, caplog):
+    """For what the program asked; the grids of a BlacsContext are its own affair."""
+    for asked, warned in ((lambda: Grid(comm, "auto", product=(8, 8, 8)), True), (lambda: Grid(comm, (1, 1, 4)), False),
+                          (lambda: BlacsContext(comm, (1, 1)), False)):
+        caplog.clear()
+        with asked() as made:
+            if isinstance(made, BlacsContext):
+                desc = made.descriptor(8, 8, 8, 8)
+                pgemm("N", "N", 8, 8, 8, 1.0, desc.empty(), 1, 1, desc, desc.empty(), 1, 1, desc, 0.0, desc.empty(), 1,
+                      1, desc)
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == (warned and comm.rank == 0)
+        assert all("auto chose 1x1x1, which has 1 of the communicator's 4 ranks. The other 3" in line for line in told)
+
+
+def test_a_name_that_is_almost_one_is_told():
+    for name, near in (("dpp", "ddp"), ("FSPD", "fsdp"), ("megatorn", "megatron"), ("atuo", "auto")):
+        with pytest.raises(GridError, match=f'auto, ddp, fsdp, hsdp, megatron; got .{name}.. Did you mean "{near}"'):
+            chosen_shape(name, 1, {}, 4, None, "float64", None)
+    with pytest.raises(GridError, match="got '2x2'$"):
+        chosen_shape("2x2", 1, {}, 4, None, "float64", None)
 
 
 @pytest.mark.parallel([3])
