@@ -250,7 +250,7 @@ def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, sh
                 assert (weight.gather() == low[name] + low[f"optimizer/{name}/remainder"]).all()
             assert net(DistMatrix.random(grid, (4, 12), dtype="float32")).dtype == "float32"
     with Grid(comm, "ddp") as grid:
-        own = OwnNetwork(grid, made.network, Precision(tf32=True))
+        own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
         fails(Pmm3dError, "first.weight is of float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 

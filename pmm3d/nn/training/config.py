@@ -175,7 +175,8 @@ class TrainingSection(Section):
     log_every: Count = 10
     """steps between lines of metrics.jsonl"""
     seed: Seed = 0
-    """of the first weights, of dropout and of the order of the rows; a network of `build` has its own"""
+    """seed of the first weights, of dropout and of the order of the rows; in a network of `build`, of the layers that
+    are made without a seed"""
     prometheus: Place | None = None
     """a .prom file for the latest figures, where a node exporter looks for such"""
 

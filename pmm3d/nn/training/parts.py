@@ -47,7 +47,7 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
     if config.network.build:
-        own = OwnNetwork(grid, config.network, config.precision)
+        own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
         return own.widened(own.made(grid, samples.features, samples.outputs)[0], samples.features)
     sizes = layer_sizes(config, samples.features, samples.outputs)
     return make_network(config, grid, sizes, None, config.precision.whole)[0]
