@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from ..comm import Grid
 from ..errors import NoGridError, Pmm3dError
@@ -39,6 +40,8 @@ class Module:
     grid: Grid
     training = True
     calls: int
+    _named = False
+    """Whether the parameters have names (see `named_parameters`)."""
 
     if not TYPE_CHECKING:
 
@@ -55,6 +58,8 @@ class Module:
     def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
         x = as_tensor(x)
+        if not self._named:
+            self.named_parameters()
         out = self.forward(x, **options)
         if x.tape.inspect is not None:
             x.tape.inspect(self, out)
@@ -88,10 +93,17 @@ class Module:
                     yield from child._below(f"{prefix}.{name}".strip("."), seen)
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Name -> parameter, in order; parameters learn their names here. One used twice has its first name. Raises
-        Pmm3dError for parameters that are held where they are not found, and for two of one name."""
-        named, names = dict[str, Parameter](), dict[Parameter, str]()
+        """Return the parameters by their paths in this module, in order. One used twice has its first path.
+
+        The outermost module that was asked, or called, gives a parameter its `name`: the path in that module. A part of
+        it that is asked later leaves the name as it is.
+
+        Raises Pmm3dError for parameters that are held where they are not found, and for two of one path.
+        """
+        named, names, modules = dict[str, Parameter](), dict[Parameter, str](), set[Module]()
         for prefix, module in self.named_modules():
+            modules.add(module)
+            module._named = True
             _check_nothing_hides(module)
             for name, child in module.children():
                 if isinstance(child, Parameter) and child not in names:
@@ -100,7 +112,9 @@ class Module:
                         raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}: the keys of a "
                                          "dict must differ as text, and from the names of attributes")
         for child, name in names.items():
-            child.name = name
+            owner = None if child.owner is None else child.owner()
+            if owner is None or owner in modules:
+                child.name, child.owner = name, ref(self)
         return named
 
     def parameters(self) -> list[Parameter]:

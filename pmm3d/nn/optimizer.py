@@ -152,6 +152,8 @@ class Optimizer:
         `no_sync`), and for a factor that is none."""
         if not 0 < factor < inf:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
+        if not self.steps:
+            self._by_name(some=True)
         if check:
             check_finite(self.gradient_norm())
         filled, gathers = set(self._filled()), []
@@ -231,22 +233,33 @@ class Optimizer:
         precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed."""
         return {state_name(parameter.name, name):
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
-                for parameter in self.parameters
+                for parameter in self._by_name().values()
                 for name, array in zip([*self.names_of(parameter), REMAINDER], self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
-        missed = {parameter.name: times for parameter, times in self.missed.items()}
+        missed = {name: self.missed[each] for name, each in self._by_name().items()} if self.missed else {}
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
                 "missed": missed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave: what was learned. Options (lr, weight_decay, betas, ...) stay as they were given to
-        this optimizer. Raises Pmm3dError if that was another kind of optimizer."""
+        this optimizer. Raises Pmm3dError if that was another kind of optimizer, and for two parameters of one name."""
         if state["kind"] != type(self).__name__:
             raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
         self.steps, missed = state["steps"], state.get("missed", {})
-        self.missed = Counter({each: missed[each.name] for each in self.parameters if each.name in missed})
+        named = self._by_name() if missed else {}
+        self.missed = Counter({each: missed[name] for name, each in named.items() if name in missed})
+
+    def _by_name(self, some: bool = False) -> dict[str, Parameter]:
+        """Name -> parameter. some: those that have a name. Raises Pmm3dError for two parameters of one name."""
+        named = dict[str, Parameter]()
+        for parameter in self.parameters:
+            if (parameter.name or not some) and named.setdefault(parameter.name, parameter) is not parameter:
+                raise Pmm3dError(f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
+                                 "would hold the state of one of them. Make both networks attributes of one Module, "
+                                 "and call its named_parameters() before")
+        return named
 
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves

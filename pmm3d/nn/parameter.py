@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import ref
+
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
@@ -18,7 +21,7 @@ class Parameter(Tensor):
     vector; a table.
 
     precision    of what types it, its gradient and its master weights are; None: `Precision.named` of its own type
-    name         its path in the network, as in "2.weight"
+    name         its path in the network, as in "2.weight";   owner: a weak reference to the network, which named it
     version      counts the changes of its values
     accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
     has_state    whether an optimizer has a state for it, in its present layout
@@ -33,6 +36,7 @@ class Parameter(Tensor):
     """
 
     has_state = False
+    owner: ref[Any] | None = None
     accumulated: Accumulated
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):

@@ -170,7 +170,8 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
         again = made()
         again.resume(keeper)
         assert again.scale.state() == first.scale.state() and again.scale.skipped == 1
-        assert TrainState(nn.Linear(grid, 4, 6), first.optimizer).scale is None
+        wide = nn.Linear(grid, 4, 6)
+        assert TrainState(wide, optim.SGD(wide.parameters(), lr=0.1)).scale is None
 
 
 @pytest.mark.parallel([1, 2])
