@@ -60,4 +60,4 @@ def derived(seed: int, stream: int) -> int:
 def check_grid(what: str, grid: Any) -> None:
     """Raise GridError if the first argument of a layer or function is not a Grid."""
     if not isinstance(grid, Grid):
-        raise GridError(f"{what}: the first argument is the Grid; got {grid!r}: pass {what}(grid, ...)")
+        raise GridError(f"{what}: the first argument is the Grid; got a {type(grid).__name__}: pass {what}(grid, ...)")

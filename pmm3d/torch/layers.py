@@ -15,7 +15,7 @@ from ..layout.layout import layout_of
 from ..nn.compute import Form, stacked
 from ..nn.dense import OTHER, linear, weight_layout
 from ..nn.functional import layer_norm
-from ..nn.seeds import Seeds, derived
+from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .boundary import own_columns, whole_columns
@@ -33,6 +33,7 @@ class OnGrid(torch.nn.Module):
 
     def __init__(self, grid: Grid):
         super().__init__()
+        check_grid(type(self).__name__, grid)
         if grid.size != grid.shape.size:
             raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
         self.grid = grid

@@ -114,6 +114,15 @@ def test_backward_passes_that_cannot_be(grid, fails):
 
 
 @some
+def test_layers_without_a_grid(grid, fails):
+    layer = nn.Linear(grid, 4, 4)
+    for name, call in {"Sequential": lambda: nn.Sequential(layer, nn.gelu, layer), "Dropout": lambda: nn.Dropout(0.1),
+                       "Linear": lambda: nn.Linear(3, 4), "LayerNorm": lambda: nn.LayerNorm(4),
+                       "MLP": lambda: nn.MLP([3, 4], nn.gelu)}.items():
+        fails((GridError, TypeError), f"{name}: the first argument is the Grid; got a .*|missing", call)
+
+
+@some
 def test_optimizers_that_cannot_be(grid, fails):
     weights = network_of(grid, EVEN).parameters()
     for kind in (optim.SGD, optim.Adam, optim.AdamW):
@@ -129,8 +138,12 @@ def test_optimizers_that_cannot_be(grid, fails):
     fails(Pmm3dError, "lr is a number of at least 0; got inf", lambda: optim.SGD(weights, float("inf")))
     fails(Pmm3dError, "lr is a number of at least 0; got -1",
           lambda: optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": -1}], 0.1))
-    fails(Pmm3dError, "has beta, names; known are params, lr, weight_decay, momentum, nesterov",
-          lambda: optim.SGD([{"params": weights, "beta": 1, "names": []}], 0.1))
+    fails(Pmm3dError, r"SGD, in a group of parameters: unknown option nestrov \(did you mean nesterov\?\)$",
+          lambda: optim.SGD([{"params": weights, "nestrov": True}], 0.1))
+    fails(Pmm3dError, r"Adam: unknown option learning_rate \(.*",
+          lambda: optim.Adam(weights, learning_rate=1))
+    fails(Pmm3dError, r"Muon: unknown option ns_step \(did you mean ns_steps\?\)",
+          lambda: optim.Muon(weights, ns_step=3))
     fails(Pmm3dError, "is given 2 times; it belongs to one group",
           lambda: optim.SGD([{"params": weights}, {"params": weights[:1]}], 0.1))
     fails(Pmm3dError, r"parameters, or groups of them \({.params.: \[...\]}\), are needed; got a dict",
