@@ -41,9 +41,9 @@ _MODULES = {
 __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
     "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
-    "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae", "manual_seed",
-    "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "softmax",
-    "subtract", "sum", "tanh", "unchanged",
+    "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae",
+    "manual_seed", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid",
+    "silu", "softmax", "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

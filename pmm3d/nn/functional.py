@@ -202,7 +202,13 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         normal = elementwise(form, centred, local, mean, inverse, rows=True)
         out = elementwise(form, in_one_kernel(form.library, _moved), normal, gain.shard, bias.shard, rows=True)
 
-    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> tuple[Array, Product, Product]:
+    wanted, learns = x.requires_grad, gain.requires_grad
+
+    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | Product | None]:
+        of_rows = [_sum_of_rows(form, elementwise(form, times, gradient, normal)) if learns else None,
+                   _sum_of_rows(form, gradient)]
+        if not wanted:
+            return [None, *of_rows]
         with computing(form.grid, "elementwise", name="layer_norm backward"):
             scaled = elementwise(form, times, gradient, factor, rows=True)
             sums = xp.stack([sums_along(scaled, 1), sums_along(elementwise(form, times, scaled, normal), 1)])
@@ -210,8 +216,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
             sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise", name="layer_norm backward"):
             dx = elementwise(form, back, scaled, normal, sums[0][:, None], sums[1][:, None], inverse, rows=True)
-            product = elementwise(form, times, gradient, normal)
-        return dx, _sum_of_rows(form, product), _sum_of_rows(form, gradient)
+        return [dx, *of_rows]
 
     return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
 

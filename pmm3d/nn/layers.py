@@ -37,8 +37,8 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
               dtype: str = "float32", library: Library = "numpy",
               precision: Precision | str | None = None) -> Parameter:
-    """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound) and are the same
-    on every grid. Collective.
+    """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound). They are the
+    same on every grid. Collective.
 
     precision   its types: an `nn.Precision`, or the name of one; None: the one named `dtype`
 

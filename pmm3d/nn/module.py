@@ -159,6 +159,16 @@ class Module:
                 parameter.assign(matrix_for(parameter, state[name]))
         return [name for name in named if name not in state], [name for name in state if name not in named]
 
+    def requires_grad_(self, on: bool = True) -> Module:
+        """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
+        Collective."""
+        parameters = self.parameters()
+        with self.grid.together("requires_grad_", *[parameter.name for parameter in parameters], on):
+            pass
+        for parameter in parameters:
+            parameter._learn(on)
+        return self
+
     def train(self, on: bool = True) -> Module:
         """Whether dropout acts from now on; returns the module."""
         for _, module in self.named_modules():

@@ -51,7 +51,7 @@ class Optimizer:
     parameters       of one network; or groups of them, each a dict of "params" and of options of its own, as in torch
     lr               learning rate, of groups that have none of their own; schedules change it
     weight_decay     see the subclass; of groups that have none of their own. As in torch it acts on all parameters
-    decay_vectors    whether weight_decay acts on vectors (biases, gains) too, of groups that do not say; True by default
+    decay_vectors    whether weight_decay acts on vectors (biases, gains) too; of groups that have none of their own
     shard_over_data  ZeRO-1: each rank along data keeps the state of, and changes, only its part of each parameter;
                      gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
                      all-reduce, 1/Gdata of the state, bitwise the same weights
@@ -237,10 +237,11 @@ class Optimizer:
 
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
-        precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed."""
+        precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed. Parameters that were
+        frozen from the start have none."""
         return {state_name(parameter.name, name):
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
-                for parameter in self._by_name().values()
+                for parameter in self._by_name().values() if parameter.requires_grad or parameter in self._state
                 for name, array in zip([*self.names_of(parameter), REMAINDER], self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
