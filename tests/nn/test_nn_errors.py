@@ -229,3 +229,19 @@ def test_metrics(comm):
         assert loss_of(network_of(grid, CLASSES), CLASSES, *batch_of(CLASSES, 0)).item() > 0
 
     on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(comm):
+    def check(grid):
+        net = nn.MLP(grid, [3, 4, 5], dtype="float64")
+        x, y = (nn.Tensor(spread(grid, np.empty((0, cols)))) for cols in (3, 5))
+        none = labels(grid)
+        for loss in (nn.mse(net(x), y), nn.mae(net(x), y), nn.cross_entropy(net(x), none)):
+            assert np.isnan(loss.item()) and loss.shape == (1, 1)
+            loss.backward()
+        assert not any(parameter.grad.gather().any() for parameter in net.parameters())
+        assert np.isnan(nn.mean(net(x), 0).gather()).all()
+        assert np.isnan([nn.accuracy(net(x), none), nn.r2(net(x), y)]).all()
+
+    on_each_grid(comm, check, [("ddp", 1), ("megatron", 1)])
