@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, random
-from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout
 from .arithmetic import factor_of
 from .compute import (
@@ -95,6 +95,20 @@ def gelu(x: Tensor) -> Tensor:
         array([[0.    , 0.8413]])
     """
     return _elementwise(x, GELU)
+
+
+ACTIVATIONS = {function.__name__: function for function in (relu, gelu, tanh, silu, sigmoid)}
+
+
+def activation_named(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of that name, as a configuration spells it. Raises Pmm3dError for an unknown name.
+
+        >>> activation_named("gelu") is gelu
+        True
+    """
+    if name not in ACTIVATIONS:
+        raise Pmm3dError(f"there is no activation named {name!r}{hint(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def _elementwise(x: Tensor, function: Pointwise) -> Tensor:

@@ -176,7 +176,8 @@ class Sequential(Module):
         self.grid, self.layers = grid, list(layers)
         for index, layer in enumerate(layers):
             if not callable(layer):
-                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
+                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function: "
+                                 "pass a layer, or a function such as nn.gelu")
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
         """(name, layer), functions too."""
@@ -249,7 +250,7 @@ class MLP(Block):
     """Linear layers with an activation between them, none after the last.
 
     sizes        columns of the input, of each hidden layer, of the output
-    activation   a function such as nn.gelu
+    activation   a function such as nn.gelu, or its name: "relu", "gelu", "tanh", "silu", "sigmoid"
     norm         a LayerNorm before each activation;   dropout   its probability, after each activation
     recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
     activations  "replicated" over the axis that a layer sums over, or "sharded" over it too (sequence parallelism)
@@ -261,13 +262,14 @@ class MLP(Block):
         227
     """
 
-    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
-                 norm: bool = False, dropout: float = 0.0, recompute: bool = False,
+    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer | str = functional.relu, *,
+                 bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool = False,
                  activations: str = "replicated", seed: int | None = None, dtype: str = "float32",
                  library: Library = "numpy", precision: Precision | str | None = None):
         check_grid("MLP", grid)
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
+        activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number = list[Layer](), "y", 0
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}

@@ -170,10 +170,14 @@ class Module:
         return self
 
     def train(self, on: bool = True) -> Module:
-        """Whether dropout acts from now on; returns the module."""
+        """Let dropout act from now on, or not (False). Returns the module."""
         for _, module in self.named_modules():
             module.training = on
         return self
+
+    def eval(self) -> Module:
+        """The same as train(False). As in torch, operations are still noted for a backward pass; see `evaluating`."""
+        return self.train(False)
 
     @contextmanager
     def evaluating(self) -> Iterator[Module]:

@@ -90,6 +90,12 @@ def test_layers_that_cannot_be(grid, fails):
         fails(Pmm3dError, "p is a probability below 1", lambda: nn.Dropout(grid, p))
         fails(Pmm3dError, "p is a probability below 1", lambda: nn.dropout(tensor(grid), p, 1))
     fails(Pmm3dError, "1 is a int, neither a layer nor a function", lambda: nn.Sequential(grid, nn.relu, 3))
+    fails(Pmm3dError, r"no activation named 'gleu' \(did you mean gelu\?\)", lambda: nn.MLP(grid, [4, 4, 2], "gleu"))
+    net = nn.MLP(grid, [4, 4, 2], activation="gelu", dropout=0.5)
+    assert net.layers[1] is nn.gelu
+    fails(Pmm3dError, r"got ndarray: .*DistMatrix.from_global\(grid, array, layout=batch_layout\(\)\)",
+          lambda: net(np.ones((4, 4))))
+    assert net.eval() is net and not net.layers[2].training and net.train().layers[2].training
     fails(NotImplementedError, "define forward", lambda: nn.Module()(tensor(grid)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ...comm import Grid
 from ...errors import Pmm3dError
 from ...layout import Layout
-from .. import functional, optim
+from .. import optim
 from ..layers import MLP, Module
 from ..precision import Precision
 from .config import Config
@@ -38,8 +38,7 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1])
     section = config.network.model_dump(exclude={"build", "hidden", "activation"})
-    activation = getattr(functional, config.network.activation)
-    network = MLP(grid, sizes, activation, seed=config.training.seed, precision=precision or config.precision,
+    network = MLP(grid, sizes, config.network.activation, seed=config.training.seed, precision=precision or config.precision,
                   **section)
     return network, network.output_layout
 
