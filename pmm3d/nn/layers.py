@@ -35,7 +35,7 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 
 
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
-              dtype: str = "float32", library: Library = "numpy",
+              dtype: str = "float32", library: Library | None = None,
               precision: Precision | str | None = None) -> Parameter:
     """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound). They are the
     same on every grid. Collective.
@@ -81,7 +81,7 @@ class Linear(Module):
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
                  cols: str = "y", activations: str = "replicated", unit: int = 1, dtype: str = "float32",
-                 library: Library = "numpy", precision: Precision | str | None = None):
+                 library: Library | None = None, precision: Precision | str | None = None):
         check_grid("Linear", grid)
         _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
@@ -120,7 +120,7 @@ class LayerNorm(Module):
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
-                 library: Library = "numpy", precision: Precision | str | None = None):
+                 library: Library | None = None, precision: Precision | str | None = None):
         check_grid("LayerNorm", grid)
         _check_sizes("LayerNorm", features=features)
         self.grid, self.eps, self._has_input = grid, eps, False
@@ -265,7 +265,7 @@ class MLP(Block):
     def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer | str = functional.relu, *,
                  bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool = False,
                  activations: str = "replicated", seed: int | None = None, dtype: str = "float32",
-                 library: Library = "numpy", precision: Precision | str | None = None):
+                 library: Library | None = None, precision: Precision | str | None = None):
         check_grid("MLP", grid)
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")

@@ -1,8 +1,8 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
 Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if the batch is of low precision. Of a batch
-without rows they are NaN, as in torch. Each rank has the sum over its own rows, of which there may be none. The sum over
-the ranks goes on in the background until `item` is called, or is left to be done (`Tape.summing`).
+without rows they are NaN, as in torch. Each rank has the sum over its own rows, of which there may be none. The sum
+over the ranks goes on in the background until `item` is called, or is left to be done (`Tape.summing`).
 """
 
 from __future__ import annotations

@@ -191,9 +191,17 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
-        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, in the
-        layout of any batch's. Collective; before loading a checkpoint into one's own network."""
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
+        """Run on one row of zeros, so that every layer moves to the layout of its input. Returns the output, which has
+        the layout that the output of any batch has. Collective. Call it before a checkpoint is loaded into a network of
+        your own.
+
+        features         columns of the input
+        dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
+        """
+        first = next(iter(self.parameters()), None)
+        dtype = dtype or ("float32" if first is None else first.precision.master)
+        library = library or (None if first is None else first.library)
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
                                        layout=batch_layout("y"), library=library)
         with self.evaluating():

@@ -171,7 +171,7 @@ class Arithmetic(Reductions, Submatrices):
 
     @classmethod
     def identity(cls: type[Matrix], grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
-                 library: str | NumpyLibrary = "numpy") -> Matrix:
+                 library: str | NumpyLibrary | None = None) -> Matrix:
         """The identity matrix of n rows. Nothing moves."""
         passed = n, compared_dtype(dtype), layout, library_kind(library)
         with together(grid, "DistMatrix.identity", *passed):

@@ -57,6 +57,7 @@ class OwnNetwork:
         """
         network, problem, layout = None, None, Layout()
         manual_seed(grid, self._seed)
+        grid.default_library = self._section.library
         try:
             with self._explained("raised an error"), _importing_beside(self._path):
                 network = self._function(grid, features, outputs)
