@@ -34,12 +34,13 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 """Of a network: `Module.random_state`, and which modules train."""
 
 
-def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
-              dtype: str = "float32", library: Library | None = None,
+def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = None, bound: float = 0.0,
+              value: float = 0.0, dtype: str = "float32", library: Library | None = None,
               precision: Precision | str | None = None) -> Parameter:
     """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound). They are the
     same on every grid. Collective.
 
+    seed        of the elements; None: the next of the grid's (`nn.manual_seed`)
     precision   its types: an `nn.Precision`, or the name of one; None: the one named `dtype`
 
     Raises GridError if the grid leaves ranks idle. Raises DTypeError if the library lacks a type of the precision.
@@ -48,6 +49,8 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound:
     precision.check(grid.library(library))
     if grid.size != grid.shape.size:
         raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
+    if seed is None:
+        seed = Seeds.of(grid).next() if bound else 0
     with grid.ledger.holding("weights"):
         made = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout, library=library)
     made.local[...] = made.local * bound + value

@@ -280,7 +280,7 @@ def _over(matrix: Matrix, stored: Array) -> Matrix:
 
 
 def _zeros(grid: Grid, n: int, dtype: Any, layout: Layout,
-           library: str | NumpyLibrary) -> tuple[Array, tuple[int, int]]:
+           library: str | NumpyLibrary | None) -> tuple[Array, tuple[int, int]]:
     """This rank's shard of a matrix of n rows and columns, and its shape."""
     library = grid.library(library)
     grid.transport.check_place(library)
