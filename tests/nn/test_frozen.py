@@ -1,4 +1,4 @@
-"""Parameters that are frozen: nothing is computed, sent or kept for their gradients, and the others' stay as they are."""
+"""Frozen parameters: nothing is computed, sent or kept for their gradients, and the others stay as they are."""
 
 import numpy as np
 import pytest
