@@ -55,6 +55,7 @@ dropout = 0.2
 [optimizer]
 lr = 2e-3
 weight_decay = 0.05
+decay_vectors = false
 clip = 1.0
 shard_over_data = true
 [schedule]
@@ -72,6 +73,7 @@ library = "torch"
 [optimizer]
 lr = 4e-3
 weight_decay = 1e-4
+decay_vectors = false
 [schedule]
 warm_up = 20
 """}

@@ -47,7 +47,7 @@ def main() -> None:
         test = data.loader(batch_size=256, shuffle=False, rows=(data.samples - held_out, data.samples))
         net = Network(grid, data.features, data.classes)
         net.settle(data.features)
-        optimizer = optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.05)
+        optimizer = optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.05, decay_vectors=False)
         schedule = optim.Cosine(optimizer, steps=options.epochs * len(batches), warm_up=20)
         checkpoints = Checkpoints(grid, options.checkpoints)
         state = TrainState(net, optimizer, schedule, batches)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 def printable(text: str) -> str:
@@ -19,6 +20,17 @@ def printable(text: str) -> str:
         return text
     return "".join(sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode()
                    for sign in text)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known name, or all of them.
+
+        >>> hint("nestrov", ["momentum", "nesterov"]), hint("learning_rate", ["lr", "eps"])
+        (' (did you mean nesterov?)', ' (known there: lr, eps)')
+    """
+    known = list(known)
+    near = get_close_matches(name, known, 1, 0.5)
+    return f" (did you mean {near[0]}?)" if near else f" (known there: {', '.join(known)})"
 
 
 class Pmm3dError(Exception):

@@ -95,7 +95,7 @@ def loss_of(net, case: Case, x, y, library=TESTED, dtype="float64"):
 
 
 def adamw(parameters, **options):
-    return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, decay_vectors=True, **options)
+    return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, **options)
 
 
 def train(grid, case: Case, steps: int, make=adamw, schedule=None, clip=None, rows=None, dtype="float64",

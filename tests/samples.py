@@ -1,13 +1,12 @@
 """Integer matrices, so that sums and products are exact in every type, in every array library."""
 
-import inspect
 import os
-from importlib import import_module
 
 import numpy as np
 import standin  # noqa: F401, so that library_named knows it
 from mpi_runner.plugin import process_grids
 
+from pmm3d import Grid
 from pmm3d.arrays import library_named, library_of
 from pmm3d.layout import Layout
 
@@ -19,10 +18,6 @@ TESTED = os.environ.get("PMM3D_TESTED_LIBRARY", "numpy")
 UP_TO_4 = [1, 2, 3, 4]
 """The rank counts of tests that use torch: every rank imports it, which takes two seconds of a core."""
 
-DEFAULTS = {"pmm3d": "DistMatrix.empty DistMatrix.from_function DistMatrix.from_file DistMatrix.random "
-                     "DistMatrix.identity",
-            "pmm3d.nn.layers": "parameter", "pmm3d.nn": "Module.settle Linear.__init__ LayerNorm.__init__ MLP.__init__",
-            "pmm3d.io": "DataSet.__init__"}
 TRANSPOSED_A = Layout(rows=("y", "x"), cols=("z",))
 TRANSPOSED_B = Layout(rows=("x", "z"), cols=("y",))
 """A matrix in these layouts is, transposed, in Layout.A and in Layout.B without moving."""
@@ -56,16 +51,8 @@ def bits_of(array) -> bytes:
 
 def make_default(library: str) -> None:
     """From now on what makes arrays or networks makes those of this library unless told another."""
-    for module, names in DEFAULTS.items():
-        for name in names.split():
-            owner, _, function = name.rpartition(".")
-            found = import_module(module)
-            found = inspect.getattr_static(getattr(found, owner) if owner else found, function)
-            for each in {found := getattr(found, "__func__", found), inspect.unwrap(found)}:
-                keywords = each.__kwdefaults__ or {}
-                each.__kwdefaults__ = {name: library if value == "numpy" else value
-                                       for name, value in keywords.items()}
-                each.__defaults__ = tuple(library if value == "numpy" else value for value in each.__defaults__ or ())
+    Grid.default_library = library
+    Grid.__init__.__kwdefaults__["library"] = library
 
 
 def grids_of(nranks: int, data=(1,)) -> list[tuple[tuple[int, int, int], int]]:

@@ -34,7 +34,7 @@ from pmm3d.nn import optim
 def train(net: nn.Module, batches: Loader, held_out: Loader, epochs: int, rate: float,
           tell: Callable[[int, str], None]) -> list[tuple[float, float]]:
     """(loss on the batches, loss on what is held out) of each epoch."""
-    opt = optim.AdamW(net.parameters(), lr=rate, weight_decay=1e-4)
+    opt = optim.AdamW(net.parameters(), lr=rate, weight_decay=1e-4, decay_vectors=False)
     schedule = optim.Cosine(opt, steps=epochs * len(batches), warm_up=min(100, len(batches)))
     losses = []
     for _ in range(epochs):

@@ -68,10 +68,10 @@ class DryGrid(Grid):
         assert isinstance(made, GridShape)  # what is written as sizes leaves no choice
         return made
 
-    def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
-        kind = library_kind(name)
+    def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
+        kind = library_kind(self.default_library if name is None else name)
         if kind.partition(":")[0] not in ("numpy", "torch", "cupy"):
-            library_named(name)
+            library_named(kind)
         return DryLibrary(self.dry_run, kind)
 
     @contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import NumpyLibrary, Workspace, library_here
+from ..arrays import NumpyLibrary, Workspace, library_here, library_kind
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from ..model.environment import Settings
@@ -63,6 +63,8 @@ class Grid:
                on for all ranks if it is on for one)
     log        log each collective, as the logger pmm3d.comm (PMM3D_LOG, off)
     trace      keep each collective and GEMM for `write_trace` (PMM3D_TRACE, off)
+    library    "numpy", "torch", "torch:DEVICE" or "cupy": library of the matrices, layers and data sets that are made on
+               the grid without `library=`
     device_transport   "direct", "staged" or "nccl"; "auto": as PMM3D_TRANSPORT says, else found by trial (`Transport`)
 
     rank, size      of this process in the communicator
@@ -104,6 +106,7 @@ class Grid:
     y: Axis
     z: Axis
     data: Axis
+    default_library: str | NumpyLibrary = "numpy"
     dry_run: DryRun | None = None
     machine: Machine | None = None
     _tells_idle_ranks = True
@@ -112,7 +115,7 @@ class Grid:
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
                  memory: int | None = None, timeout: float | None = None, check: bool | None = None,
                  debug: bool | None = None, log: bool | None = None, trace: bool | None = None,
-                 device_transport: str | None = None):
+                 library: str = "numpy", device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
         theirs = MPI.COMM_WORLD if comm is None else comm
@@ -122,14 +125,16 @@ class Grid:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
             compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
-                        settings.sums, settings.overlap, *in_order)
+                        settings.sums, settings.overlap, library_kind(library), *in_order)
             with self.together("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
+                library_here(library)
                 blas = take_blas(settings.blas)
                 self._watch.start()
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
+            self.default_library = library
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
             if isinstance(chosen, Auto) and self._tells_idle_ranks and self.rank == 0:
                 chosen.tell_idle(self.shape)
@@ -331,12 +336,12 @@ class Grid:
 
         return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
-    def library(self, name: str | NumpyLibrary) -> NumpyLibrary:
-        """The array library of that name, for arrays that live on this grid.
+    def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
+        """Return the array library of that name, for arrays on this grid; the grid's own if left out.
 
         Raises Pmm3dError if there is none, or if this process has no such device.
         """
-        library = library_here(name)
+        library = library_here(self.default_library if name is None else name)
         if not library.has_data:
             raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
         return library

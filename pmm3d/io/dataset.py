@@ -30,7 +30,7 @@ class DataSet(AbstractContextManager["DataSet"]):
     inputs       name of the samples: numbers, (n,) or (n, ...); dims after the first are flattened to features
     targets      integers (n,) or (n, 1): labels of classes 0, 1, ...; other numbers: vectors, flattened likewise
     dtype        of the inputs and of targets that are vectors; labels are int64
-    library      of the batches' arrays, as in DistMatrix
+    library      of the batches' arrays, as in DistMatrix; the grid's if left out
     classes      number of classes; left out, it is that of the attribute `class_names` of the targets or 1 + the
                  largest label, for which each rank reads its share of the labels
     cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
@@ -60,7 +60,7 @@ class DataSet(AbstractContextManager["DataSet"]):
     """
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
-                 dtype: Any = "float32", library: str | NumpyLibrary = "numpy", classes: int | None = None,
+                 dtype: Any = "float32", library: str | NumpyLibrary | None = None, classes: int | None = None,
                  cache_bytes: int = 2**28, links: bool = False):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .overlap import Overlap
     from .parameter import Parameter
     from .precision import Precision
+    from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
     from .tensor import Tensor, relayout
 
@@ -29,6 +30,7 @@ _MODULES = {
     "dense": ("linear",),
     "parameter": ("Parameter",),
     "precision": ("Precision",),
+    "seeds": ("manual_seed",),
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Recompute", "Residual", "Sequential"),
     "module": ("Module",),
@@ -39,9 +41,9 @@ _MODULES = {
 __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
     "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
-    "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae", "mean",
-    "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid", "silu", "softmax",
-    "subtract", "sum", "tanh", "unchanged",
+    "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae",
+    "manual_seed", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid",
+    "silu", "softmax", "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         check_tf32(tf32, x, "linear")
     in_place, known = of_output(activation), x.grid.attached.setdefault(_Schedule, {})
     key = (id(x.form), id(weight.form), None if bias is None else id(bias.form), type(weight), x.requires_grad,
-           activations, tf32, in_place, x.tape.parallel.overlap.regather_inputs)
+           weight.requires_grad, activations, tf32, in_place, x.tape.parallel.overlap.regather_inputs)
     schedule: _Schedule | None = known.get(key)
     if schedule is None:
         given = x, weight, bias
@@ -89,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     inputs = schedule.rows_of(x.form, x.shard, x.layout, schedule.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep = [x.shard if schedule.regathers else inputs.wait()]
+    keep = [x.shard if schedule.regathers else inputs.wait()] if schedule.learns else []
     keep += [full] if not schedule.sharded and schedule.wanted else []
     keep += [] if schedule.activation is None else [out]
     parameter: Any = weight if schedule.sharded else None
@@ -131,7 +131,7 @@ def _scheduled(x: Tensor, weight: Tensor, bias: Tensor | None, activations: str,
     output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
     out = x.form.like((x.shape[0], weight.shape[1]), output)
     others = weight.form, None if bias is None else bias.form
-    return x, weight, bias, _Schedule(x.form, out, others, k, n, rows, x.requires_grad, sharded,
+    return x, weight, bias, _Schedule(x.form, out, others, k, n, rows, x.requires_grad, weight.requires_grad, sharded,
                                       x.tape.parallel.overlap.regather_inputs, bias is not None, tf32, activation)
 
 
@@ -141,7 +141,8 @@ class _Schedule:
 
     came, out   forms of I as it comes, and of O;   others   of W and b;   k, n   the axes that split their columns
     rows        the axes that split the rows of what the GEMMs see
-    wanted      whether the gradient of I is;   sharded   whether W is a parameter whose shards are gathered
+    wanted      whether the gradient of I is needed;   learns   whether that of W is: I is kept for it
+    sharded     whether W is a parameter whose shards are gathered
     regathers   whether I is kept as it comes;   biased: whether there is a bias
     tf32        whether GEMMs may round float32 to it
     activation  None, or that of which O is the result
@@ -154,6 +155,7 @@ class _Schedule:
     n: str
     rows: tuple[str, ...]
     wanted: bool
+    learns: bool
     sharded: bool
     regathers: bool
     biased: bool
@@ -225,22 +227,24 @@ class _Schedule:
             activated(self.out, self.activation, strip, in_place=True)
         return coming.wait()
 
-    def gradients(self, weight: Parameter | None, gradient: Array, inputs: Array, *full: Array
-                  ) -> list[Product | None]:
-        """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
+    def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[Product | None]:
+        """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows. None for what is
+        not needed."""
+        inputs, full = kept[: self.learns], kept[self.learns :]
         if self.activation is not None:
             gradient, full = slope_of(self.out, self.activation, gradient, full[-1]), full[:-1]
-        kept = self.came.layout if self.regathers else self.input
         coming = self.rows_of(self.out, gradient, self.out.layout, self.result, "gather dO")
-        rows = self.rows_of(self.came, inputs, kept, self.input, "gather I")
-        (m, k), n, form, layouts = rows.whole.shape, gradient.shape[1], self.came, self.of_gradients
-        of_input = None
+        form, layouts, of_input, of_weight = self.came, self.of_gradients, None, None
+        came = form.layout if self.regathers else self.input
+        rows = self.rows_of(form, inputs[0], came, self.input, "gather I") if self.learns else None
+        m, n = coming.whole.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
-            of_input = Product(layouts[0], (m, k), lambda out, beta, part: self._multiply(
+            of_input = Product(layouts[0], (m, whole.shape[0]), lambda out, beta, part: self._multiply(
                 form, coming, part, whole.T, out, beta), "reduce dI")
-        of_weight = Product(layouts[1], (k, n), lambda out, beta, _: gemm(
-            form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
+        if rows is not None:
+            of_weight = Product(layouts[1], (rows.whole.shape[1], n), lambda out, beta, _: gemm(
+                form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
         if not self.biased:
             return [of_input, of_weight]
         of_bias = Product(layouts[2], (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
+from ..arrays import library_kind
 from ..comm import Grid
 from ..comm.spreading import tell_axes
 from ..errors import Pmm3dError
@@ -43,6 +44,7 @@ def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     shape, others = grid.shape, [name for name in grid.shape.names if name not in AXES]
     made = Grid.dry(shape[:3], shape.data, grid.rank if rank is None else rank,
                     {name: getattr(shape, name) for name in others}, grid.hosts)
+    made.default_library = library_kind(grid.default_library)
     made.spreads = dict(grid.spreads)
     tell_axes(map(made.axis, (*shape.names, "everyone")), made.spreads)
     return made
@@ -76,6 +78,7 @@ def twin(made: Made, grid: Grid) -> Made:
 def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     with grid.ledger.holding("weights"):
         copy = Parameter(Facts.of(parameter.stored).on(grid), parameter.precision)
+    copy._learn(parameter.requires_grad)
     copy.name, copy.accumulated.owners = parameter.name, set(parameter.accumulated.owners)
     return copy
 

@@ -88,7 +88,7 @@ def torch_name(name: str) -> str:
 def _remainders(network: Module, optimizer: Optimizer | None) -> dict[str, DistMatrix]:
     """Name of a parameter -> its remainder, of those that have one."""
     kept = {} if optimizer is None else optimizer.matrices()
-    names = {name: state_name(name, REMAINDER) for name in network.matrices()}
+    names = {name: state_name(each.name, REMAINDER) for name, each in network.named_parameters().items()}
     return {name: kept[remainder] for name, remainder in names.items() if remainder in kept}
 
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, random
-from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout
 from .arithmetic import factor_of
 from .compute import (
@@ -95,6 +95,20 @@ def gelu(x: Tensor) -> Tensor:
         array([[0.    , 0.8413]])
     """
     return _elementwise(x, GELU)
+
+
+ACTIVATIONS = {function.__name__: function for function in (relu, gelu, tanh, silu, sigmoid)}
+
+
+def activation_named(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of that name, as a configuration spells it. Raises Pmm3dError for an unknown name.
+
+        >>> activation_named("gelu") is gelu
+        True
+    """
+    if name not in ACTIVATIONS:
+        raise Pmm3dError(f"there is no activation named {name!r}{hint(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
@@ -202,7 +216,13 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         normal = elementwise(form, centred, local, mean, inverse, rows=True)
         out = elementwise(form, in_one_kernel(form.library, _moved), normal, gain.shard, bias.shard, rows=True)
 
-    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> tuple[Array, Product, Product]:
+    wanted, learns = x.requires_grad, gain.requires_grad
+
+    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | Product | None]:
+        of_rows = [_sum_of_rows(form, elementwise(form, times, gradient, normal)) if learns else None,
+                   _sum_of_rows(form, gradient)]
+        if not wanted:
+            return [None, *of_rows]
         with computing(form.grid, "elementwise", name="layer_norm backward"):
             scaled = elementwise(form, times, gradient, factor, rows=True)
             sums = xp.stack([sums_along(scaled, 1), sums_along(elementwise(form, times, scaled, normal), 1)])
@@ -210,8 +230,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
             sums = total(form.grid, sums, cols) / form.shape[1]
         with computing(form.grid, "elementwise", name="layer_norm backward"):
             dx = elementwise(form, back, scaled, normal, sums[0][:, None], sums[1][:, None], inverse, rows=True)
-            product = elementwise(form, times, gradient, normal)
-        return dx, _sum_of_rows(form, product), _sum_of_rows(form, gradient)
+        return [dx, *of_rows]
 
     return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, random
+from ..arrays import Array
 from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout
@@ -25,6 +25,7 @@ from .module import Module as Module
 from .module import found
 from .parameter import Parameter
 from .precision import Precision
+from .seeds import Seeds, check_grid, derived
 from .tape import Tape, outside, propagate
 from .tensor import Tensor
 
@@ -33,19 +34,23 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 """Of a network: `Module.random_state`, and which modules train."""
 
 
-def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int = 0, bound: float = 0.0, value: float = 0.0,
-              dtype: str = "float32", library: Library = "numpy",
+def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = None, bound: float = 0.0,
+              value: float = 0.0, dtype: str = "float32", library: Library | None = None,
               precision: Precision | str | None = None) -> Parameter:
-    """Uniform in (-bound, bound) about `value`; the same numbers on every grid. Collective.
+    """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound). They are the
+    same on every grid. Collective.
 
-    precision   its types: an `nn.Precision`, or the name of one; None: of the name `dtype`
+    seed        of the elements; None: the next of the grid's (`nn.manual_seed`)
+    precision   its types: an `nn.Precision`, or the name of one; None: the one named `dtype`
 
-    Raises GridError if the grid leaves ranks idle, DTypeError for a precision that the library does not have.
+    Raises GridError if the grid leaves ranks idle. Raises DTypeError if the library lacks a type of the precision.
     """
     precision = Precision.of(precision, dtype)
     precision.check(grid.library(library))
     if grid.size != grid.shape.size:
         raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
+    if seed is None:
+        seed = Seeds.of(grid).next() if bound else 0
     with grid.ledger.holding("weights"):
         made = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout, library=library)
     made.local[...] = made.local * bound + value
@@ -62,7 +67,8 @@ class Linear(Module):
     """x W + b; see `dense.linear` for layouts and volumes.
 
     inputs, outputs   columns of x and of the result
-    seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; give each layer its own
+    seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; None: the next of the grid's
+                      (`nn.manual_seed`)
     cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
     precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
@@ -76,9 +82,10 @@ class Linear(Module):
         (5, 2)
     """
 
-    def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int = 0, cols: str = "y",
-                 activations: str = "replicated", unit: int = 1, dtype: str = "float32", library: Library = "numpy",
-                 precision: Precision | str | None = None):
+    def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
+                 cols: str = "y", activations: str = "replicated", unit: int = 1, dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid("Linear", grid)
         _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
             raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
@@ -86,6 +93,7 @@ class Linear(Module):
         if activations not in ACTIVATIONS:
             raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
         self.grid, self.activations, self._has_input = grid, activations, False
+        seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
         self.weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
                                 **options)
@@ -115,7 +123,8 @@ class LayerNorm(Module):
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
-                 library: Library = "numpy", precision: Precision | str | None = None):
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid("LayerNorm", grid)
         _check_sizes("LayerNorm", features=features)
         self.grid, self.eps, self._has_input = grid, eps, False
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
@@ -132,18 +141,22 @@ class LayerNorm(Module):
 
 
 class Dropout(Module):
-    """Zeroes each element with probability p while training. Masks depend on the seed, the number of the call, and
-    the row and column in the whole batch, so they are the same on every grid.
+    """Zero each element with probability p while training. A mask depends on the seed, the number of the call, and
+    the row and column in the whole batch. So it is the same on every grid.
+
+    seed   of the masks; None: the next of the grid's (`nn.manual_seed`)
 
         >>> with Grid(shape="ddp") as grid:
-        ...     Dropout(grid, 0.5)(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)).gather()
+        ...     Dropout(grid, 0.5, seed=0)(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)).gather()
         array([[2., 0., 2., 0.]])
     """
 
-    def __init__(self, grid: Grid, p: float = 0.5, seed: int = 0):
+    def __init__(self, grid: Grid, p: float = 0.5, seed: int | None = None):
+        check_grid("Dropout", grid)
         if not 0 <= p < 1:
             raise Pmm3dError(f"Dropout: p is a probability below 1; got {p}")
-        self.grid, self.p, self.seed, self.calls = grid, p, seed, 0
+        self.grid, self.p, self.calls = grid, p, 0
+        self.seed = Seeds.of(grid).next() if seed is None else seed
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -162,10 +175,12 @@ class Sequential(Module):
     """
 
     def __init__(self, grid: Grid, *layers: Layer):
+        check_grid("Sequential", grid)
         self.grid, self.layers = grid, list(layers)
         for index, layer in enumerate(layers):
             if not callable(layer):
-                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function")
+                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function: "
+                                 "pass a layer, or a function such as nn.gelu")
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
         """(name, layer), functions too."""
@@ -238,10 +253,11 @@ class MLP(Block):
     """Linear layers with an activation between them, none after the last.
 
     sizes        columns of the input, of each hidden layer, of the output
-    activation   a function such as nn.gelu
+    activation   a function such as nn.gelu, or its name: "relu", "gelu", "tanh", "silu", "sigmoid"
     norm         a LayerNorm before each activation;   dropout   its probability, after each activation
     recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
     activations  "replicated" over the axis that a layer sums over, or "sharded" over it too (sequence parallelism)
+    seed         of the whole network, each layer of which has its own; None: the next of the grid's (`nn.manual_seed`)
     precision    "float32", "tf32", "bfloat16", "float16", "float64", or an `nn.Precision`; None: that of `dtype`
 
         >>> with Grid(shape="ddp") as grid:
@@ -249,13 +265,16 @@ class MLP(Block):
         227
     """
 
-    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer = functional.relu, *, bias: bool = True,
-                 norm: bool = False, dropout: float = 0.0, recompute: bool = False,
-                 activations: str = "replicated", seed: int = 0, dtype: str = "float32",
-                 library: Library = "numpy", precision: Precision | str | None = None):
+    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer | str = functional.relu, *,
+                 bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool = False,
+                 activations: str = "replicated", seed: int | None = None, dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid("MLP", grid)
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
+        activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number = list[Layer](), "y", 0
+        seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
             layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols,
@@ -353,11 +372,6 @@ class Recompute(Module):
         if node is None:
             return {}
         return {number: coming.wait() for number, coming in propagate(node, gradient, first).items()}
-
-
-def derived(seed: int, stream: int) -> int:
-    """A seed of its own for each stream of a seed."""
-    return int(random.bits(np.zeros(1, np.uint64), seed, stream)[0] >> np.uint64(1))
 
 
 def _check_sizes(what: str, **sizes: int) -> None:

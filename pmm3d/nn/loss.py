@@ -1,15 +1,15 @@
 """Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if the batch is of low precision. A rank has the
-sum over its own rows; that over the ranks goes on in the background until `item` is asked for, or is left to be done
-(`Tape.summing`).
+Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if the batch is of low precision. Of a batch
+without rows they are NaN, as in torch. Each rank has the sum over its own rows, of which there may be none. The sum
+over the ranks goes on in the background until `item` is called, or is left to be done (`Tape.summing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from math import prod
+from math import nan, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, scaled
 from .pointwise import in_one_kernel
-from .statistics import across, added, log_sum_exp, total
+from .statistics import across, added, log_sum_exp, share, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -67,7 +67,7 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, value: Call
     with computing(form.grid, "loss", name=name):
         difference = elementwise(wide, in_one_kernel(wide.library, _difference), local, aligned.shard)
         total = value(wide, difference)
-    weight = 1 / max(1, form.shape[0] * form.shape[1])
+    weight = share(prod(form.shape))
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
         with form.grid.ledger.passing(name + " backward"):
@@ -122,7 +122,7 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
     xp = array_namespace(local)
     own = _local_labels(logits, labels)
     largest, logarithm, chosen = _log_sum_exp(logits, own)
-    weight = 1 / max(1, form.shape[0])
+    weight = share(form.shape[0])
     total = xp.sum(largest + logarithm - chosen)
     normalizer = (largest + logarithm)[:, None]
 
@@ -288,7 +288,7 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
     """
     logits = whole(logits)
     right = np.array([right_rows(logits, labels)], np.float64)
-    return float(total(logits.grid, right, logits.layout.rows)[0]) / max(1, logits.shape[0])
+    return float(total(logits.grid, right, logits.layout.rows)[0]) / (logits.shape[0] or nan)
 
 
 def right_rows(logits: Tensor, labels: Matrix) -> int:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from ..comm import Grid
 from ..errors import NoGridError, Pmm3dError
@@ -39,6 +40,8 @@ class Module:
     grid: Grid
     training = True
     calls: int
+    _named = False
+    """Whether the parameters have names (see `named_parameters`)."""
 
     if not TYPE_CHECKING:
 
@@ -55,6 +58,8 @@ class Module:
     def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
         x = as_tensor(x)
+        if not self._named:
+            self.named_parameters()
         out = self.forward(x, **options)
         if x.tape.inspect is not None:
             x.tape.inspect(self, out)
@@ -88,10 +93,17 @@ class Module:
                     yield from child._below(f"{prefix}.{name}".strip("."), seen)
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Name -> parameter, in order; parameters learn their names here. One used twice has its first name. Raises
-        Pmm3dError for parameters that are held where they are not found, and for two of one name."""
-        named, names = dict[str, Parameter](), dict[Parameter, str]()
+        """Return the parameters by their paths in this module, in order. One used twice has its first path.
+
+        The outermost module that was asked, or called, gives a parameter its `name`: the path in that module. A part of
+        it that is asked later leaves the name as it is.
+
+        Raises Pmm3dError for parameters that are held where they are not found, and for two of one path.
+        """
+        named, names, modules = dict[str, Parameter](), dict[Parameter, str](), set[Module]()
         for prefix, module in self.named_modules():
+            modules.add(module)
+            module._named = True
             _check_nothing_hides(module)
             for name, child in module.children():
                 if isinstance(child, Parameter) and child not in names:
@@ -100,7 +112,9 @@ class Module:
                         raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}: the keys of a "
                                          "dict must differ as text, and from the names of attributes")
         for child, name in names.items():
-            child.name = name
+            owner = None if child.owner is None else child.owner()
+            if owner is None or owner in modules:
+                child.name, child.owner = name, ref(self)
         return named
 
     def parameters(self) -> list[Parameter]:
@@ -145,11 +159,25 @@ class Module:
                 parameter.assign(matrix_for(parameter, state[name]))
         return [name for name in named if name not in state], [name for name in state if name not in named]
 
+    def requires_grad_(self, on: bool = True) -> Module:
+        """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
+        Collective."""
+        parameters = self.parameters()
+        with self.grid.together("requires_grad_", *[parameter.name for parameter in parameters], on):
+            pass
+        for parameter in parameters:
+            parameter._learn(on)
+        return self
+
     def train(self, on: bool = True) -> Module:
-        """Whether dropout acts from now on; returns the module."""
+        """Let dropout act from now on, or not (False). Returns the module."""
         for _, module in self.named_modules():
             module.training = on
         return self
+
+    def eval(self) -> Module:
+        """The same as train(False). As in torch, operations are still noted for a backward pass; see `evaluating`."""
+        return self.train(False)
 
     @contextmanager
     def evaluating(self) -> Iterator[Module]:
@@ -163,9 +191,17 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str = "float32", library: Library = "numpy") -> Tensor:
-        """Run on one row of zeros, so that every layer has the layout of what comes in; returns the output, in the
-        layout of any batch's. Collective; before loading a checkpoint into one's own network."""
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
+        """Run on one row of zeros, so that every layer moves to the layout of its input. Returns the output, which has
+        the layout that the output of any batch has. Collective. Call it before a checkpoint is loaded into a network of
+        your own.
+
+        features         columns of the input
+        dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
+        """
+        first = next(iter(self.parameters()), None)
+        dtype = dtype or ("float32" if first is None else first.precision.master)
+        library = library or (None if first is None else first.library)
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
                                        layout=batch_layout("y"), library=library)
         with self.evaluating():

@@ -10,7 +10,7 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .arithmetic import factor_of, sums_to
 from .compute import array_namespace, by_rows, check_type, computing, sums_along
-from .statistics import added, beside, log_sum_exp, total
+from .statistics import added, beside, log_sum_exp, share, total
 from .tensor import Tensor, as_tensor, relayout, whole
 
 __all__ = ["columns", "log_softmax", "mean", "softmax", "sum"]
@@ -45,7 +45,7 @@ def mean(x: Matrix, dim: int) -> Tensor:
     """
     x = as_tensor(x)
     _check("mean", x, dim)
-    return _summed("mean", x, dim, 1 / x.shape[dim] if x.shape[dim] else float("nan"))
+    return _summed("mean", x, dim, share(x.shape[dim]))
 
 
 def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Array, each_slice
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
-from ..errors import Pmm3dError
+from ..errors import Pmm3dError, hint
 from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .clipping import check_clip, check_finite, clipping
@@ -50,8 +50,8 @@ class Optimizer:
 
     parameters       of one network; or groups of them, each a dict of "params" and of options of its own, as in torch
     lr               learning rate, of groups that have none of their own; schedules change it
-    weight_decay     see the subclass. Of groups that have none of their own it acts on matrices only: not on vectors
-                     (biases, gains), unless decay_vectors
+    weight_decay     see the subclass; of groups that have none of their own. As in torch it acts on all parameters
+    decay_vectors    whether weight_decay acts on vectors (biases, gains) too; of groups that have none of their own
     shard_over_data  ZeRO-1: each rank along data keeps the state of, and changes, only its part of each parameter;
                      gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
                      all-reduce, 1/Gdata of the state, bitwise the same weights
@@ -60,7 +60,9 @@ class Optimizer:
     steps            how many there were
     missed           parameter -> how many of them it had no gradient in
 
-    Raises Pmm3dError, on every rank, for numbers that make no sense.
+    A subclass passes its options on by name, and declares each as a class attribute: `momentum = Option()`.
+
+    Raises Pmm3dError, on every rank, for unknown options and for numbers that make no sense.
 
         >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
@@ -80,12 +82,12 @@ class Optimizer:
     in_threads = False
     """Whether `update` may be called on several threads at once, for slices of arrays of numpy: it then changes nothing
     but what it is given. Of a subclass that defines `update` again it is to be said again."""
-    lr, weight_decay = Option(), Option()
+    lr, weight_decay, decay_vectors = Option(), Option(), Option()
 
-    def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = False,
+    def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
                  shard_over_data: bool = False, **options: Any):
-        self.groups = self._grouped(list(parameters), {"lr": lr, "weight_decay": weight_decay, **options},
-                                    decay_vectors)
+        self.groups = self._grouped(list(parameters), {"lr": lr, "weight_decay": weight_decay,
+                                                       "decay_vectors": decay_vectors, **options})
         for group in reversed(self.groups):
             self.group = group
             self.check_options()
@@ -110,13 +112,18 @@ class Optimizer:
             if name not in vars(first):
                 setattr(cls, name, getattr(Optimizer, name))
 
-    def _grouped(self, given: list[Any], options: dict[str, Any], decay_vectors: bool) -> list[Group]:
+    def _grouped(self, given: list[Any], options: dict[str, Any]) -> list[Group]:
         groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
-        if unknown := sorted({name for group in groups for name in group} - {"params", "decay_vectors", *options}):
-            raise Pmm3dError(f"{type(self).__name__}: a group of parameters has {', '.join(unknown)}; known are "
-                             f"params, {', '.join(options)}, decay_vectors")
-        return [{"decay_vectors": decay_vectors or "weight_decay" in group, **options, **group,
-                 "params": list(group.get("params", ()))} for group in groups]
+        declared = [name for name in dir(type(self)) if isinstance(getattr(type(self), name), Option)]
+        self._check_known("", options, [*declared, "shard_over_data"])
+        for group in groups:
+            self._check_known(", in a group of parameters", group, ["params", *declared])
+        return [{**options, **group, "params": list(group.get("params", ()))} for group in groups]
+
+    def _check_known(self, where: str, given: Iterable[str], known: Sequence[str]) -> None:
+        """Raises Pmm3dError for options that are not known."""
+        if unknown := [f"unknown option {name}{hint(name, known)}" for name in given if name not in known]:
+            raise Pmm3dError(f"{type(self).__name__}{where}: {'; '.join(unknown)}")
 
     def _check_parameters(self) -> None:
         name = type(self).__name__
@@ -152,6 +159,8 @@ class Optimizer:
         `no_sync`), and for a factor that is none."""
         if not 0 < factor < inf:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
+        if not self.steps:
+            self._by_name(some=True)
         if check:
             check_finite(self.gradient_norm())
         filled, gathers = set(self._filled()), []
@@ -228,25 +237,37 @@ class Optimizer:
 
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
-        precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed."""
+        precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed. Parameters that were
+        frozen from the start have none."""
         return {state_name(parameter.name, name):
                 DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
-                for parameter in self.parameters
+                for parameter in self._by_name().values() if parameter.requires_grad or parameter in self._state
                 for name, array in zip([*self.names_of(parameter), REMAINDER], self._states(parameter))}
 
     def state(self) -> dict[str, Any]:
         """What else a checkpoint needs; JSON-able."""
-        missed = {parameter.name: times for parameter, times in self.missed.items()}
+        missed = {name: self.missed[each] for name, each in self._by_name().items()} if self.missed else {}
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
                 "missed": missed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take what `state` gave: what was learned. Options (lr, weight_decay, betas, ...) stay as they were given to
-        this optimizer. Raises Pmm3dError if that was another kind of optimizer."""
+        this optimizer. Raises Pmm3dError if that was another kind of optimizer, and for two parameters of one name."""
         if state["kind"] != type(self).__name__:
             raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
         self.steps, missed = state["steps"], state.get("missed", {})
-        self.missed = Counter({each: missed[each.name] for each in self.parameters if each.name in missed})
+        named = self._by_name() if missed else {}
+        self.missed = Counter({each: missed[name] for name, each in named.items() if name in missed})
+
+    def _by_name(self, some: bool = False) -> dict[str, Parameter]:
+        """Name -> parameter. some: those that have a name. Raises Pmm3dError for two parameters of one name."""
+        named = dict[str, Parameter]()
+        for parameter in self.parameters:
+            if (parameter.name or not some) and named.setdefault(parameter.name, parameter) is not parameter:
+                raise Pmm3dError(f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
+                                 "would hold the state of one of them. Make both networks attributes of one Module, "
+                                 "and call its named_parameters() before")
+        return named
 
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves

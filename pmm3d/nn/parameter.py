@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import ref
+
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
@@ -18,9 +21,10 @@ class Parameter(Tensor):
     vector; a table.
 
     precision    of what types it, its gradient and its master weights are; None: `Precision.named` of its own type
-    name         its path in the network, as in "2.weight"
+    name         its path in the network, as in "2.weight";   owner: a weak reference to the network, which named it
     version      counts the changes of its values
     accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
+    requires_grad   whether backward passes compute its gradient; see `requires_grad_`
     has_state    whether an optimizer has a state for it, in its present layout
 
     What is written to `local` or `value.local`, or to an array that was taken from them, counts in the next forward
@@ -33,6 +37,7 @@ class Parameter(Tensor):
     """
 
     has_state = False
+    owner: ref[Any] | None = None
     accumulated: Accumulated
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
@@ -45,6 +50,32 @@ class Parameter(Tensor):
             raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
         self.accumulated = Accumulated(Form.of(value), self.precision)
         super().__init__(value, requires_grad=True)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether backward passes compute its gradient."""
+        return self.node is not None
+
+    @requires_grad.setter
+    def requires_grad(self, on: bool) -> None:
+        self.requires_grad_(on)
+
+    def requires_grad_(self, on: bool = True) -> Parameter:
+        """Freeze the parameter (False), or let it learn again. Returns the parameter. Collective.
+
+        Backward passes compute and sum no gradient for a frozen parameter. An optimizer leaves it as it is, and makes
+        no state for it. A gradient that it has is forgotten.
+        """
+        with self.grid.together("requires_grad_", self.name, on):
+            pass
+        self._learn(on)
+        return self
+
+    def _learn(self, on: bool) -> None:
+        if not on:
+            self.grad = self.accumulated.array = self.node = None
+        elif self.node is None:
+            self.node = Node(self.form, leaf=self)
 
     @property
     def stored(self) -> DistMatrix:
@@ -75,6 +106,8 @@ class Parameter(Tensor):
     def receive(self, part: Part) -> None:
         """Take a part of the gradient; the queue of `defer_weights` may have it first."""
         parallel = self.tape.parallel
+        if not self.requires_grad:
+            return
         if parallel.deferred is None:
             parallel.gradients.add(self.accumulated, part)
         else:
@@ -109,6 +142,6 @@ class Parameter(Tensor):
 
     def _become(self, value: DistMatrix, precision: Precision) -> None:
         self._take(value)
-        self.node, self.precision = Node(self.form, leaf=self), precision
+        self.node, self.precision = Node(self.form, leaf=self) if self.requires_grad else None, precision
         self.accumulated = Accumulated(self.form, precision, owners=self.accumulated.owners)
         self.version += 1

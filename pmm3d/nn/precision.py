@@ -92,8 +92,8 @@ class Precision:
     def check(self, library: NumpyLibrary) -> None:
         """Raises DTypeError where arrays of that library cannot have it."""
         if "bfloat16" in (self.compute, self.communication, self.gradient) and library.name != "torch":
-            raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda"); this network '
-                             f"is of {library.kind} arrays")
+            raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda") of the '
+                             f"Grid, or of each layer; this network is of {library.kind} arrays")
         if self.tf32 and library.kind in ("numpy", "torch"):
             raise DTypeError(f"tf32 is of GPUs, and {library.kind} arrays are in host memory: precision = \"float32\", "
                              'or library = "cupy" or "torch:cuda"')

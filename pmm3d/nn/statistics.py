@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from math import nan, prod
 
 import numpy as np
 
@@ -109,3 +109,12 @@ def _column(form: Form, counts: tuple[int, ...]) -> Array:
 def beside(numbers: Array, dim: int) -> Array:
     """A number for each row (dim 1) as a column, for each column (0) as a row."""
     return numbers[:, None] if dim else numbers[None, :]
+
+
+def share(count: int) -> float:
+    """Return 1 / count, the weight of an element in a mean; NaN without elements, as in torch.
+
+        >>> share(4), share(0)
+        (0.25, nan)
+    """
+    return 1 / count if count else nan

@@ -62,7 +62,9 @@ class Tensor:
     def __init__(self, value: DistMatrix, *, requires_grad: bool = False, node: Node | None = None,
                  pending: Pending | None = None):
         if not isinstance(value, DistMatrix):
-            raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}")
+            raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}: an array that all ranks "
+                             "hold becomes a batch by DistMatrix.from_global(grid, array, layout=batch_layout()), with "
+                             "batch_layout of pmm3d.layout")
         self._take(value)
         self._pending, self.grad = pending, None
         self.node = Node(self.form, leaf=self) if requires_grad else node

@@ -171,7 +171,7 @@ class Arithmetic(Reductions, Submatrices):
 
     @classmethod
     def identity(cls: type[Matrix], grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
-                 library: str | NumpyLibrary = "numpy") -> Matrix:
+                 library: str | NumpyLibrary | None = None) -> Matrix:
         """The identity matrix of n rows. Nothing moves."""
         passed = n, compared_dtype(dtype), layout, library_kind(library)
         with together(grid, "DistMatrix.identity", *passed):
@@ -280,7 +280,7 @@ def _over(matrix: Matrix, stored: Array) -> Matrix:
 
 
 def _zeros(grid: Grid, n: int, dtype: Any, layout: Layout,
-           library: str | NumpyLibrary) -> tuple[Array, tuple[int, int]]:
+           library: str | NumpyLibrary | None) -> tuple[Array, tuple[int, int]]:
     """This rank's shard of a matrix of n rows and columns, and its shape."""
     library = grid.library(library)
     grid.transport.check_place(library)

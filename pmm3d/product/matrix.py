@@ -60,10 +60,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     labels_below   of integers that all ranks know to be at least 0 and below: how many classes; else None
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
-    `library`: "numpy", "torch", "torch:DEVICE" or "cupy". With order="F" the shards lie by columns, which some BLAS
-    multiply faster; with "auto" as `pmm3d tune blas` found best for an operand of that size, by rows where it found
-    nothing, and where the operand is gathered. With `shared` they lie in memory that the ranks of a node share (see
-    `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
+    `library`: "numpy", "torch", "torch:DEVICE" or "cupy"; None: the grid's (`Grid(library=)`). With order="F" the
+    shards lie by columns, which some BLAS multiply faster; with "auto" as `pmm3d tune blas` found best for an operand
+    of that size, by rows where it found nothing, and where the operand is gathered. With `shared` they lie in memory
+    that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
     Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
     In a layout with `sums` the matrix is the sum of what the ranks along those axes hold. `from_local` takes each
@@ -81,7 +81,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     @classmethod
     def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-              library: Library = "numpy", order: str = "C", shared: bool = False) -> DistMatrix:
+              library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
         """Arbitrary contents.
 
         shared   the shards lie in memory that the ranks along the axis over which a product gathers them share: those
@@ -190,7 +190,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
-                      dtype: Any = "float64", layout: Layout = Layout.A, library: Library = "numpy",
+                      dtype: Any = "float64", layout: Layout = Layout.A, library: Library | None = None,
                       order: str = "C", shared: bool = False) -> DistMatrix:
         """From function(i, j) of global row indices (a column) and column indices (a row).
 
@@ -232,7 +232,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     @classmethod
     def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
-                  layout: Layout = Layout.A, library: Library = "numpy", order: str = "C",
+                  layout: Layout = Layout.A, library: Library | None = None, order: str = "C",
                   shared: bool = False) -> DistMatrix:
         """From a 2D array in a .npy file or a data set in an HDF5 file. Each rank reads its own part.
 
@@ -317,7 +317,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     @classmethod
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
-               library: Library = "numpy", distribution: str = "uniform", order: str = "C",
+               library: Library | None = None, distribution: str = "uniform", order: str = "C",
                shared: bool = False) -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
         passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, order, shared

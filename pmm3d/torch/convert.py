@@ -150,7 +150,7 @@ def _spread(name: str, part: Any, split: Split | None, grid: Grid) -> nn.Module:
                            part.bias is not None, **options)
     else:
         made = Linear3D(grid, part.in_features, part.out_features, part.bias is not None, role=split.role,
-                        unit=split.unit, gather=split.gather, seed=None, **options)
+                        unit=split.unit, gather=split.gather, initial=False, **options)
     made.path = name
     for own in made.home:
         made.load_whole(own, getattr(part, own))

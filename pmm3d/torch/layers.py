@@ -15,7 +15,7 @@ from ..layout.layout import layout_of
 from ..nn.compute import Form, stacked
 from ..nn.dense import OTHER, linear, weight_layout
 from ..nn.functional import layer_norm
-from ..nn.layers import derived
+from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .boundary import own_columns, whole_columns
@@ -33,6 +33,7 @@ class OnGrid(torch.nn.Module):
 
     def __init__(self, grid: Grid):
         super().__init__()
+        check_grid(type(self).__name__, grid)
         if grid.size != grid.shape.size:
             raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
         self.grid = grid
@@ -134,7 +135,9 @@ class Linear3D(Spread):
              need no communication between them; Megatron-LM is a grid of Gx x 1 x 1
     unit     columns over x that no cut parts, such as those of a head
     gather   whether the result has all columns, on each rank
-    seed     of the initial values, uniform in +-1/sqrt(in_features), the same on every grid; None: arbitrary ones
+    seed     of the initial values, uniform in +-1/sqrt(in_features), the same on every grid; None: the next of the
+             grid's (`pmm3d.nn.manual_seed`)
+    initial  whether the parameters get initial values; else their values are arbitrary
 
     x (..., columns): this rank's rows, the same on all ranks along x and y; its own part of the columns, or all of
     them, of which it takes its part. Returns (..., columns). `weight` is this rank's shard, (inputs, outputs); its
@@ -151,8 +154,8 @@ class Linear3D(Spread):
     matrices = ("weight",)
 
     def __init__(self, grid: Grid, in_features: int, out_features: int, bias: bool = True, *, role: str = "column",
-                 unit: int = 1, gather: bool = False, seed: int | None = 0, dtype: torch.dtype | None = None,
-                 device: Any = None):
+                 unit: int = 1, gather: bool = False, seed: int | None = None, initial: bool = True,
+                 dtype: torch.dtype | None = None, device: Any = None):
         if role not in COLUMN_AXES:
             raise LayoutError(f'Linear3D: the role is "column" or "row"; got {role!r}')
         if min(in_features, out_features) < 1:
@@ -173,8 +176,8 @@ class Linear3D(Spread):
         self._input = layout_of(ROWS, (k,), (), (1, units[0]))
         if not bias:
             self.register_parameter("bias", None)
-        if seed is not None:
-            self._draw(seed)
+        if initial:
+            self._draw(Seeds.of(grid).next() if seed is None else seed)
 
     def _draw(self, seed: int) -> None:
         """Initial values."""

@@ -64,7 +64,6 @@ def test_values_that_make_no_sense(given, text):
     ({"optimizer": {"kind": "adam", "momentum": 0.5}}, "optimizer.momentum"),
     ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, "optimizer.betas"),
     ({"optimizer": {"kind": "sgd", "eps": 1e-6}}, "optimizer.eps"),
-    ({"optimizer": {"decay_vectors": True}}, "optimizer.decay_vectors"),
     ({"schedule": {"kind": "constant", "floor": 0.1}}, "schedule.floor"),
     ({"schedule": {"every": 10}}, "schedule.every"),
     ({"schedule": {"factor": 0.5}}, "schedule.factor"),
@@ -101,7 +100,7 @@ def test_every_key_has_a_meaning_and_values():
     {"network": "model.py:build", "training": {"steps": 7}},
     {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
     {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
-    {"optimizer": {"weight_decay": 0.1, "decay_vectors": True}, "training": {"steps": 7, "epochs": 2, "seed": 2**62}},
+    {"optimizer": {"weight_decay": 0.1, "decay_vectors": False}, "training": {"steps": 7, "epochs": 2, "seed": 2**62}},
 ])
 def test_what_is_shown_can_be_read_back(given):
     config = checked({"data": FILE} | given)

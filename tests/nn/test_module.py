@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 
 from pmm3d import DistMatrix, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.io import Checkpoints, export_safetensors, import_safetensors
-from pmm3d.layout import Layout
+from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
+from pmm3d.nn.training import TrainState
 
 pytestmark = pytest.mark.deadline(60)
 
@@ -206,3 +207,51 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
             net.loaded()
             found = weights_of(net)
             assert all(np.array_equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parallel([1, 2])
+def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails, shared_path):
+    """Names are given once, by the outermost module; equal ones are refused before the first step and in files."""
+    with Grid(comm, "ddp") as grid:
+        x, y = spread(grid, np.ones((4, 3))), spread(grid, np.ones((4, 2)), batch_layout(None))
+        made = lambda: [nn.MLP(grid, [3, 4, 2], dtype="float64") for _ in "ab"]
+        step = lambda opt, a, b: (nn.mse(a(x) + b(x), y).backward(), opt.step())
+        a, b = made()
+        opt = optim.AdamW([*a.parameters(), *b.parameters()])
+        for call in (opt.matrices, lambda: step(opt, a, b)):
+            fails(Pmm3dError, "two parameters are named '0.weight'.*attributes of one Module", call)
+        fails(Pmm3dError, "does not hold.*0.weight, 0.bias", lambda: TrainState(a, opt))
+
+        both = Holder(grid, backbone=a, head=b)
+        opt = optim.AdamW([{"params": both.backbone.parameters(), "lr": 0.1}, {"params": both.head.parameters()}])
+        opt.zero_grad()
+        fails(Pmm3dError, "two parameters are named '0.weight'", opt.matrices)
+        both.named_parameters()
+        step(opt, a, b)
+        assert list(a.named_parameters())[0] == "0.weight" and a.layers[0].weight.name == "backbone.0.weight"
+        kept = opt.matrices()
+        assert len(kept) == 2 * len(opt.parameters) and "optimizer/head.2.bias/square" in kept
+        keeper = Checkpoints(grid, shared_path)
+        path = keeper.save(1, {**opt.matrices(), **both.state_dict()}, {"state": opt.state()})
+        other = Holder(grid, backbone=nn.MLP(grid, [3, 4, 2], dtype="float64"),
+                       head=nn.MLP(grid, [3, 4, 2], dtype="float64"))
+        again = optim.AdamW(other.parameters())
+        keeper.load(path, {**again.matrices(), **other.state_dict()})
+        for name, matrix in again.matrices().items():
+            assert (matrix.gather() == kept[name].gather()).all() and matrix.gather().any()
+
+
+@pytest.mark.parallel([1])
+def test_the_first_call_of_a_network_names_its_parameters(comm):
+    """So the state of groups of its parts has names of its own from the first step on."""
+    with Grid(comm) as grid:
+        class Parts(Holder):
+            def forward(self, x):
+                return self.head(self.backbone(x))
+
+        net = Parts(grid, backbone=nn.MLP(grid, [3, 4, 2], dtype="float64"),
+                    head=nn.MLP(grid, [2, 4, 2], dtype="float64"))
+        opt = optim.AdamW([{"params": net.backbone.parameters()}, {"params": net.head.parameters()}])
+        nn.mse(net(spread(grid, np.ones((4, 3)))), spread(grid, np.ones((4, 2)))).backward()
+        opt.step()
+        assert len(opt.matrices()) == 16

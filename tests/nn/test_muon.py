@@ -62,7 +62,7 @@ def torch_weights(case, options, steps=STEPS):
         parameters = list(net.parameters())
         optimizers = [torch.optim.Muon([each for each in parameters if each.ndim == 2], **options),
                       torch.optim.AdamW([each for each in parameters if each.ndim == 1], lr=options["lr"],
-                                        weight_decay=0.0)]
+                                        weight_decay=options.get("weight_decay", 0.1))]
         for step in range(steps):
             x, y = map(torch.from_numpy, batch_of(case, step))
             net.zero_grad()

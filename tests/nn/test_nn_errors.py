@@ -90,6 +90,12 @@ def test_layers_that_cannot_be(grid, fails):
         fails(Pmm3dError, "p is a probability below 1", lambda: nn.Dropout(grid, p))
         fails(Pmm3dError, "p is a probability below 1", lambda: nn.dropout(tensor(grid), p, 1))
     fails(Pmm3dError, "1 is a int, neither a layer nor a function", lambda: nn.Sequential(grid, nn.relu, 3))
+    fails(Pmm3dError, r"no activation named 'gleu' \(did you mean gelu\?\)", lambda: nn.MLP(grid, [4, 4, 2], "gleu"))
+    net = nn.MLP(grid, [4, 4, 2], activation="gelu", dropout=0.5)
+    assert net.layers[1] is nn.gelu
+    fails(Pmm3dError, r"got ndarray: .*DistMatrix.from_global\(grid, array, layout=batch_layout\(\)\)",
+          lambda: net(np.ones((4, 4))))
+    assert net.eval() is net and not net.layers[2].training and net.train().layers[2].training
     fails(NotImplementedError, "define forward", lambda: nn.Module()(tensor(grid)))
 
 
@@ -114,6 +120,15 @@ def test_backward_passes_that_cannot_be(grid, fails):
 
 
 @some
+def test_layers_without_a_grid(grid, fails):
+    layer = nn.Linear(grid, 4, 4)
+    for name, call in {"Sequential": lambda: nn.Sequential(layer, nn.gelu, layer), "Dropout": lambda: nn.Dropout(0.1),
+                       "Linear": lambda: nn.Linear(3, 4), "LayerNorm": lambda: nn.LayerNorm(4),
+                       "MLP": lambda: nn.MLP([3, 4], nn.gelu)}.items():
+        fails((GridError, TypeError), f"{name}: the first argument is the Grid; got a .*|missing", call)
+
+
+@some
 def test_optimizers_that_cannot_be(grid, fails):
     weights = network_of(grid, EVEN).parameters()
     for kind in (optim.SGD, optim.Adam, optim.AdamW):
@@ -129,8 +144,12 @@ def test_optimizers_that_cannot_be(grid, fails):
     fails(Pmm3dError, "lr is a number of at least 0; got inf", lambda: optim.SGD(weights, float("inf")))
     fails(Pmm3dError, "lr is a number of at least 0; got -1",
           lambda: optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": -1}], 0.1))
-    fails(Pmm3dError, "has beta, names; known are params, lr, weight_decay, momentum, nesterov",
-          lambda: optim.SGD([{"params": weights, "beta": 1, "names": []}], 0.1))
+    fails(Pmm3dError, r"SGD, in a group of parameters: unknown option nestrov \(did you mean nesterov\?\)$",
+          lambda: optim.SGD([{"params": weights, "nestrov": True}], 0.1))
+    fails(Pmm3dError, r"Adam: unknown option learning_rate \(.*",
+          lambda: optim.Adam(weights, learning_rate=1))
+    fails(Pmm3dError, r"Muon: unknown option ns_step \(did you mean ns_steps\?\)",
+          lambda: optim.Muon(weights, ns_step=3))
     fails(Pmm3dError, "is given 2 times; it belongs to one group",
           lambda: optim.SGD([{"params": weights}, {"params": weights[:1]}], 0.1))
     fails(Pmm3dError, r"parameters, or groups of them \({.params.: \[...\]}\), are needed; got a dict",
@@ -216,3 +235,19 @@ def test_metrics(comm):
         assert loss_of(network_of(grid, CLASSES), CLASSES, *batch_of(CLASSES, 0)).item() > 0
 
     on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(comm):
+    def check(grid):
+        net = nn.MLP(grid, [3, 4, 5], dtype="float64")
+        x, y = (nn.Tensor(spread(grid, np.empty((0, cols)))) for cols in (3, 5))
+        none = labels(grid)
+        for loss in (nn.mse(net(x), y), nn.mae(net(x), y), nn.cross_entropy(net(x), none)):
+            assert np.isnan(loss.item()) and loss.shape == (1, 1)
+            loss.backward()
+        assert not any(parameter.grad.gather().any() for parameter in net.parameters())
+        assert np.isnan(nn.mean(net(x), 0).gather()).all()
+        assert np.isnan([nn.accuracy(net(x), none), nn.r2(net(x), y)]).all()
+
+    on_each_grid(comm, check, [("ddp", 1), ("megatron", 1)])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.deadline(120)
 
 def everywhere(kind, *arguments, **fixed):
     """With weight decay on vectors too, as torch has it."""
-    return lambda weights, **options: kind(weights, *arguments, decay_vectors=True, **fixed, **options)
+    return lambda weights, **options: kind(weights, *arguments, **fixed, **options)
 
 
 OPTIMIZERS = {

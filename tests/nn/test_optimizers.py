@@ -29,11 +29,7 @@ def torch_weights(kind):
     first = [value for name, value in named.items() if name.startswith("0.")]
     rest = [value for name, value in named.items() if not name.startswith("0.")]
     common, own = KINDS[kind]
-    undecayed = {} if "weight_decay" in own else {"weight_decay": 0.0}
-    groups = [{"params": [value for value in first if value.ndim == 2]},
-              {"params": [value for value in first if value.ndim == 1], "weight_decay": 0.0},
-              {"params": [value for value in rest if value.ndim == 2], **own},
-              {"params": [value for value in rest if value.ndim == 1], **own, **undecayed}]
+    groups = [{"params": first}, {"params": rest, **own}]
     optimizer = getattr(torch.optim, kind)(groups, **RATES, **common)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 3))
     for step in range(STEPS):
@@ -100,14 +96,14 @@ def test_groups_with_options_of_their_own_are_as_in_torch(comm, kind):
 
 
 @pytest.mark.parallel([1, 4])
-def test_weight_decay_is_of_matrices_unless_vectors_are_asked_for(comm):
-    """With gradients of zero nothing but the decay changes a weight."""
+def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
+    """With gradients of zero only the decay changes a weight. An optimizer's decay and a group's mean the same."""
 
     def decayed(grid, **options):
         net = nn.Sequential(grid, nn.Linear(grid, 4, 4, dtype="float64"), nn.LayerNorm(grid, 4, dtype="float64"))
         before = weights_of(net)
         parameters = options.pop("groups", lambda net: net.parameters())(net)
-        optimizer = optim.AdamW(parameters, lr=0.5, weight_decay=0.5, **options)
+        optimizer = optim.AdamW(parameters, **{"lr": 0.5, "weight_decay": 0.5, **options})
         x = spread(grid, np.zeros((4, 4)))
         (nn.mse(net(x), net(x).value) * 0).backward()
         optimizer.step()
@@ -116,11 +112,10 @@ def test_weight_decay_is_of_matrices_unless_vectors_are_asked_for(comm):
 
     def check(grid):
         everything = {"0.weight", "0.bias", "1.gain"}
-        assert decayed(grid) == {"0.weight"}
-        assert decayed(grid, decay_vectors=True) == everything
-        groups = lambda net: [{"params": [net.layers[0].weight]},
-                              {"params": [net.layers[0].bias, *net.layers[1].parameters()], "weight_decay": 0.1}]
-        assert decayed(grid, groups=groups) == everything
+        one_group = lambda **options: lambda net: [{"params": net.parameters(), **options}]
+        assert decayed(grid) == everything == decayed(grid, weight_decay=0.0, groups=one_group(weight_decay=0.5))
+        assert decayed(grid, decay_vectors=False) == {"0.weight"}
+        assert decayed(grid, groups=one_group(weight_decay=0.1, decay_vectors=False)) == {"0.weight"}
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
@@ -196,6 +191,7 @@ def nn_layout(cols):
 @pytest.mark.parallel([1, 2])
 def test_the_groups_of_an_optimizer_make_another_one(comm):
     with Grid(comm, shape="ddp") as grid:
-        first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": True}], weight_decay=0.5)
+        first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": False}],
+                            weight_decay=0.5)
         again = optim.AdamW(first.groups)
-        assert again.groups == first.groups and again.groups[0]["decay_vectors"] is True
+        assert again.groups == first.groups and again.groups[0]["decay_vectors"] is False

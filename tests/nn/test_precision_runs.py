@@ -170,7 +170,8 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
         again = made()
         again.resume(keeper)
         assert again.scale.state() == first.scale.state() and again.scale.skipped == 1
-        assert TrainState(nn.Linear(grid, 4, 6), first.optimizer).scale is None
+        wide = nn.Linear(grid, 4, 6)
+        assert TrainState(wide, optim.SGD(wide.parameters(), lr=0.1)).scale is None
 
 
 @pytest.mark.parallel([1, 2])
@@ -250,7 +251,7 @@ def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, sh
                 assert (weight.gather() == low[name] + low[f"optimizer/{name}/remainder"]).all()
             assert net(DistMatrix.random(grid, (4, 12), dtype="float32")).dtype == "float32"
     with Grid(comm, "ddp") as grid:
-        own = OwnNetwork(grid, made.network, Precision(tf32=True))
+        own = OwnNetwork(grid, made.network, Precision(tf32=True), 0)
         fails(Pmm3dError, "first.weight is of float16, and training.precision is tf32", lambda: own.made(grid, 12, 3))
 
 

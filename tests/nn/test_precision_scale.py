@@ -76,7 +76,8 @@ def test_a_scaled_step_is_the_same(comm):
     with Grid(comm) as grid:
         found = []
         for start, clip in ((2.0**10, 0.25), (2.0**13, 0.25), (2.0**13, None)):
-            net, scale = nn.MLP(grid, SIZES, nn.relu, precision="float16"), optim.LossScale(start=start)
+            net = nn.MLP(grid, SIZES, nn.relu, seed=0, precision="float16")
+            scale = optim.LossScale(start=start)
             optimizer, (x, y) = optim.SGD(net.parameters(), lr=0.1, momentum=0.9), batch(grid)
             for _ in range(3):
                 nn.mse(net(x), y).backward(scale=scale.value)
@@ -94,7 +95,8 @@ def test_one_scale_for_two_optimizers(comm, fails):
     def check(grid):
         found, (x, y) = [], batch(grid)
         for parts in (1, 2):
-            net, scale = nn.MLP(grid, SIZES, nn.relu, precision="float16"), optim.LossScale(start=2.0**8, every=1)
+            net = nn.MLP(grid, SIZES, nn.relu, seed=0, precision="float16")
+            scale = optim.LossScale(start=2.0**8, every=1)
             own = net.parameters()
             optimizers = [optim.SGD(own[: 4 // parts], lr=0.1), optim.SGD(own[2:], lr=0.1)][:parts]
             if not found:

@@ -2,15 +2,18 @@
 
 import warnings
 
+import h5py
 import numpy as np
 import pytest
 from networks import INPUT, on_each_grid, spread
 from samples import bits_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import DTypeError
+from pmm3d.errors import DisagreementError, DTypeError, Pmm3dError
+from pmm3d.io import DataSet
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision
+from pmm3d.nn.dry import dry_grid
 
 REFUSED = [({"compute": "float8"}, "a precision is of the types"),
            ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
@@ -52,6 +55,29 @@ def test_a_layer_that_cannot_be_had_is_refused(comm):
         half = nn.Linear(grid, 2, 2, precision="float16")
         with pytest.raises(DTypeError, match="a Parameter of float16"):
             nn.Parameter(half.weight.value, Precision("float64"))
+
+
+@pytest.mark.parallel([2])
+def test_the_grid_names_the_library_once(comm, fails, shared_path):
+    """For layers, batches and matrices, on a dry copy too; settle takes type and library from the parameters."""
+    if comm.rank == 0:
+        with h5py.File(shared_path / "data.h5", "w") as file:
+            file["x"], file["y"] = np.ones((8, 6), "float32"), np.arange(8) % 3
+    comm.barrier()
+    with Grid(comm, "ddp", library="torch") as grid, DataSet(grid, shared_path / "data.h5") as data:
+        net = nn.Sequential(grid, nn.Linear(grid, 6, 4, precision="bfloat16"),
+                            nn.LayerNorm(grid, 4, precision="bfloat16"), nn.Dropout(grid, 0.5),
+                            nn.Linear(grid, 4, 3, precision="bfloat16"))
+        assert net.settle(6).dtype == "bfloat16" and nn.Linear(grid, 6, 4, dtype="float64").settle(6).dtype == "float64"
+        for x, y in data.loader(4):
+            nn.cross_entropy(net(x), y).backward()
+        made = [DistMatrix.random(grid, (3, 3)), DistMatrix.empty(grid, (3, 3)), DistMatrix.identity(grid, 3),
+                DistMatrix.from_function(grid, (3, 3), lambda i, j: i + j)]
+        assert {each.library.kind for each in (x, *made)} == {"torch"}
+        with dry_grid(grid) as dry:
+            assert nn.Linear(dry, 6, 4, precision="bfloat16").weight.library.kind == "torch"
+    fails(DisagreementError, "Grid", lambda: Grid(comm, library=("numpy", "torch")[comm.rank]))
+    fails(Pmm3dError, "unknown array library 'torsch'", lambda: Grid(comm, library="torsch"))
 
 
 @pytest.mark.parallel([1, 2])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
+
+from ...errors import hint
 
 MOST_SHOWN = 60
 """Signs of a value in a message."""
@@ -137,13 +138,6 @@ def _is_number(value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
     except OverflowError:
         return False
-
-
-def hint(key: str, known: Iterable[str]) -> str:
-    """The nearest of what is known, or all of it, for the end of a message."""
-    known = list(known)
-    near = get_close_matches(key, known, 1, 0.5)
-    return f" (did you mean {near[0]}?)" if near else f" (known there: {', '.join(known)})"
 
 
 def _shown(value: Any) -> str:

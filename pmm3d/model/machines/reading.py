@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...errors import Pmm3dError, check_regular, needs
+from ...errors import Pmm3dError, check_regular, hint, needs
 from ...layout import MATRIX_DTYPES
-from .checking import Section, hint
+from .checking import Section
 from .description import Machine
 from .figures import FORMS, GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
 from .laws import DEFAULT, OPERATIONS, PASSES, Law

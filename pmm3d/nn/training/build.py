@@ -47,7 +47,9 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
         with grid.together("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
-        own = OwnNetwork(grid, config.network, config.precision) if config.network.build else None
+        own = None
+        if config.network.build:
+            own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
         with _data(config, grid) as ((data, rows), held_out):
             with grid.together("grid.shape"):
                 if auto is None and config.grid.shape == AUTO:

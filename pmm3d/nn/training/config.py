@@ -111,8 +111,8 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """how fast weights shrink: times the weight, it is added to the gradient (sgd, adam) or lr times taken off the
     weight (adamw, muon)"""
-    decay_vectors: Annotated[bool, Only("weight_decay", bool, "weight_decay is above 0")] = False
-    """whether biases and gains shrink too"""
+    decay_vectors: bool = True
+    """whether biases and gains shrink too, as in torch"""
     momentum: Annotated[Share, only("kind", "sgd", "muon")] = Field(
         default_factory=lambda given: 0.95 if given.get("kind") == "muon" else 0.9)
     """share of the last step that is taken again (sgd), or that the mean of gradients keeps (muon: 0.95 if left out)"""
@@ -175,7 +175,8 @@ class TrainingSection(Section):
     log_every: Count = 10
     """steps between lines of metrics.jsonl"""
     seed: Seed = 0
-    """of the first weights, of dropout and of the order of the rows; a network of `build` has its own"""
+    """seed of the first weights, of dropout and of the order of the rows; in a network of `build`, of the layers that
+    are made without a seed"""
     prometheus: Place | None = None
     """a .prom file for the latest figures, where a node exporter looks for such"""
 

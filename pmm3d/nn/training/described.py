@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from ...errors import needs
+from ...errors import hint, needs
 from .keys import WIDEST, NoEffect, Section
 
 with needs("train", "a configuration"):
@@ -62,9 +61,7 @@ def _explained(problem: Any, model: type[BaseModel]) -> str:
     key, kind = ".".join(path), problem["type"]
     if kind == "extra_forbidden":
         known = list(fields_of(model, path[:-1]))
-        near = [RENAMED[key]] if key in RENAMED else get_close_matches(path[-1], known, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known there: {', '.join(known)}"
-        return f"unknown key {key} ({hint})"
+        return f"unknown key {key}" + (f" (did you mean {RENAMED[key]}?)" if key in RENAMED else hint(path[-1], known))
     if kind == "missing":
         return f"{key} is missing"
     if isinstance(error := problem.get("ctx", {}).get("error"), NoEffect):

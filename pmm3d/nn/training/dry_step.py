@@ -91,7 +91,7 @@ class DrySteps:
         self._own: OwnNetwork | None = None
         if config.network.build:
             with Grid.dry((1, 1, 1)) as alone:
-                self._own = OwnNetwork(alone, config.network, config.precision)
+                self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
 
     def accumulating(self, batches: int) -> DrySteps:
         """The same, but for steps of so many batches."""

@@ -16,6 +16,7 @@ from ...errors import DTypeError, Pmm3dError
 from ...layout import Layout
 from ..layers import Module
 from ..precision import Precision
+from ..seeds import manual_seed
 from .config import NetworkSection
 
 MODULE = "network_build"
@@ -26,13 +27,14 @@ class OwnNetwork:
     """The function that `network.build` names. Made and called by all ranks.
 
     precision   that its layers are to have
+    seed        of the layers that the function makes without one
 
     The first rank reads the file and all ranks run what it read; modules beside it can be imported. Raises Pmm3dError,
     on every rank: the file or the function is missing, or the file does not run.
     """
 
-    def __init__(self, grid: Grid, section: NetworkSection, precision: Precision):
-        self._section, self._precision, self.name = section, precision, str(section.build)
+    def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
+        self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
         with grid.together("network.build", self.name, always=True):
@@ -54,6 +56,8 @@ class OwnNetwork:
         Raises Pmm3dError, on every rank, if the function raises or what it returns is no network for these sizes.
         """
         network, problem, layout = None, None, Layout()
+        manual_seed(grid, self._seed)
+        grid.default_library = self._section.library
         try:
             with self._explained("raised an error"), _importing_beside(self._path):
                 network = self._function(grid, features, outputs)

@@ -7,7 +7,7 @@ from typing import Any
 from ...comm import Grid
 from ...errors import Pmm3dError
 from ...layout import Layout
-from .. import functional, optim
+from .. import optim
 from ..layers import MLP, Module
 from ..precision import Precision
 from .config import Config
@@ -38,8 +38,7 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1])
     section = config.network.model_dump(exclude={"build", "hidden", "activation"})
-    activation = getattr(functional, config.network.activation)
-    network = MLP(grid, sizes, activation, seed=config.training.seed, precision=precision or config.precision,
+    network = MLP(grid, sizes, config.network.activation, seed=config.training.seed, precision=precision or config.precision,
                   **section)
     return network, network.output_layout
 
@@ -47,7 +46,7 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
     if config.network.build:
-        own = OwnNetwork(grid, config.network, config.precision)
+        own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
         return own.widened(own.made(grid, samples.features, samples.outputs)[0], samples.features)
     sizes = layer_sizes(config, samples.features, samples.outputs)
     return make_network(config, grid, sizes, None, config.precision.whole)[0]

@@ -59,7 +59,12 @@ class TrainState:
     scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        types = {parameter.precision.compute for parameter in self.network.parameters()}
+        held = set(self.network.parameters())
+        if others := [each.name or "a parameter" for each in self.optimizer.parameters if each not in held]:
+            raise Pmm3dError(f"TrainState: the optimizer changes parameters that the network does not hold, so no "
+                             f"checkpoint would have their values: {names_in_words(others)}. Make all networks "
+                             "attributes of one Module, and give that")
+        types = {parameter.precision.compute for parameter in held}
         if self.scale is None and "float16" in types:
             self.scale = LossScale()
 

@@ -1,0 +1,126 @@
+"""Frozen parameters: nothing is computed, sent or kept for their gradients, and the others stay as they are."""
+
+import numpy as np
+import pytest
+from networks import CLASSES, GRIDS, adamw, batch_of, bits, loss_of, network_of, on_each_grid, weights_of
+
+from pmm3d import DisagreementError, DistMatrix, Grid, nn
+from pmm3d.io import Checkpoints
+from pmm3d.nn import optim
+from pmm3d.nn.training import TrainState
+
+OPTIONS = ({}, {"recompute": True}, {"activations": "sharded"})
+
+
+def grads(net):
+    return {name: parameter.grad.gather() for name, parameter in net.named_parameters().items() if parameter.grad}
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "recompute", "sharded"])
+def test_the_other_gradients_are_the_same(comm, options):
+    """Whatever is frozen: vectors, a layer in the middle, all but the last."""
+
+    def check(grid):
+        net = network_of(grid, CLASSES, **options)
+        loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+        every = grads(net)
+        for frozen in ([name for name in every if "bias" in name], ["3.weight", "3.bias"], list(every)[:-2]):
+            for parameter in net.parameters():
+                parameter.grad = None
+            named = net.named_parameters()
+            for name in frozen:
+                named[name].requires_grad = False
+            loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+            found = grads(net)
+            assert found.keys() == every.keys() - frozen
+            assert bits(found) == bits({name: every[name] for name in found})
+            assert all(named[name].accumulated.array is None for name in frozen)
+            assert net.requires_grad_() is net and all(each.requires_grad for each in net.parameters())
+
+    on_each_grid(comm, check, GRIDS[comm.size][:4])
+
+
+@pytest.mark.parallel([4])
+def test_a_frozen_trunk_costs_no_backward_pass(comm):
+    """No gradient of its weights is summed, nor one of its activations; its inputs are not kept."""
+
+    def check(grid):
+        net = network_of(grid, CLASSES, norm=False)
+        costs = []
+        for frozen in ([], net.layers[:-1], net.layers[2:3]):
+            for layer in frozen:
+                if isinstance(layer, nn.Module):
+                    layer.requires_grad_(False)
+            loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0))
+            kept = sum(array.nbytes for array in loss.kept())
+            grid.ledger.reset()
+            loss.backward()
+            sums = [grid.ledger.total(phase=phase).calls for phase in ("reduce dI", "reduce dW")]
+            costs.append((kept, *sums))
+            net.requires_grad_()
+        (kept, of_input, of_weight), trunk, middle = costs
+        assert trunk[0] < middle[0] < kept and trunk[1] == 0
+        assert (trunk[2], middle[1]) == (min(1, of_weight), of_input) and middle[2] in (0, 2)
+
+    on_each_grid(comm, check, [("fsdp", 1), ("megatron", 2)])
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_optimizer_leaves_them_and_a_checkpoint_has_no_state_of_them(comm, shared_path):
+    with Grid(comm, "fsdp") as grid:
+        made = []
+        for _ in range(2):
+            net = network_of(grid, CLASSES)
+            net.named_parameters()
+            nn.Sequential(grid, *net.layers[:3]).requires_grad_(False)
+            made.append(TrainState(net, adamw(net.parameters())))
+        state, again = made
+        names = list(state.network.named_parameters())
+        for step in range(2):
+            before = weights_of(state.network)
+            loss_of(state.network, CLASSES, *batch_of(CLASSES, step)).backward()
+            state.optimizer.step()
+            after = weights_of(state.network)
+            changed = {name for name in names if (before[name] != after[name]).any()}
+            assert changed == {name for name in names if name[0] not in "012"}
+            keeper = Checkpoints(grid, shared_path)
+            state.save(keeper)
+        assert again.resume(keeper) is not None and bits(weights_of(again.network)) == bits(after)
+        states = state.optimizer.matrices()
+        assert len(states) == 2 * len(changed) and not any("/0." in name for name in states)
+        assert bits({name: matrix.gather() for name, matrix in states.items()}) == bits(
+            {name: matrix.gather() for name, matrix in again.optimizer.matrices().items()})
+
+
+@pytest.mark.parallel([2])
+def test_one_rank_that_freezes_alone_is_found(comm, fails):
+    with Grid(comm, "ddp") as grid:
+        net = network_of(grid, CLASSES)
+        fails(DisagreementError, "requires_grad_", lambda: net.requires_grad_(grid.rank == 0))
+        assert all(each.requires_grad for each in net.parameters())
+        net.layers[0].weight._learn(grid.rank == 0)
+        loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0))
+        fails(DisagreementError, "the ranks use different parameters", loss.backward)
+
+
+@pytest.mark.parallel([1])
+def test_only_what_learns_is_in_the_memory_of_a_dry_run(comm):
+    from pmm3d.nn.dry import dry_grid, memory, twin
+
+    with Grid(comm) as grid, dry_grid(grid) as dry:
+        net = nn.MLP(grid, [64, 64, 8])
+        net.layers[0].requires_grad_(False)
+        copy = twin(net, dry)
+        opt = optim.AdamW(copy.parameters())
+        x, y = (DistMatrix.empty(dry, (4, cols), dtype="float32", layout=nn_batch()) for cols in (64, 8))
+        nn.mse(copy(x), y).backward()
+        opt.step()
+        head = 4 * (64 * 8 + 8)
+        assert (memory(dry)["gradients"], memory(dry)["state"]) == (head, 2 * head)
+
+
+def nn_batch():
+    from pmm3d.layout import batch_layout
+
+    return batch_layout("y")

@@ -1,0 +1,61 @@
+"""Seeds of layers that are made without one: no two begin alike, and every grid has the same numbers."""
+
+import numpy as np
+import pytest
+from networks import on_each_grid, spread, weights_of
+
+from pmm3d import nn
+from pmm3d.nn.training.config import NetworkSection
+from pmm3d.nn.training.own_network import OwnNetwork
+from pmm3d.nn.precision import Precision
+
+MODEL = """
+from pmm3d import nn
+
+def build(grid, features, outputs):
+    return nn.Sequential(grid, nn.Linear(grid, features, 4), nn.Dropout(grid, 0.5), nn.Linear(grid, 4, outputs))
+"""
+
+
+@pytest.mark.parallel([2])
+def test_layers_made_alike_are_not_alike_and_every_grid_has_the_same(comm):
+    found = []
+
+    def check(grid):
+        nets = [nn.Linear(grid, 6, 5) for _ in "ab"] + [nn.MLP(grid, [6, 5, 5]) for _ in "ab"]
+        weights = [weights_of(net) for net in nets]
+        firsts = [next(iter(each.values())) for each in weights]
+        assert not any((one == other).any() for i, one in enumerate(firsts) for other in firsts[:i])
+        x = spread(grid, np.ones((8, 6)))
+        masks = [nn.Dropout(grid, 0.5)(x).gather() for _ in "ab"]
+        assert (masks[0] != masks[1]).any()
+        found.append([*weights, {"masks": np.array(masks)}])
+        explicit = [weights_of(nn.Linear(grid, 6, 5, seed=3))["weight"] for _ in "ab"]
+        assert (explicit[0] == explicit[1]).all()
+        for seed, same in ((7, True), (8, False)):
+            made = []
+            for each in (7, seed):
+                nn.manual_seed(grid, each)
+                made.append(weights_of(nn.Linear(grid, 6, 5))["weight"])
+            assert (made[0] == made[1]).all() == same
+
+    on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)])
+    for one, other in zip(*found):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parallel([1])
+def test_a_network_of_ones_own_begins_as_the_seed_of_the_configuration_says(comm, tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    section = NetworkSection(build=f"{tmp_path}/model.py:build")
+
+    def check(grid):
+        nn.Linear(grid, 3, 3)
+        made = [OwnNetwork(grid, section, Precision(), seed).made(grid, 3, 2)[0] for seed in (1, 1, 2)]
+        first = [weights_of(net)["0.weight"] for net in made]
+        assert (first[0] == first[1]).all() and (first[0] != first[2]).all()
+        drops = [net.layers[1].seed for net in made]
+        assert drops[0] == drops[1] != drops[2]
+
+    on_each_grid(comm, check, [("ddp", 1)])
