@@ -22,6 +22,8 @@ from ..product import DistMatrix
 
 ROWS = ("data", "z")
 """The axes that split the rows of a batch, major to minor."""
+COLUMNS = ("x", "y")
+"""The axes whose ranks hold the same rows."""
 MARK = "_pmm3d"
 """The attribute of a torch parameter that has its `Held`."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -46,12 +47,26 @@ class Passes:
         self._uses: Counter[Leaf] = Counter()
         self._open: AbstractContextManager[None] | None = None
         self._taken: Counter[Held] = Counter()
+        self._calls: Counter[str] = Counter()
 
     @classmethod
     def of(cls, grid: Grid) -> Passes:
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
+
+    def compares(self, what: str, times: int = 1) -> bool:
+        """Whether the ranks compare the data of this call: the first calls of each kind, all calls with PMM3D_DEBUG=1.
+        Ranks that make the same calls get the same answer."""
+        self._calls[what] += 1
+        return self.grid.debug or (self.grid.engine.check and self._calls[what] <= times)
+
+    def row_group(self, split: str = "") -> int:
+        """Number of the group of ranks that hold the same rows of a batch; with the axis that splits the columns, the
+        same columns too."""
+        grid = self.grid
+        place = [grid.axis(axis).index for axis in ROWS] + [grid.axis(split).index if split else -1]
+        return crc32(repr(place).encode())
 
     @property
     def under_way(self) -> bool:

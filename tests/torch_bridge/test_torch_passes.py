@@ -12,7 +12,16 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from pmm3d.torch import Dropout3D, LayerNorm3D, Linear3D, Split, full_state_dict, input_rows, parallelize  # noqa: E402
+from pmm3d.torch import (  # noqa: E402
+    Dropout3D,
+    LayerNorm3D,
+    Linear3D,
+    Split,
+    full_state_dict,
+    input_rows,
+    mean,
+    parallelize,
+)
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.deadline(200)
@@ -239,3 +248,27 @@ def test_dropout_keeps_a_byte_an_element(comm):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.nbytes), tensor)[1], id):
             Dropout3D(grid, 0.5)(torch.ones(8, 4, requires_grad=True))
     assert 0 < sum(kept) <= 32
+
+
+@pytest.mark.parallel([2])
+def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
+    """Along x both ranks hold all rows; along data each rank has a batch of its own. A rank's columns are its own."""
+    own = lambda: torch.full((2, 4), float(comm.rank))
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = made(Mixed, grid, MIXED)
+        fails(DisagreementError, "the model's input: ranks 0 and 1 .*DataLoader", lambda: net(own()))
+        fails(DisagreementError, "input_rows: ranks 0 and 1 .*DataLoader", lambda: input_rows(grid, own()))
+        fails(DisagreementError, "mean: ranks 0 and 1 .*labels", lambda: mean(grid, own()))
+        net.eval()
+        fails(DisagreementError, "the model's input", lambda: net(own()))
+        net(own())
+        rows = made(lambda: nn.Linear(4, 4), grid, {"": "row"})
+        rows(own()[:, : 4 // 2])
+    for debug in (False, True):
+        with Grid(comm, (1, 1, 1), data=2, debug=debug) as grid:
+            net = made(Mixed, grid, MIXED)
+            mean(grid, net(own())).backward()
+    with Grid(comm, (2, 1, 1), debug=True) as grid:
+        net = made(Mixed, grid, MIXED)
+        net(torch.ones(2, 4)).sum().backward()
+        fails(DisagreementError, "the model's input", lambda: net(own()))
