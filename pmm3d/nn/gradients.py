@@ -153,11 +153,14 @@ class Accumulated:
 
 
 class Leaf(Protocol):
-    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None."""
+    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None;
+    written: counts of what was written to its values."""
 
     name: str
-    version: int
     shape: tuple[int, int]
+
+    @property
+    def written(self) -> tuple[object, ...]: ...
 
     @property
     def accumulated(self) -> Accumulated | None: ...

@@ -96,7 +96,7 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
-        self._noted, self._left = 0, dict[Parameter, tuple[int, int, int]]()
+        self._noted, self._left = 0, dict[Parameter, tuple[object, ...]]()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
             parameter.accumulated.owners.add(self._splits(parameter))
@@ -164,7 +164,7 @@ class Optimizer:
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
-        self._left.update((parameter, _versions(parameter)) for parameter in filled)
+        self._left.update((parameter, parameter.written) for parameter in filled)
         self._note_memory()
         self.zero_grad()
 
@@ -329,7 +329,7 @@ class Optimizer:
             changed = [weight, *states, *([] if remainder is None else [remainder]), *([gradient] * (factor != 1))]
             library.passed(type(self).__name__.lower(), gradient, *changed, *changed)
             return
-        written = self._left.get(parameter) != _versions(parameter)
+        written = self._left.get(parameter) != parameter.written
 
         def change(chunk: slice) -> None:
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
@@ -408,10 +408,3 @@ class Optimizer:
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""
         return self.shard_over_data and "data" not in parameter.layout.splitting
-
-
-def _versions(parameter: Parameter) -> tuple[int, int, int]:
-    """They count what is written to a parameter: by who counts up its version, by products and `redistribute` whose
-    `out` its value is, and by torch's operations on its shard. What other libraries write to its memory is not seen:
-    the remainder stays."""
-    return parameter.version, parameter.stored.fills, getattr(parameter.shard, "_version", 0)

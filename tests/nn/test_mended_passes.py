@@ -189,6 +189,44 @@ def test_one_rank_that_begins_with_another_thing_is_told_of_by_all(comm):
             out.backward(G if comm.rank == 1 else spread(grid, G, Layout()))
 
 
+# Weights that change during a pass
+
+
+def write_by_torch(weight):
+    weight.local.mul_(2)
+
+
+def write_by_redistribute(weight):
+    (weight.value @ spread(weight.grid, np.eye(4), Layout.B)).redistribute(weight.layout, out=weight.stored)
+
+
+def write_by_numpy(weight):
+    weight.local[...] *= 2
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("write", [write_by_torch, write_by_redistribute, write_by_numpy])
+def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails, write):
+    """On every rank, on every grid, also if one rank alone wrote; what numpy writes is seen with debug only."""
+    library, debug = "torch" if write is write_by_torch else "numpy", write is write_by_numpy
+    for shape in ("ddp", "fsdp"):
+        with Grid(comm, shape, debug=debug) as grid:
+            net = nn.Linear(grid, 6, 4, bias=False, dtype="float64", library=library)
+            x, y = (spread(grid, whole, Layout(), library) for whole in (X, G))
+            out = net(x)
+            write(net.weight)
+            fails(Pmm3dError, "a parameter was changed", lambda: out.backward(y))
+            assert net.weight.grad is None
+            net(x).backward(y)
+            np.testing.assert_allclose(gradients_of(net)["weight"], X.T @ G)
+            out = net(x)
+            if write is not write_by_redistribute and grid.rank == 1:
+                write(net.weight)
+            elif write is write_by_redistribute:
+                continue
+            fails(Pmm3dError, "on 1 of 2 ranks.*a parameter was changed", lambda: out.backward(y))
+
+
 # Weights that are gone
 
 
