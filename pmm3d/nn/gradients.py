@@ -58,7 +58,7 @@ class Accumulated:
     array     shaped like the parameter's shard;   state   how far it is
     sums      axes over which the ranks' arrays are still to be added
     split     whether, once summed, each rank along data holds its own part only (ZeRO-1)
-    owners    for each optimizer of the parameter, whether it needs that part only
+    wants_split   whether the optimizer that was made last for the parameter needs that part only
     pending   the last collective that writes to the array
     to_come   how often the backward pass under way will still add to it
     waiting   queues of `defer_weights` that hold parts of it
@@ -73,7 +73,7 @@ class Accumulated:
     split: bool = False
     pending: Pending | None = None
     to_come: int = 0
-    owners: set[bool] = field(default_factory=set)
+    wants_split: bool = False
     waiting: set[object] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
 
@@ -307,7 +307,7 @@ class Gradients:
         record.state = State.SUMMING
         if "data" not in record.sums:
             return
-        record.split = record.owners == {True}
+        record.split = record.wants_split
         if self._bucket and _kind(self._bucket[0]) != _kind(record):
             self._flush()
         self._bucket.append(record)

@@ -54,7 +54,8 @@ class Optimizer:
                      (biases, gains), unless decay_vectors
     shard_over_data  ZeRO-1: each rank along data keeps the state of, and changes, only its part of each parameter;
                      gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
-                     all-reduce, 1/Gdata of the state, bitwise the same weights
+                     all-reduce, 1/Gdata of the state, bitwise the same weights. If a parameter has several optimizers,
+                     the one that was made last decides; another one gathers what it needs, at more bytes
     groups           dicts of "params" and of all options; may be changed between steps, by all ranks
     group            the first, or the one that is being changed: `lr` and the like are its
     steps            how many there were
@@ -99,7 +100,7 @@ class Optimizer:
         self._noted, self._left = 0, dict[Parameter, tuple[object, ...]]()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
-            parameter.accumulated.owners.add(self._splits(parameter))
+            parameter.accumulated.wants_split = self._splits(parameter)
 
     def __init_subclass__(cls) -> None:
         """What a class says of its update does not hold for one that comes before it, be it from a mixin: that is what

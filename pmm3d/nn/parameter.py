@@ -110,5 +110,5 @@ class Parameter(Tensor):
     def _become(self, value: DistMatrix, precision: Precision) -> None:
         self._take(value)
         self.node, self.precision = Node(self.form, leaf=self), precision
-        self.accumulated = Accumulated(self.form, precision, owners=self.accumulated.owners)
+        self.accumulated = Accumulated(self.form, precision, wants_split=self.accumulated.wants_split)
         self.version += 1
