@@ -95,6 +95,7 @@ class Engine:
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
     guard               who uses the grid;   crowded: whether this host has more ranks than cores
+    before_next         is called once, before the next collective of any axis begins
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
@@ -107,6 +108,13 @@ class Engine:
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
         self._closed = False
+        self.before_next: Callable[[], None] | None = None
+
+    def prepare_next(self) -> None:
+        """Call `before_next`, if it was not called yet. What it raises, the collective raises that was to begin."""
+        due, self.before_next = self.before_next, None
+        if due is not None:
+            due()
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""

@@ -81,7 +81,7 @@ class Parallel:
             self.gradients.begin(sync and self.deferred is None, self.overlap, records, agreed)
             try:
                 if problem:
-                    self.gradients.agree()
+                    grid.engine.prepare_next()
                 else:
                     self.passes += 1
                     for record in records:
