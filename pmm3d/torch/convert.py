@@ -171,12 +171,13 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         _hold(module, grid, passes, label)
-        if not passes.under_way:
+        first = passes.begin_forward()
+        if first:
             passes.parallel.weights.pause()
         if draws and module.training:
             state = crc32(torch.get_rng_state().numpy().data)
             grid.compared("dropout's random numbers (torch.manual_seed)", state)()
-        if shares_rows and not passes.under_way:
+        if shares_rows and first:
             _compare_inputs(module, passes, f"{label}input", (args, kwargs))
         return mapped(args, entering), mapped(kwargs, entering)
 

@@ -56,9 +56,12 @@ class Held:
         return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
 
     def resume(self) -> None:
-        """A backward pass is to add to the gradient: that is what `.grad` has now, whoever put it there."""
+        """A backward pass is to add to the gradient. Its start value is what `.grad` has now, whoever put it there.
+        `.grad` is None until the end of the pass: if the pass ends with an error, no half of a sum is there."""
         tensor, record = self.tensor(), self.weight.accumulated
         grad = None if tensor is None else tensor.grad
+        if tensor is not None:
+            tensor.grad = None
         if grad is not None and grad is self._given and record.state in (State.OPEN, State.SUMMED):
             return
         Parallel.of(self.weight.grid).gradients.forget(record)

@@ -272,3 +272,54 @@ def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
         net = made(Mixed, grid, MIXED)
         net(torch.ones(2, 4)).sum().backward()
         fails(DisagreementError, "the model's input", lambda: net(own()))
+
+
+class Keeping:
+    """torch's engine, whose callbacks somebody keeps, as a traceback or another thread of the engine may."""
+
+    def __init__(self, engine):
+        self.kept, self._engine, self.run_backward = [], engine, engine.run_backward
+
+    def queue_callback(self, callback):
+        self.kept.append(callback)
+        self._engine.queue_callback(callback)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_a_pass_that_failed_is_over_on_all_ranks_whoever_keeps_what_is_left_of_it(comm, monkeypatch, forward_first):
+    """Its error and torch's callback live on, on one rank only. The next pass is of a graph of before, or a new one."""
+    def broken(gradient):
+        raise RuntimeError("a hook")
+
+    Variable = torch.autograd.Variable
+    if comm.rank == 0:
+        monkeypatch.setattr(Variable, "_execution_engine", Keeping(Variable._execution_engine))
+    with Grid(comm, "fsdp") as grid:
+        net, x, errors = made(Mixed, grid, MIXED), torch.ones(2, 4), []
+        net(x).sum().backward()
+        expected = [tensor.grad.clone() for tensor in net.parameters()]
+        net.zero_grad()
+        handle = net.first.register_forward_hook(lambda module, args, out: out.register_hook(broken) and None)
+        failing = net(x).sum()
+        handle.remove()
+        other = net(x).sum()
+        with pytest.raises(RuntimeError, match="a hook") as caught:
+            failing.backward()
+        errors += [caught] * (grid.rank == 0)
+        del caught
+        assert all(tensor.grad is None for tensor in net.parameters())
+        (net(x).sum() if forward_first else other).backward()
+        assert all(torch.equal(tensor.grad, found) for tensor, found in zip(net.parameters(), expected))
+
+
+@pytest.mark.parallel([2])
+def test_a_pass_inside_of_another_is_refused(comm, fails):
+    with Grid(comm, "fsdp") as grid:
+        net, x = made(Mixed, grid, MIXED), torch.ones(2, 4, requires_grad=True)
+        for first in (True, False):
+            within = lambda layer, x, inside: checkpoint(layer, x, use_reentrant=True) if inside else layer(x)
+            out = net.norm(within(net.last, within(net.first, x, first), not first).repeat(1, 2)).square()
+            fails(Pmm3dError, "Pass use_reentrant=False", lambda: out.sum().backward())
+        net(x).sum().backward()
+        assert net.first.weight.grad is not None
