@@ -181,7 +181,8 @@ class Gradients:
         self._open: dict[Accumulated, None] = {}
         self.begin(True, Overlap(), Counter(), None)
 
-    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated], agreed: Callable[[], None] | None) -> None:
+    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated],
+              agreed: Callable[[], None] | None) -> None:
         """A backward pass begins, which brings so many parts to each gradient; they are summed in it or in a later
         one. agreed: called before the first collective of the pass, whoever begins that; raises if the ranks do not
         sum the same."""

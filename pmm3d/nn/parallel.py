@@ -62,7 +62,8 @@ class Parallel:
         return grid.attached[cls]
 
     @contextmanager
-    def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None, problem: str = "") -> Iterator[None]:
+    def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None,
+                 problem: str = "") -> Iterator[None]:
         """A context for a backward pass that brings so many parts to each leaf; after it all gradients are there.
 
         scale     factor of the loss; None if the gradient was given

@@ -96,8 +96,12 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
 
 
 def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
-    """(mean, sum of squared deviations from it) of several parts together, from those of each part (Chan, Golub, LeVeque
-    1983): (parts, n) each. sizes: of the parts, (parts, 1) or (parts, n); total: their sum. The first part is not empty."""
+    """(mean, sum of squared deviations from it) of all parts together, from those of each part (Chan, Golub, LeVeque
+    1983).
+
+    sizes            of the parts, (parts, 1) or (parts, n); total: their sum
+    means, squares   of each part, (parts, n). The first part must not be empty
+    """
     centre = means[0]
     mean = centre + xp.sum((means - centre) * sizes, axis=0) / max(1, total)
     return mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)

@@ -83,8 +83,8 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
     for row in found:
         other = first.setdefault(row[1], row)
         if not np.allclose(row[2:], other[2:], rtol=spread, atol=0, equal_nan=True):
-            error = DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and they "
-                                      f"hold different data. {remedy}")
+            error = DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
+                                      f"their data differ. {remedy}")
             with nullcontext() if along else grid.together(what, always=True):
                 raise error
 

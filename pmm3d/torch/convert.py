@@ -197,7 +197,12 @@ def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) ->
     if not passes.compares(f"{what} {trains}"):
         return
     found = list[torch.Tensor]()
-    mapped(given, lambda tensor: (found.append(tensor), tensor)[1])
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(given, noted)
     spread = [part for part in module.modules() if isinstance(part, Spread)]
     split = next((axis for tensor in found if (axis := split_columns(spread, tensor))), "")
     check_replicas(passes.grid, "the model's input", passes.row_group(split), [digest(found)], SAME_ROWS,

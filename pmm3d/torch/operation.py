@@ -28,15 +28,15 @@ from .held import ROWS, Held
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
-REENTRANT = ("a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does with "
-             "use_reentrant=True. Pass use_reentrant=False")
+REENTRANT = ("a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does "
+             "with use_reentrant=True. Pass use_reentrant=False")
 
 
 class Passes:
     """torch's backward passes over what runs on a grid. `Passes.of(grid)`.
 
     A pass begins with the first gradient that it brings here. At its end torch's engine calls `end`: all gradients are
-    summed and in `.grad`. torch calls nothing after an error: such a pass is abandoned when the next forward or backward
+    summed and in `.grad`. After an error torch calls nothing: the pass is abandoned when the next forward or backward
     pass begins, which is the same moment on all ranks.
 
     partners   ranks that hold other rows of a batch, this one included
