@@ -18,9 +18,9 @@ from ..layout import Layout
 from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
 from ..product.checks import check_replicas
-from .held import COLUMNS, MARK, ROWS, Held, digest
+from .held import COLUMNS, MARK, ROWS, Held, digest, is_added
 from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread, split_columns
-from .operation import Passes, is_added
+from .operation import Passes
 from .plan import Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)

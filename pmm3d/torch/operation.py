@@ -24,7 +24,7 @@ from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
-from .held import ROWS, Held
+from .held import ROWS, Held, is_added, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
@@ -47,7 +47,7 @@ class Passes:
         self.grid, self.parallel = grid, Parallel.of(grid)
         self.partners = grid.shape.along(ROWS)
         self.numbers = count(1)
-        self._uses: Counter[Leaf] = Counter()
+        self._uses: Counter[Held] = Counter()
         self._open: AbstractContextManager[None] | None = None
         self._id = NO_PASS
         """torch's number of the pass under way, or of the last one. Numbers grow."""
@@ -85,7 +85,7 @@ class Passes:
         """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it. What
         is computed again in a backward pass is no new use."""
         if torch._C._current_graph_task_id() == NO_PASS:
-            self._uses.update(each.weight for each in held)
+            self._uses.update(held)
 
     def begin(self) -> None:
         """A gradient is here: of the pass that is under way, or of a new one."""
@@ -96,7 +96,8 @@ class Passes:
             self.abandon()
             self._id = number
         if self._open is None:
-            uses, self._uses = self._uses, Counter()
+            used, self._uses = self._uses, Counter()
+            uses = Counter[Leaf]({held.weight: times for held, times in used.items() if held.is_reached()})
             opened = self.parallel.backward(Tape.of(self.grid).syncing, uses)
             opened.__enter__()
             self._open = opened
@@ -149,25 +150,6 @@ class Passes:
 def _each(held: Iterable[Held], action: Callable[[Held], None]) -> None:
     for each in held:
         action(each)
-
-
-def reached(node: Any) -> bool | None:
-    """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
-    torch.autograd.grad is to bring the gradient of."""
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return None
-
-
-def is_added(held: Held, node: Any) -> bool:
-    """Whether the pass under way adds to `.grad` of a parameter, whose node that is. Raises Pmm3dError if it is to be
-    brought by torch.autograd.grad."""
-    found = reached(node)
-    if found is None:
-        raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
-                         "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
-    return found
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ pytestmark = pytest.mark.deadline(200)
 
 
 class Heads(nn.Module):
-    """A trunk and two equal heads."""
+    """A trunk and two heads."""
 
-    def __init__(self):
+    def __init__(self, last=4):
         super().__init__()
-        self.trunk, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+        self.trunk, self.a, self.b = (nn.Linear(4, outputs) for outputs in (4, 4, last))
 
     def forward(self, x):
         x = self.trunk(x)
@@ -71,6 +71,9 @@ def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
         fails(DisagreementError, "backward", lambda: outs[grid.rank].backward())
         sum(net(torch.ones(2, 4))).sum().backward()
         assert net.a.weight.grad is not None
+    with Grid(comm, "fsdp") as grid:  # where the gradients of weights are summed during the pass
+        net = made(lambda: Heads(20000), grid, {"*": "column"})
+        fails(DisagreementError, "use different parameters", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
 
 
 @pytest.mark.parallel([1, 2])
