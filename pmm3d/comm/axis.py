@@ -221,6 +221,7 @@ class Axis:
         wrong     what is wrong with the arrays of this rank, which make_collective looks up in its link
         """
         with self._engine.guard:
+            self._engine.prepare_next()
             transport, stream, mode = self._engine.transport, None, ""
             if library is not None and not library.on_host:
                 mode = self.settle(library)

@@ -107,6 +107,7 @@ class Engine:
     posted              exchanges whose persistent requests may be active, in the order of their posting
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
+    before_next         is called once, before the next collective of any axis begins
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
@@ -121,6 +122,13 @@ class Engine:
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
         self._closed = False
+        self.before_next: Callable[[], None] | None = None
+
+    def prepare_next(self) -> None:
+        """Call `before_next`, if it was not called yet. What it raises, the collective raises that was to begin."""
+        due, self.before_next = self.before_next, None
+        if due is not None:
+            due()
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""

@@ -143,5 +143,5 @@ class Parameter(Tensor):
     def _become(self, value: DistMatrix, precision: Precision) -> None:
         self._take(value)
         self.node, self.precision = Node(self.form, leaf=self) if self.requires_grad else None, precision
-        self.accumulated = Accumulated(self.form, precision, owners=self.accumulated.owners)
+        self.accumulated = Accumulated(self.form, precision, wants_split=self.accumulated.wants_split)
         self.version += 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from numbers import Number
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -29,9 +30,11 @@ from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
     check_order,
+    check_replicas,
     check_root,
     compared_dtype,
     contents,
+    digest_of,
     evaluated,
     signature_of,
     together,
@@ -214,7 +217,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
                    order: str = "C") -> DistMatrix:
         """From each rank's shard, which is used in place if it lies in that order, "C" by rows or "F" by columns
-        (Fortran), without gaps, and copied if not; integers (int64) are labels, as in `from_global`."""
+        (Fortran), without gaps, and copied if not; integers (int64) are labels, as in `from_global`.
+
+        Ranks along an axis that does not split the matrix must pass the same shard. With PMM3D_DEBUG=1 they are
+        compared: DisagreementError, on every rank."""
         with together(grid, "DistMatrix.from_local", shape, layout, order, *array_signature(local)[1:]):
             check_order(order, as_it_lies=True)
             library = grid.library(library_of(local))
@@ -228,6 +234,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
             local = library.plain(local) if order == "C" else library.plain(local.T).T
+        if grid.debug:
+            part = *box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
+            check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(local)],
+                           "Ranks that an axis does not split hold the same shard")
         return cls(grid, local, shape, layout, order)
 
     @classmethod

@@ -114,6 +114,10 @@ def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
             fails(DisagreementError, "contents", lambda: DistMatrix.from_global(grid, mine))
         same = whole.astype(">f8") if grid.rank else np.asfortranarray(whole)
         assert np.array_equal(DistMatrix.from_global(grid, to_library(same)).gather(), whole)
+        mine = to_library(np.full((2, 3), grid.rank))
+        given = lambda layout: DistMatrix.from_local(grid, mine, (2, 3), layout=layout)
+        fails(DisagreementError, "from_local: ranks 0 and 1 must hold the same data", lambda: given(Layout()))
+        given(Layout(sums="z"))
 
 
 @pytest.mark.parallel([2])
