@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(runs):
     ({"optimizer": "lr = -1"}, "optimizer.lr = -1"),
     ({"grid": "shape = '2x2x1'"}, "grid 2x2x1 (data 1) needs 4 ranks; the communicator has 2"),
     ({"data": "inputs = 'z'"}, "'z'"),
-    ({"training": "loss = 'mse'"}, "training.loss is mse, but the targets 'y'"),
+    ({"data": "targets = 'field'", "training": "loss = 'cross_entropy'"}, "training.loss is cross_entropy, but the "),
     ({"data": "classes = 2"}, "labels are 0 to 1"),
 ])
 def test_mistakes_in_the_configuration(runs, changes, text):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +17,9 @@ from scipy.special import softmax
 from ...arrays import take_device
 from ...comm import Grid
 from ...comm.shapes import chosen_shape
+from ...comm.words import names_in_words
 from ...errors import DataError, GridError
+from ...io.dataset import text_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
@@ -30,6 +32,7 @@ from .auto_grid import AUTO
 from .config import Config
 from .parts import network_of
 from .recalled import Recalled, recalled
+from .run_log import logger
 
 LARGEST_BATCH = 2**31
 """Elements of inputs or outputs of a batch, which the first rank gathers."""
@@ -147,10 +150,22 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
                             "it was trained on, in their order, or name another data set (--inputs)")
         _check_batch(inputs, known.samples.outputs)
+        _compare_names(inputs, known)
     try:
         yield inputs
     finally:
         inputs.file.h5.close()
+
+
+def _compare_names(inputs: Inputs, known: Recalled) -> None:
+    """Have rank 0 warn if the file has targets whose classes have other numbers than the run's."""
+    targets, own, names = known.config.data.targets, known.samples.class_names, None
+    if inputs.grid.rank == 0 and own is not None and targets in inputs.file.h5:
+        with suppress(DataError):
+            names = inputs.file.dataset(targets).attrs.get("class_names")
+    if names is not None and (found := list(map(text_of, names))) != own:
+        logger.warning(f"{inputs.file.path} numbers its classes {names_in_words(found)}; the predictions have the "
+                       f"numbers of the run, {names_in_words(own or [])}. Compare them by name")
 
 
 def _check_batch(inputs: Inputs, outputs: int) -> None:
