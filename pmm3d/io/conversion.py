@@ -62,7 +62,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     header            of a CSV file: whether its first line names the columns; None: by the rule below
     chunk_rows        records of a CSV file in memory at a time; None: about a million cells
     delimiter         of a CSV file; None: the most frequent of , ; tab | in its first line, or blanks
-    encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; "utf-8-sig" is UTF-8, with or without a mark
+    encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; "utf-8-sig" is UTF-8
     dtype             of numbers from a CSV file: "float32" or "float64"; arrays of a .npz file keep their type
     tell              called with the number of records done and of all
 

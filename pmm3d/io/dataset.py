@@ -122,9 +122,8 @@ class DataSet(AbstractContextManager["DataSet"]):
         numbers = {name: number for number, name in enumerate(names)}
         own = self.class_names or []
         if unknown := [name for name in own if name not in numbers]:
-            raise DataError(f"{self.path}: the class {unknown[0]!r} is none of {names_in_words(names)}, which the other "
-                            f"file has: convert it with --class-names {','.join(names[:8])}"
-                            f"{',...' if len(names) > 8 else ''}, without the samples of other classes")
+            raise DataError(f"{self.path}: the class {unknown[0]!r} is none of {names_in_words(names)}, the classes of "
+                            f"the other file. Remove its samples, or convert both with the same --class-names")
         if own and own != names:
             self.numbering = np.array([numbers[name] for name in own], np.int64)
 
@@ -224,8 +223,8 @@ class DataSet(AbstractContextManager["DataSet"]):
                 raise DataError("groups are held out at random: leave out last=True, or groups")
             found = self.file.dataset(groups)
             if found.shape not in ((self.samples,), (self.samples, 1)):
-                raise DataError(f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group for "
-                                f"each of the {self.samples} samples")
+                raise DataError(f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group "
+                                f"for each of the {self.samples} samples")
             with self.file.unchanged():
                 numbers = found[...].reshape(-1)
             return random_groups(numbers, share, seed, groups)

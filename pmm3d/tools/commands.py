@@ -33,8 +33,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
 
-ENDED = (f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process with "
-         "non-zero status: Open MPI does so in a box. It is no failure.")
+ENDED = (f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process "
+         "with non-zero status: Open MPI does so in a box. It is no failure.")
 
 
 class Accepted(Enum):

@@ -95,8 +95,8 @@ def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet
     ]:
         if where.any():
             found = names_in_words(name for name, here in zip(names, where) if here)
-            logger.warning(f"of {data.classes} classes {where.sum()} have no sample "
-                           f"{'' if where is nowhere else 'on one side '}({found}). {remedy}")
+            logger.warning(f"{where.sum()} of {data.classes} classes without a sample"
+                           f"{'' if where is nowhere else ' on one side'}: {found}. {remedy}")
 
 
 def _other_rows(section: DataSection) -> str:

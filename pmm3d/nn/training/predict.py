@@ -41,8 +41,13 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """What to predict: run is its folder or a checkpoint's; source the HDF5 file with the samples, target the file to
-    write; inputs and batch_size None as the run's."""
+    """What to predict.
+
+    run      folder of a run or of a checkpoint
+    source   HDF5 file with the samples;   origin   the file that it was converted from, or None
+    target   HDF5 file to write
+    inputs, batch_size   None: those of the run
+    """
 
     run: Path
     source: Path
@@ -50,6 +55,12 @@ class Asked:
     inputs: str | None = None
     batch_size: int | None = None
     overwrite: bool = False
+    origin: Path | None = None
+
+    @property
+    def named(self) -> Path:
+        """The file with the samples that the user named."""
+        return self.origin or self.source
 
 
 class Predicted(NamedTuple):
@@ -89,7 +100,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
             fill_weights(made, found, keeper)
-            facts = {"checkpoint": str(found.path), "source": str(asked.source)}
+            facts = {"checkpoint": str(found.path), "source": str(asked.named)}
             with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
                 _run(grid, made, inputs, predictions, tell)
             return Predicted(found.path, str(grid.shape), predictions.shapes)
@@ -146,7 +157,7 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if inputs.features != known.samples.features:
-            raise DataError(f"{asked.source}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
+            raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
                             "it was trained on, in their order, or name another data set (--inputs)")
         _check_batch(inputs, known.samples.outputs)
