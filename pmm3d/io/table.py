@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import DataError
 
 DELIMITERS = ",;\t|"
-MISSING = ("", "na", "n/a", "<na>", "nan", "null", "?")
+MISSING = ("", "na", "n/a", "<na>", "nan", "nat", "null", "?")
 """Cells without a value, in lower case."""
 END = "\x1a"
 """A line that is added after the last one: a record that is more than this line has a quote that is still open."""
@@ -100,6 +100,8 @@ class Table:
             else:
                 has = f"has the columns {', '.join(self.names)}" if self.header else "has no header"
                 raise DataError(f"{self.path}: no column {column!r}; it {has}; an index is below {len(self.names)}")
+        if len(set(found)) < len(found):
+            raise DataError(f"{self.path}: the target columns {columns!r} name a column twice: name each once")
         return found
 
     def records(self) -> Iterator[tuple[int, list[str]]]:

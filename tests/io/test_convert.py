@@ -131,12 +131,15 @@ def test_bad_tables(table, target, text, said, chunk_rows):
 @pytest.mark.parametrize(
     "options, said",
     [({"target_columns": "c"}, "no column 'c'; it has the columns a, b"), ({"target_columns": 2}, "index is below 2"),
-     ({"target_columns": ["a", "b"]}, "no columns are left"), ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
+     ({"target_columns": ["a", "b"]}, "no columns are left"),
+     ({"target_columns": ["b", 1]}, "name a column twice"),
+     ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
      ({"delimiter": ", "}, "one character; got ', '"), ({"targets": "x"}, "two names, neither"),
      ({"targets": "x/y"}, "two names, neither within the other"), ({"inputs": "."}, "'.' cannot name a data set"),
      ({"targets": ""}, "'' cannot name a data set"), ({"target_columns": ()}, "target_columns names no column"),
      ({"classes": ["cat", "dog", "cat"]}, "the class 'cat' is named twice"),
-     ({"classes": ["1", "1.0"]}, "the class '1' is named twice"), ({"classes": ["a", " "]}, "name of a class is missing"),
+     ({"classes": ["1", "1.0"]}, "the class '1' is named twice"),
+     ({"classes": ["a", " "]}, "name of a class is missing"),
      ({"classes": ["1"], "target_columns": 0}, "line 2, column a: 'q' is none of the classes 1")],
 )
 def test_bad_options(table, target, options, said):

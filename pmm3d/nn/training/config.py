@@ -37,6 +37,7 @@ SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LAYERED = Only("hidden", bool, "hidden has a layer")
 OF_MLP = without("build")
+HELD_OUT = Only("validation", bool, "validation is above 0")
 
 
 class GridSection(Section):
@@ -68,11 +69,11 @@ class DataSection(Section):
     """rows of a batch, over the whole grid"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
-    hold_out: Annotated[Literal["random", "last"], without("validation_file")] = Field(
+    hold_out: Annotated[Literal["random", "last"], without("validation_file"), HELD_OUT] = Field(
         default_factory=lambda given: "random" if given.get("shuffle", True) else "last")
     """which rows are held out: random ones, by `training.seed`, or the last ones, as of a time series; left out: random
     if shuffle is true"""
-    groups: Annotated[Name | None, without("validation_file"), only("hold_out", "random")] = None
+    groups: Annotated[Name | None, without("validation_file"), HELD_OUT, only("hold_out", "random")] = None
     """name of a data set with a number for each row: rows with the same number are all held out, or none of them is"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
     """number of classes; left out: as the file names or holds them"""
