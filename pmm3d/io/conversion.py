@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CELLS_AT_ONCE = 2**20
 DTYPES = ("float32", "float64")
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+GROUPS = "groups"
+"""The data set of the groups."""
 ENDINGS = (".h5", ".hdf5", ".hdf", "")
 """Of the names of HDF5 files that are written."""
 
@@ -47,8 +49,8 @@ class Converted(NamedTuple):
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x",
             targets: str | None = "y", target_columns: Columns = None, classes: bool | Sequence[str] = False,
-            header: bool | None = None, chunk_rows: int | None = None, delimiter: str | None = None,
-            encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False,
+            group_column: str | int | None = None, header: bool | None = None, chunk_rows: int | None = None,
+            delimiter: str | None = None, encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False,
             tell: Progress = lambda done, total: None) -> Converted:
     """Write the samples of a CSV file or of a .npz file to an HDF5 file.
 
@@ -59,6 +61,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
                       texts in sorted order; 1, 01 and 1.0 are one class. A list of names: the classes in this order,
                       which gives a second file the numbers of the first. The names become the attribute `class_names`
                       of the targets
+    group_column      of a CSV file: a column that says which rows belong together, as those of one patient. It becomes
+                      the data set `groups` (rows,) of numbers, for `data.groups`
     header            of a CSV file: whether its first line names the columns; None: by the rule below
     chunk_rows        records of a CSV file in memory at a time; None: about a million cells
     delimiter         of a CSV file; None: the most frequent of , ; tab | in its first line, or blanks
@@ -87,16 +91,20 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     """
     source, target = Path(source), Path(target)
     labels = None if classes is False else _Labels(None if classes is True else classes)
-    _check_options(inputs, targets, dtype, delimiter, target_columns, labels)
+    _check_options(inputs, targets, dtype, delimiter, target_columns, labels, group_column is not None)
     try:
         check_regular(source)
         _check_target(source, target, overwrite)
         with _completed(target) as file:
             if source.suffix == ".npz":
+                if (target_columns, group_column, header, delimiter) != (None, None, None, None):
+                    raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
+                                    "group_column, header and delimiter, and name arrays with inputs and targets")
                 done = _write_arrays(source, file, inputs, targets, labels)
             else:
-                table = Table(source, header, delimiter, encoding)
-                done = _Conversion(table, target_columns, targets, dtype, labels).write(file, inputs, chunk_rows, tell)
+                table = _Conversion(Table(source, header, delimiter, encoding), target_columns, targets, dtype, labels)
+                table.group_by(group_column)
+                done = table.write(file, inputs, chunk_rows, tell)
             if labels is not None:
                 file[targets].attrs["class_names"] = labels.names
                 done = done._replace(classes=dict(zip(labels.names, labels.counts())))
@@ -106,7 +114,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
 
 
 def _check_options(inputs: str, targets: str | None, dtype: str, delimiter: str | None, target_columns: Columns,
-                   labels: _Labels | None) -> None:
+                   labels: _Labels | None, grouped: bool) -> None:
     for name in (inputs, *([] if targets is None else [targets])):
         if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
             raise DataError(f"{name!r} cannot name a data set: name it with letters, as in x or fields/velocity")
@@ -117,6 +125,8 @@ def _check_options(inputs: str, targets: str | None, dtype: str, delimiter: str 
     if target_columns is not None and not isinstance(target_columns, int) and len(target_columns) == 0:
         raise DataError("target_columns names no column: leave it out for the last column, or say that there are no "
                         "targets with targets=None (--no-targets)")
+    if grouped and GROUPS in (inputs, targets):
+        raise DataError(f"{GROUPS!r} is the data set of the groups: name another one for inputs and targets")
     if dtype not in DTYPES:
         raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
     if delimiter is not None and len(delimiter) != 1:
@@ -211,11 +221,23 @@ class _Conversion:
     def __init__(self, table: Table, target_columns: Columns, targets: str | None, dtype: str, labels: _Labels | None):
         self._table, self._dtype, self._labels, self._name = table, dtype, labels, targets
         self._targets = [] if targets is None else table.indices(target_columns)
-        self._inputs = [index for index in range(len(table.names)) if index not in self._targets]
-        if not self._inputs:
-            raise DataError(f"{table.path}: no columns are left for the inputs; it has {len(table.names)}")
+        self._groups, self._group = _Labels(None), -1
+        self._leave_out(self._targets)
         if labels is not None and len(self._targets) > 1:
             raise DataError(f"{table.path}: labels are one column; got the target columns {target_columns!r}")
+
+    def _leave_out(self, columns: list[int]) -> None:
+        self._inputs = [index for index in range(len(self._table.names)) if index not in columns]
+        if not self._inputs:
+            raise DataError(f"{self._table.path}: no columns are left for the inputs; it has {len(self._table.names)}")
+
+    def group_by(self, column: str | int | None) -> None:
+        """Write the groups in a column too, if there is one."""
+        if column is not None:
+            [self._group] = self._table.indices(column)
+            if self._group in self._targets:
+                raise DataError(f"{self._table.path}: the column {column!r} cannot be both the group and a target")
+            self._leave_out([*self._targets, self._group])
 
     def write(self, file: h5py.File, inputs: str, chunk_rows: int | None, tell: Progress) -> Converted:
         """Fill the data sets. A first pass counts records and labels, because contiguous data sets read fastest."""
@@ -226,6 +248,8 @@ class _Conversion:
             shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), self._dtype)
             y = file.create_dataset(self._name, shape, kind)
         numbers = None if self._labels is None else self._labels.numbers()
+        groups = None if self._group < 0 else file.create_dataset(GROUPS, (total,), "int64")
+        group_numbers = self._groups.numbers()
         step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._table.names))
         records, done = self._table.records(), 0
         while not self._table.changed() and (chunk := list(islice(records, step))):
@@ -234,6 +258,8 @@ class _Conversion:
             if y is not None:
                 y[rows] = ([numbers(cells[self._targets[0]]) for _, cells in chunk] if numbers
                            else self._values(chunk, self._targets))
+            if groups is not None:
+                groups[rows] = [group_numbers(cells[self._group]) for _, cells in chunk]
             tell(done, total)
         if done != total or self._table.changed():
             raise DataError(f"{self._table.path} was written to while it was read: convert a copy of it")
@@ -249,6 +275,11 @@ class _Conversion:
             if self._labels is not None:
                 with self._at(line, column):
                     self._labels.see(cells[column])
+            if self._group >= 0:
+                with self._at(line, self._group):
+                    if is_missing(cells[self._group]):
+                        raise DataError("a group is missing: fill in the cell, or remove the line")
+                    self._groups.see(cells[self._group])
         if not total:
             raise DataError(f"{self._table.path} has no line of data")
         return total

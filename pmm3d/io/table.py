@@ -29,7 +29,7 @@ def number(text: str) -> int | float | None:
         (10, 1, 0.001, None, None)
     """
     text = text.strip()
-    if re.fullmatch("[+-]?[0-9]{1,4000}", text):
+    if re.fullmatch("[+-]?[0-9]{1,300}", text):
         return int(text)
     try:
         value = float(text)

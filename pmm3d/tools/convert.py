@@ -37,6 +37,9 @@ def convert_command(
                                                             "text.")] = False,
     class_names: Annotated[str | None, typer.Option(help="The classes in the order of their numbers, as in cat,dog: "
                                                          "a second file gets the numbers of the first.")] = None,
+    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that says which rows belong together, "
+                                                          "as those of one patient. It becomes the data set groups, "
+                                                          "for data.groups.")] = None,
     header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether the first line of a CSV file "
                                                 "names the columns. Left out: found by comparing it with the second "
                                                 "line.")] = None,
@@ -69,8 +72,9 @@ def convert_command(
         names = None if class_names is None else _listed(class_names)
         columns = None if target_columns is None else _listed(target_columns) if target_columns else []
         done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
-                       classes=classes if names is None else names, header=header, chunk_rows=chunk_rows,
-                       delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite, tell=tell)
+                       classes=classes if names is None else names, group_column=group_column, header=header,
+                       chunk_rows=chunk_rows, delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite,
+                       tell=tell)
     say(f"wrote {target}: {_in_words(done, inputs, targets)}")
 
 

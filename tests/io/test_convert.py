@@ -187,6 +187,24 @@ def test_a_cell_without_a_value_in_the_first_line_does_not_make_it_a_header(tabl
         convert(table("1.5,NA,0\n2.5,3.5,1\n"), target)
 
 
+def test_groups_are_numbered(table, target, tmp_path):
+    source = table("who,a,b\nann,1,2\nbob,3,4\nann,5,6\n")
+    for chunk_rows in (1, None):
+        done = convert(source, target, group_column="who", chunk_rows=chunk_rows, overwrite=True)
+        found = written(target)
+        assert found["groups"].tolist() == [0, 1, 0] and found["x"].tolist() == [[1], [3], [5]]
+        assert done.columns == ["a"] and done.target_columns == ["b"]
+    with pytest.raises(DataError, match="the column 'b' cannot be both the group and a target"):
+        convert(source, target, group_column="b", overwrite=True)
+    with pytest.raises(DataError, match="line 3, column who: a group is missing"):
+        convert(table("who,a,b\nann,1,2\n,3,4\n"), target, group_column="who", overwrite=True)
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 1)), y=np.ones(3))
+    with pytest.raises(DataError, match="a .npz file has arrays, not columns"):
+        convert(tmp_path / "a.npz", target, group_column=0, overwrite=True)
+    with pytest.raises(DataError, match="'groups' is the data set of the groups"):
+        convert(source, target, targets="groups", group_column="who")
+
+
 def test_samples_without_targets(table, target, tmp_path):
     done = convert(table("a,b\n1,2\n3,4\n"), target, targets=None)
     assert done.inputs == (2, 2) and done.targets is None and written(target)["names"] is None
@@ -261,6 +279,8 @@ def test_text_targets_without_classes(table, target):
 
 
 def test_numbers_too_large_for_the_type(table, target):
+    with pytest.raises(DataError, match="line 1, column 0: '1+' is not a finite number"):
+        convert(table("1" * 400 + ",2\n"), target)
     with pytest.raises(DataError, match="line 2, column 0: -1e39 is too large for float32"):
         convert(table("1,2\n-1e39,3\n"), target)
     convert(table("1,2\n-1e39,3\n"), target, dtype="float64")

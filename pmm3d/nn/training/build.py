@@ -22,7 +22,7 @@ from ..tape import Tape
 from .auto_grid import AUTO, Choice, grid_of, room
 from .config import Config
 from .dry_step import STEPS, SampleSizes, rehearsed
-from .fitting import check_classes, check_grid, check_steps, check_targets, labels_of, parts_of
+from .fitting import check_classes, check_grid, check_steps, check_targets, labels_of, names_of, parts_of
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
 from .recalled import SAMPLES, Samples, samples_of
@@ -86,8 +86,7 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
         kept, held = parts_of(config, data)
         validation: Rows | None = (data, held) if len(held) else None
         if section.validation_file is not None:
-            names = data.class_names or [str(number) for number in range(data.classes or 0)]
-            other = DataSet(grid, section.validation_file, classes=names or None, **options)
+            other = DataSet(grid, section.validation_file, classes=names_of(data) or None, **options)
             validation = opened.enter_context(other), Part(0, other.samples)
             with grid.together("training"):
                 if (other.features, other.outputs) != (data.features, data.outputs):
@@ -95,7 +94,7 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
                                      f"targets a row, {section.file} {data.features} and {data.outputs}")
             if data.class_names and not other.class_names and grid.rank == 0:
                 logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
-                               f"numbers of {names_in_words(names)}. pmm3d convert --class-names names them")
+                               f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
         check_classes(config, data, kept, validation)
         yield (data, kept), validation
 

@@ -75,6 +75,12 @@ def check_targets(config: Config, data: DataSet) -> None:
                              "training.loss out, or name other targets")
 
 
+def names_of(data: DataSet) -> list[str]:
+    """A name for each class; its number if the file has none. Without labels the list is empty."""
+    numbers = [str(number) for number in range(data.classes or 0)]
+    return [*(data.class_names or []), *numbers[len(data.class_names or []) :]]
+
+
 def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
     """Have rank 0 warn of classes that have no sample, or none on one side. Collective; reads all labels once."""
     if data.classes is None:
@@ -84,9 +90,8 @@ def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet
         counts = np.concatenate([counts, held[0].class_counts(held[1])])
     if data.grid.rank:
         return
-    names, missing = data.class_names or [str(number) for number in range(data.classes)], counts == 0
+    names, missing, section = names_of(data), counts == 0, config.data
     nowhere = missing.all(axis=0)
-    section = config.data
     for where, remedy in [
         (nowhere, "The network gets an output for each class up to the largest label. Labels from 1 to K make K + 1 "
                   "classes: pmm3d convert --classes numbers them from 0"),
