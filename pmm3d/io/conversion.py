@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import isfinite
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -250,14 +251,15 @@ class _Conversion:
         numbers = None if self._labels is None else self._labels.numbers()
         groups = None if self._group < 0 else file.create_dataset(GROUPS, (total,), "int64")
         group_numbers = self._groups.numbers()
+        values, wide = [*self._inputs, *([] if numbers else self._targets)], len(self._inputs)
         step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._table.names))
         records, done = self._table.records(), 0
         while not self._table.changed() and (chunk := list(islice(records, step))):
             rows = slice(done, done := done + len(chunk))
-            x[rows] = self._values(chunk, self._inputs)
+            found = self._values(chunk, values)
+            x[rows] = found[:, :wide]
             if y is not None:
-                y[rows] = ([numbers(cells[self._targets[0]]) for _, cells in chunk] if numbers
-                           else self._values(chunk, self._targets))
+                y[rows] = [numbers(cells[self._targets[0]]) for _, cells in chunk] if numbers else found[:, wide:]
             if groups is not None:
                 groups[rows] = [group_numbers(cells[self._group]) for _, cells in chunk]
             tell(done, total)
@@ -288,11 +290,12 @@ class _Conversion:
         """The numbers in some columns, (records, columns)."""
         import numpy as np
 
-        picked = [[cells[column] for column in columns] for _, cells in chunk]
+        picked = itemgetter(*columns, columns[0])  # a tuple, also of one column
         try:
-            if any("_" in cell for cells in picked for cell in cells):
+            flat = [cell for _, cells in chunk for cell in picked(cells)]
+            if "_" in "".join(flat):  # Python reads 1_0 as 10
                 raise ValueError
-            values = np.array([list(map(float, cells)) for cells in picked])
+            values = np.array(list(map(float, flat))).reshape(len(chunk), -1)[:, :-1]
             with np.errstate(over="ignore"):
                 values = values.astype(self._dtype)
             if np.isfinite(values).all():
@@ -317,10 +320,10 @@ class _Conversion:
 
     def _check_number(self, cell: str, is_target: bool) -> None:
         value = number(cell)
-        if value is None and cell and is_target:
-            raise DataError(f"{cell!r} is not a finite number; labels of classes need classes=True (--classes)")
+        if value is None and cell.strip() and is_target:
+            raise DataError(f"{cell.strip()!r} is not a finite number; labels of classes need classes=True (--classes)")
         if value is None or not isfinite(value):
-            raise DataError(f"{cell!r} is not a finite number")
+            raise DataError(f"{cell.strip()!r} is not a finite number")
         if self._dtype == "float32" and abs(value) > LARGEST_FLOAT32:
             raise DataError(f"{cell} is too large for float32: dtype=\"float64\" (--dtype) holds it")
 

@@ -62,7 +62,7 @@ class Table:
                 raise UnicodeError("it holds zeros")
         if delimiter is None and (commonest := max(DELIMITERS, key=line.count)) in line:
             self._delimiter = commonest
-        if not (first := [cells for _, cells in islice(self._records(), 2)]):
+        if not (first := [[cell.strip() for cell in cells] for _, cells in islice(self._records(), 2)]):
             raise DataError(f"{path} is empty")
         self.guessed = header is None
         self.header = self._has_header(*first) if header is None else header
@@ -124,7 +124,7 @@ class Table:
                 if cells and cells[-1].endswith(END):
                     raise DataError(f"{self.path}, line {begun}: a quote is opened and not closed")
                 if len(cells) > 1 or cells and cells[0].strip():
-                    yield begun, [cell.strip() for cell in cells]
+                    yield begun, cells
 
     @contextmanager
     def _explained(self, line: Callable[[], int]) -> Iterator[None]:
