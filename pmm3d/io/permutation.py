@@ -6,7 +6,7 @@ from math import isqrt
 
 import numpy as np
 
-ROUNDS = 10
+ROUNDS = 8
 ODD, ODD2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -18,7 +18,7 @@ class Permutation:
     such numbers. The memory is that of the numbers asked for.
 
         >>> Permutation(5, 1, 2)(np.arange(5)).tolist()
-        [4, 1, 2, 3, 0]
+        [2, 3, 0, 4, 1]
     """
 
     def __init__(self, size: int, *key: int):
@@ -53,7 +53,8 @@ class Permutation:
 
 def _hash(values: np.ndarray, key: np.uint64) -> np.ndarray:
     """64 mixed bits of each value, by multiplications modulo 2^64."""
-    mixed: np.ndarray = (values + np.uint64(1)) * ODD ^ key
-    for shift in (np.uint64(32), np.uint64(29)):
-        mixed = (mixed ^ mixed >> shift) * ODD2
-    return mixed ^ mixed >> np.uint64(32)
+    mixed: np.ndarray = (values ^ key) * ODD
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= ODD2
+    mixed ^= mixed >> np.uint64(29)
+    return mixed
