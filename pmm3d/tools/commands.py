@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from enum import Enum
 from inspect import cleandoc
 from pathlib import Path
@@ -31,6 +32,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
                        "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench")
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
+
+ENDED = (f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process "
+         "with non-zero status: Open MPI does so in a box. It is no failure.")
 
 
 class Accepted(Enum):
@@ -95,7 +99,10 @@ def train_command(
             if comm.rank == 0:
                 say(as_toml(loaded))
             return
-        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()))
+        again = f"pmm3d train {shlex.quote(str(config))} --resume auto"
+        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()), again)
+        if not finished and comm.rank == 0:
+            say(ENDED)
     if not finished:
         raise typer.Exit(NOT_FINISHED)
 
