@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,8 +37,8 @@ def bench_command(
     m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
     n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
-    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: every grid of "
-                                           "this many ranks, compared.")] = "auto",
+    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: compare every "
+                                           "grid of all ranks and the one of auto, which may leave ranks idle.")] = "auto",
     dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + "; tf32: float32, of which a GPU may round "
                                             "the factors.",
                                        callback=_one_of(*MATRIX_DTYPES, "tf32"))] = "float64",
@@ -125,17 +125,27 @@ def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> N
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """The case on the grid, or on each; the limit of the cores is measured with the first."""
+    """Measure the case on the grid, or on every grid of all ranks and the one that "auto" chooses, which may leave
+    ranks idle. The limit of the cores is measured with the first."""
+    from ...comm import Grid
     from .measure import run
 
-    shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)] if grid == "all" else [grid]
+    shapes: list[Any] = [grid]
+    chosen: tuple[int, ...] = ()
+    if grid == "all":
+        with Grid(comm, (1, 1, comm.size), timeout=timeout) as every:
+            chosen = every.shape_for(case.product, case.dtype)[:3]
+        shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)]
+        shapes += [] if chosen in shapes else ["auto"]
     results: list[Result] = []
     with progress("bench", comm.rank == 0, (case.repeat + 4) * len(shapes)) as tell:
         for number, shape in enumerate(shapes, 1):
-            tell(f"grid {number} of {len(shapes)}: {'x'.join(map(str, shape))}" if len(shapes) > 1 else "", 0)
+            name = shape if isinstance(shape, str) else "x".join(map(str, shape))
+            tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
                                limit=results[0].speed.limit if results else None))
-    return results
+    return [result._replace(partition=result.partition._replace(
+        auto=grid == "auto" or tuple(result.partition.grid) == chosen)) for result in results]
 
 
 def _show(results: list[Result]) -> None:

@@ -1,0 +1,80 @@
+"""A table of figures for a terminal. No figure, name or word of a heading is broken, whatever the width."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from textwrap import wrap
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
+from rich.text import Text
+
+EDGES, LEAST_SENTENCE = 2, 24
+"""Columns of a terminal that the edges of a table take, and the least width of a column of sentences."""
+
+
+@dataclass
+class FigureTable:
+    """Rows of names, and the figures of each.
+
+    title       above the table, in rich's markup; "" for none
+    names       headings of the columns
+    keys        how many columns, from the left, name the row
+    left        headings of further columns that are flushed left
+    sentences   headings of columns whose text wraps between words
+
+    Columns that do not fit the terminal follow in a second table below, with the names of the rows again.
+    """
+
+    title: str
+    names: Iterable[str]
+    keys: int = 1
+    left: Collection[str] = ()
+    sentences: Collection[str] = ()
+    rows: list[tuple[tuple[str, ...], str, bool]] = field(default_factory=list)
+
+    def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
+        """Add a row: a cell for each column, in rich's markup. end_section draws a rule below it."""
+        self.rows.append((cells, style, end_section))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = list(self.names)
+        cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
+                 for index in range(len(names))]
+        heads = [_head(name, width) for name, width in zip(names, cells)]
+        widths = [min(width, LEAST_SENTENCE) if name in self.sentences else
+                  max(width, *map(len, head.split("\n"))) for name, width, head in zip(names, cells, heads)]
+        for number, shown in enumerate(self._groups(widths, options.max_width)):
+            padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
+            columns = [Column(heads[index], justify=self._justify(names[index], index), overflow="fold",
+                              no_wrap=names[index] not in self.sentences) for index in shown]
+            table = Table(*columns, title=self.title if self.title and not number else None, title_justify="left",
+                          box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
+            for row, style, end_section in self.rows:
+                table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
+            yield table
+
+    def _groups(self, widths: list[int], room: int) -> list[list[int]]:
+        """The columns of each table: as many as fit, after those that name the rows."""
+        keys = list(range(self.keys))
+        groups = [list(keys)]
+        for index in range(self.keys, len(widths)):
+            if len(groups[-1]) > self.keys and self._width(widths, [*groups[-1], index], 0) > room:
+                groups.append(list(keys))
+            groups[-1].append(index)
+        return groups
+
+    @staticmethod
+    def _width(widths: list[int], shown: list[int], padding: int) -> int:
+        return EDGES + sum(widths[index] for index in shown) + (len(shown) - 1) * (1 + padding)
+
+    def _justify(self, name: str, index: int) -> str:
+        return "left" if index < self.keys or name in self.left or name in self.sentences else "right"
+
+
+def _head(name: str, width: int) -> str:
+    """A heading on as many lines as it takes to be no wider than the cells below it, broken between words."""
+    longest = max([width, *map(len, name.split())])
+    return "\n".join(wrap(name, longest, break_long_words=False, break_on_hyphens=False))
