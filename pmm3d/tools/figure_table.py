@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -17,7 +17,7 @@ EDGES, LEAST_SENTENCE = 2, 24
 
 @dataclass
 class FigureTable:
-    """Rows of names, and the figures of each.
+    """A table whose rows have names, and figures.
 
     title       above the table, in rich's markup; "" for none
     names       headings of the columns
@@ -29,27 +29,26 @@ class FigureTable:
     """
 
     title: str
-    names: Iterable[str]
+    names: Sequence[str]
     keys: int = 1
     left: Collection[str] = ()
     sentences: Collection[str] = ()
     rows: list[tuple[tuple[str, ...], str, bool]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
-        """Add a row: a cell for each column, in rich's markup. end_section draws a rule below it."""
-        self.rows.append((cells, style, end_section))
+        """Add a row: cells from the left, in rich's markup; the others are empty. end_section draws a rule below."""
+        self.rows.append(((*cells, *[""] * (len(self.names) - len(cells))), style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = list(self.names)
         cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
-                 for index in range(len(names))]
-        heads = [_head(name, width) for name, width in zip(names, cells)]
-        widths = [min(width, LEAST_SENTENCE) if name in self.sentences else
-                  max(width, *map(len, head.split("\n"))) for name, width, head in zip(names, cells, heads)]
+                 for index in range(len(self.names))]
+        heads = [_head(name, width) for name, width in zip(self.names, cells)]
+        widths = [max(min(width, LEAST_SENTENCE) if name in self.sentences else width, *map(len, head.split("\n")))
+                  for name, width, head in zip(self.names, cells, heads)]
         for number, shown in enumerate(self._groups(widths, options.max_width)):
             padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
-            columns = [Column(heads[index], justify=self._justify(names[index], index), overflow="fold",
-                              no_wrap=names[index] not in self.sentences) for index in shown]
+            columns = [Column(heads[index], justify=self._justify(index), overflow="fold",
+                              no_wrap=self.names[index] not in self.sentences) for index in shown]
             table = Table(*columns, title=self.title if self.title and not number else None, title_justify="left",
                           box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
             for row, style, end_section in self.rows:
@@ -70,7 +69,8 @@ class FigureTable:
     def _width(widths: list[int], shown: list[int], padding: int) -> int:
         return EDGES + sum(widths[index] for index in shown) + (len(shown) - 1) * (1 + padding)
 
-    def _justify(self, name: str, index: int) -> str:
+    def _justify(self, index: int) -> JustifyMethod:
+        name = self.names[index]
         return "left" if index < self.keys or name in self.left or name in self.sentences else "right"
 
 
