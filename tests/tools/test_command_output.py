@@ -1,6 +1,7 @@
 """What commands print: to streams that are closed or poor, in 80 columns, once."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -96,6 +97,21 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
     tables.print_result(huge([32, 32, 32]), console)
     assert max(map(len, out.getvalue().splitlines())) <= 80 and "…" not in out.getvalue()
     assert "1,236,950,581,248" in out.getvalue() and "3456789" in out.getvalue()
+
+
+@pytest.mark.parametrize("arguments", [
+    (*SMALL, "--json", "-"), ("plan", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8", "--json", "-"),
+    ("doctor", "--json", "-")])
+def test_json_goes_to_standard_output_with_nothing_else(tmp_path, arguments):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert json.loads(done.stdout) and done.stderr.count("\n") > 3 and not list(tmp_path.iterdir()), done.stderr
+
+
+def test_what_is_no_text_does_not_go_to_standard_output(tmp_path):
+    for arguments in ((*SMALL, "--plot", "-"), ("report", ".", "--output", "-"), ("convert", "x.csv", "-")):
+        done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        said = "cannot write -: only --json of a command goes to standard output. Name a file in a folder that exists"
+        assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir()), done.stderr
 
 
 @pytest.mark.parametrize("width", [80, 60, 45])

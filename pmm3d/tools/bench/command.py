@@ -12,7 +12,7 @@ import typer
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ...model.planning import OVERLAPS
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written
 from ..progress import progress
 from ..ranks import all_ranks, on_first
 from ..terminal import console, say
@@ -38,7 +38,8 @@ def bench_command(
     n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
     grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: compare every "
-                                           "grid of all ranks and the one of auto, which may leave ranks idle.")] = "auto",
+                                           "grid of all ranks and that of auto, which may leave ranks "
+                                           "idle.")] = "auto",
     dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + "; tf32: float32, of which a GPU may round "
                                             "the factors.",
                                        callback=_one_of(*MATRIX_DTYPES, "tf32"))] = "float64",
@@ -64,7 +65,8 @@ def bench_command(
                                               "across nodes the fastest by the measured machine.",
                                          callback=_one_of(*OVERLAPS))] = "auto",
     max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here; a list for --grid all.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, a list for --grid all; - is standard "
+                                                       "output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is explained "
@@ -109,15 +111,14 @@ def bench_command(
                 from .plot import plot as draw
 
                 draw(results, str(plot))
-            for written in filter(None, (json, plot, trace)):
-                say(f"wrote {written}")
+            say_written(json, plot, trace)
     if verify != "none" and not all(result.check.verified for result in results):
         raise typer.Exit(1)
 
 
 def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
     """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
-    check_writable(json, plot, trace)
+    check_writable(plot, trace, text=json)
     if plot:
         from .plot import check_picture
 

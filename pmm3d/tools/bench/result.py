@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...errors import Pmm3dError
+from ..outputs import write_text
 
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
 TF32 = "tf32"
@@ -213,7 +213,4 @@ def flop(m: int, n: int, k: int, dtype: str) -> int:
 def write_json(results: list[Result], path: Path) -> None:
     """One object, or a list of them for a sweep."""
     records = [result.as_json() for result in results]
-    try:
-        Path(path).write_text(json.dumps(records[0] if len(records) == 1 else records, indent=1))
-    except OSError as error:
-        raise Pmm3dError(f"cannot write {path}: {error.strerror}") from None
+    write_text(Path(path), json.dumps(records[0] if len(records) == 1 else records, indent=1))

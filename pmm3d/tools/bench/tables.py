@@ -141,8 +141,8 @@ def _limit(speed: Speed) -> str:
 
 
 def _rows(title: str, rows: dict[str, str]) -> Table:
-    table = Table(Column(style="dim"), Column(overflow="fold"), title=title or None, title_justify="left", show_header=False,
-                  box=None, pad_edge=False)
+    table = Table(Column(style="dim"), Column(overflow="fold"), title=title or None, title_justify="left",
+                  show_header=False, box=None, pad_edge=False)
     for name, text in rows.items():
         table.add_row(name, text)
     return table

@@ -13,7 +13,7 @@ import typer
 
 from ...layout import MATRIX_DTYPES
 from ...model.environment import task_rank
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 from .asked import Asked
 
@@ -70,7 +70,7 @@ def plan_command(
                                                     "checkpoint.")] = None,
     write_seconds: Annotated[float | None, typer.Option(help="That a checkpoint takes to write. Left out: at 1 GB/s "
                                                              "a node.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all ranked grids here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all ranked grids here; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw where the time goes here (.png, .pdf, .svg).")] = None,
 ) -> None:
     """Which grid, how many ranks, will it fit, how long: before a job is submitted.
@@ -108,7 +108,7 @@ def plan_command(
 
 
 def _check_output(json: Path | None, plot: Path | None) -> None:
-    check_writable(json, plot)
+    check_writable(plot, text=json)
     if plot:
         from ..bench.plot import check_picture
 
@@ -130,10 +130,9 @@ def _plan(asked: Asked, machine: str | None, top: int, json: Path | None, plot: 
     for line in (*answer.notes, *dropped_lines(ranking), choice(ranking, answer.unit), *answer.advice):
         say(line)
     if json:
-        json.write_text(json_format.dumps(answer.as_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(json, json_format.dumps(answer.as_json(), indent=1) + "\n")
     if plot:
         from .plot import plot as draw
 
         draw(ranking, shown, chosen.machine.name, plot)
-    for written in filter(None, (json, plot)):
-        say(f"wrote {written}")
+    say_written(json, plot)

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def simulate_command(
     beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, to be put into --trace beside "
                                                      "the simulated step.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves here.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; - is standard "
+                                                                  "output.")] = None,
 ) -> None:
     """Simulate a training step on a machine, on as many ranks as it is to have, and how it scales.
 
@@ -105,7 +106,7 @@ def simulate_command(
             raise Pmm3dError("--plot draws the curves, and --scaling none asks for none: leave one of them out")
         if plot is not None:
             check_picture(plot)
-        check_writable(trace, plot, json_file)
+        check_writable(trace, plot, text=json_file)
         real = read_trace(beside) if beside else []
         loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)
         known = asked.machine
@@ -227,7 +228,6 @@ def _write(simulator: Simulator, found: Simulated, drawn: list[Curve], what: str
         say(write_trace(trace, found, real))
     if plot is not None:
         draw(drawn, f"{what} on {simulator.machine.name}", plot)
-        say(f"wrote {plot}")
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(simulator, found, drawn, what), indent=1) + "\n")
-        say(f"wrote {json_file}")
+        write_text(json_file, json.dumps(as_json(simulator, found, drawn, what), indent=1) + "\n")
+    say_written(plot, json_file)
