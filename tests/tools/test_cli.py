@@ -10,6 +10,8 @@ from math import prod
 
 import pytest
 
+from pmm3d import __version__
+
 PROGRAM = """
     import sys
     from pmm3d.tools.cli import main
@@ -36,6 +38,19 @@ def test_help_is_said_once_and_teaches(pmm3d):
     for option in ("--grid", "--dtype", "--transpose", "--verify", "--json", "--plot", "--max-workspace"):
         assert option in done.stdout
     assert "pmm3d bench --grid all --plot grids.png" in done.stdout
+
+
+def test_version_and_completion_by_tab(tmp_path):
+    """As bash asks for it, by the lines that --show-completion prints."""
+    command = tmp_path / "pmm3d"
+    command.write_text(f"#!{sys.executable}\n{textwrap.dedent(PROGRAM)}")
+    command.chmod(0o755)
+    lines = ('pmm3d --version; eval "$(pmm3d --show-completion bash)"; '
+             "COMP_WORDS=(pmm3d ben); COMP_CWORD=1; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}; "
+             "COMP_WORDS=(pmm3d bench --gr); COMP_CWORD=2; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}")
+    environ = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SHELL": "/bin/bash"}
+    done = subprocess.run(["bash", "--norc", "-c", lines], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [f"pmm3d {__version__}", "bench", "--grid"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
