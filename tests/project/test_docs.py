@@ -2,8 +2,10 @@
 
 import dataclasses
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 try:
@@ -15,11 +17,12 @@ import h5py
 import library_messages
 import numpy as np
 import pytest
+from typer.main import get_command
 
 from pmm3d.comm.watch import HUNG
 from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
-from pmm3d.tools.commands import NOT_FINISHED
+from pmm3d.tools.commands import NOT_FINISHED, app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGES.md", *(ROOT / "docs").rglob("*.md")])
@@ -55,6 +58,24 @@ def test_programs_of_embedding_are_right(job, number):
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith("right:")]
     assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
+
+
+def test_every_row_of_a_table_is_in_a_table():
+    """A table has a line of dashes below its head, and an empty line ends it: what follows would be shown as text."""
+    for page in PAGES:
+        for block in re.split(r"\n\s*\n", FENCED.sub("", page.read_text())):
+            rows = [line.strip() for line in block.splitlines() if re.fullmatch(r"\s*\|.*\|\s*", line)]
+            assert not rows or re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", (rows + [""])[1]), (page.name, rows[0])
+
+
+def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
+    for name in ("docutils", "sphinx", "sphinx.util", "sphinx.util.docutils"):  # which make docs alone installs
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nodes=None, SphinxDirective=object))
+    monkeypatch.syspath_prepend(ROOT / "docs" / "extensions")
+    generated = import_module("generated")
+    defaults = [generated._parameter(parameter)[2] for _, command in generated._commands(get_command(app))
+                for parameter in command.params]
+    assert "both" in defaults and not [default for default in defaults if re.match(r"[A-Z]\w*\.[A-Z]", default)]
 
 
 def test_the_ten_lines_of_the_readme_run(job):

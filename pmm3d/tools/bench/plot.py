@@ -14,6 +14,8 @@ from .result import Result
 COLOURS = {"computing: GEMM": "#4477aa", "waiting: gather A": "#ee6677", "waiting: gather B": "#ccbb44",
            "waiting: reduce C": "#aa3377", "waiting: redistribute": "#66ccee", "waiting: agreement": "#228833",
            REST: "#bbbbbb"}
+LETTERS_AN_INCH = 10
+"""Of a title of 10 points."""
 
 
 def check_picture(path: Path) -> None:
@@ -61,6 +63,6 @@ def plot(results: list[Result], path: str) -> None:
     pyplot.close(figure)
 
 
-def titled(*lines: str, width: int = 100) -> str:
-    """A title whose lines are no longer than so many letters, which a picture 9 inches wide holds at 10 points."""
-    return "\n".join(fill(line, width) for line in lines)
+def titled(*lines: str, inches: float = 9.0) -> str:
+    """A title of 10 points, in lines that a picture of that width holds."""
+    return "\n".join(fill(line, int(LETTERS_AN_INCH * inches)) for line in lines)
