@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from typer.main import get_command
 
+from pmm3d import GridError
+from pmm3d.comm.shapes import chosen_shape
 from pmm3d.comm.watch import HUNG
 from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
@@ -90,7 +92,16 @@ def test_the_ten_lines_of_the_first_page_are_those_of_the_readme():
 
 def test_the_configuration_of_the_readme_is_one():
     [text] = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert checked(tomllib.loads(text)).grid.shape == "2x1x1"
+    config = checked(tomllib.loads(text)).grid
+    assert (config.shape, config.data) == ("2x1x1", 2)
+    [line] = [line for line in text.splitlines() if line.startswith("shape")]
+    fitting, without_data = line.split(". For ")
+    assert [chosen_shape(name, 2, {}, 4, None, "float64", None).data for name in ("hsdp", "megatron") if name in fitting
+            ] == [2, 2]
+    for name in ("ddp", "fsdp"):
+        with pytest.raises(GridError, match="data 2"):
+            chosen_shape(name, 2, {}, 4, None, "float64", None)
+        assert name in without_data
 
 
 def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
