@@ -42,9 +42,10 @@ class FigureTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
                  for index in range(len(self.names))]
-        heads = [_head(name, width) for name, width in zip(self.names, cells)]
-        widths = [max(min(width, LEAST_SENTENCE) if name in self.sentences else width, *map(len, head.split("\n")))
-                  for name, width, head in zip(self.names, cells, heads)]
+        heads = list(self.names)
+        if self._width(widths := self._widths(cells, heads), list(range(len(widths))), 0) > options.max_width:
+            heads = [_head(name, width) for name, width in zip(self.names, cells)]
+            widths = self._widths(cells, heads)
         for number, shown in enumerate(self._groups(widths, options.max_width)):
             padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
             columns = [Column(heads[index], justify=self._justify(index), overflow="fold",
@@ -54,6 +55,11 @@ class FigureTable:
             for row, style, end_section in self.rows:
                 table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
             yield table
+
+    def _widths(self, cells: list[int], heads: list[str]) -> list[int]:
+        """The least width of each column."""
+        return [max(min(width, LEAST_SENTENCE) if name in self.sentences else width, *map(len, head.split("\n")))
+                for name, width, head in zip(self.names, cells, heads)]
 
     def _groups(self, widths: list[int], room: int) -> list[list[int]]:
         """The columns of each table: as many as fit, after those that name the rows."""

@@ -172,7 +172,7 @@ def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
                          picture, "--noise", 0.02)
     assert code == 0
     for wanted in ("grid 2x1x2 (data 16)", "64 ranks on 8 nodes of frontier", "rank 0 for 64", "GEMM", "waiting: data",
-                   "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "no buckets", "100%"):
+                   "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "buckets", "100%"):
         assert wanted in said.out, wanted
     found = json.loads(figures.read_text())
     assert found["grid"] == {"x": 2, "y": 1, "z": 2, "data": 16} and found["noise"] == 0.02
