@@ -43,7 +43,7 @@ def bench_command(
     dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + "; tf32: float32, of which a GPU may round "
                                             "the factors.",
                                        callback=_one_of(*MATRIX_DTYPES, "tf32"))] = "float64",
-    array: Annotated[str, typer.Option(help="Whose arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
+    array: Annotated[str, typer.Option(help="Library of the arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
     transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
                                            callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
     order: Annotated[str, typer.Option(help="How the shards of A, B and C lie: C by rows; F by columns; auto: as pmm3d "
@@ -58,8 +58,9 @@ def bench_command(
     verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
-    panels: Annotated[int | None, typer.Option(min=1, help="Along k, and as many strips of C, so that communication "
-                                                           "runs under the GEMM. Left out: as --overlap says.")] = None,
+    panels: Annotated[int | None, typer.Option(min=1, help="Panels along k, and strips of C: communication of one "
+                                                           "runs under the GEMM of another. Left out: as --overlap "
+                                                           "says.")] = None,
     overlap: Annotated[str, typer.Option(help="How communication runs under the GEMM: none; panels; decomposed: what "
                                               "has come is multiplied while the next travels; auto: none on one node, "
                                               "across nodes the fastest by the measured machine.",

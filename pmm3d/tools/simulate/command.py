@@ -54,18 +54,22 @@ def simulate_command(
                                                      "measured here, or nominal.")] = None,
     grid: Annotated[str, typer.Option(help="GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp, megatron, or auto: the best.")] = AUTO,
     data: Annotated[int | None, typer.Option(min=1, help="Ranks along data. Left out: those that x, y and z "
-                                                         "leave. Of a named grid it holds for curves too.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Left out: as the machine says.")] = None,
+                                                         "leave. With a named grid, all points of the curves "
+                                                         "have this number.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Left out: those of the "
+                                                                   "machine.")] = None,
     noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
                                                               "share of it. Left out: the machine's.")] = None,
-    scaling: Annotated[Scaling, typer.Option(help="Which curves.")] = Scaling.BOTH,
-    from_ranks: Annotated[int | None, typer.Option(min=1, help="Where curves begin.")] = None,
-    to_ranks: Annotated[int | None, typer.Option(min=1, help="Where they end. Left out: 32,768, or the node that was "
-                                                             "measured here.")] = None,
+    scaling: Annotated[Scaling, typer.Option(help="Curves to simulate.")] = Scaling.BOTH,
+    from_ranks: Annotated[int | None, typer.Option(min=1, help="Least number of ranks of a curve.")] = None,
+    to_ranks: Annotated[int | None, typer.Option(min=1, help="Largest number of ranks of a curve. Left out: 32,768, "
+                                                             "or those of the node that was measured here.")] = None,
     features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, where the data file is not here "
                                                              "yet.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, likewise.")] = None,
-    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, for labels, likewise.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, if the data file is not here "
+                                                            "yet.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, if the targets are labels and the "
+                                                            "data file is not here yet.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the step as a Chrome trace here (ui.perfetto.dev).")] = None,
     beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, to be put into --trace beside "
                                                      "the simulated step.")] = None,

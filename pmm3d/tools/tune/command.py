@@ -31,8 +31,8 @@ def _dtypes(given: list[str] | None) -> list[str]:
 
 
 def machine_command(
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be given more "
-                                                         "than once. Left out: float32 and float64.",
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
+                                                         "given more than once. Left out: float32 and float64.",
                                                     callback=_dtypes)] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
                                                          "at most: 0.5 measures fewer points.")] = 1.0,

@@ -34,12 +34,12 @@ def blas_command(
     m: Annotated[int, typer.Option(min=1, help="A product: rows of A and C.")] = 2048,
     n: Annotated[int, typer.Option(min=1, help="A product: columns of B and C.")] = 2048,
     k: Annotated[int, typer.Option(min=1, help="A product: columns of A, rows of B.")] = 2048,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Of the job, for its local GEMMs. Left out: as many as "
-                                                          "measure.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="That measure at once, here. Left out: one for "
-                                                                   "each core.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Of a product: {', '.join(DTYPES)}; may be given more than "
-                                                         "once. Left out: float32 and float64.",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, which give the sizes of its local "
+                                                          "GEMMs. Left out: as many as measure.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks that measure at once on this node. Left "
+                                                                   "out: one for each core.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Types of a product: {', '.join(DTYPES)}; may be given more "
+                                                         "than once. Left out: float32 and float64.",
                                                     callback=_dtypes)] = None,
     blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
                                                         "Left out: all that are found.")] = None,
