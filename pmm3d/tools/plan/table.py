@@ -85,8 +85,12 @@ def _share(share: float) -> str:
 
 
 def _amount(value: float, decimals: int) -> str:
-    """With so many digits after the point, and two that count of what is less than 1."""
-    return f"{value:,.{decimals}f}" if value >= 1 or not value else f"{value:.2g}"
+    """With so many digits after the point; two digits that count of what would have fewer.
+
+        >>> _amount(0.7, 2), _amount(0.0312, 1), _amount(0, 1)
+        ('0.70', '0.031', '0.0')
+    """
+    return f"{value:#.2g}" if 0 < value < 10 ** (1 - decimals) else f"{value:,.{decimals}f}"
 
 
 def figure(value: float, decimals: int) -> str:
