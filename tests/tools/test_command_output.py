@@ -112,6 +112,7 @@ def test_what_is_no_text_does_not_go_to_standard_output(tmp_path):
         done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, timeout=120)
         said = "cannot write -: only --json of a command goes to standard output. Name a file in a folder that exists"
         assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir()), done.stderr
+        assert done.stderr.startswith("pmm3d: ") and done.stderr.count("\n") == 1, "no empty line of a bar"
 
 
 @pytest.mark.parametrize("width", [80, 60, 45])

@@ -207,7 +207,7 @@ def _like(grids: list[GridShape], ranks: int, times: int) -> Iterator[GridShape]
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("simulating", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
