@@ -53,8 +53,8 @@ SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm test-embed embed embed-compiler \
-  install system-packages bench gpu-check docs clean distclean
+.PHONY: help setup site-launcher run test test-all test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
+  embed embed-compiler install system-packages bench gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -80,6 +80,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
+
+test-all: test ## those of test, and what few changes break: the lowest versions that are allowed, Python 3.10 and 3.13
+	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/versions -rs tests/versions
 
 test-unit: setup ## the tests in one process
 	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/unit -m "not parallel" $(ARGS)

@@ -265,8 +265,8 @@ class NumpyLibrary:
 
     @property
     def blas_file(self) -> str:
-        """Of a library on the host: where its BLAS is from, if PMM3D_BLAS names one."""
-        return blas_library.blas_file()
+        """File of the BLAS that multiplies arrays on the host, which this loads; "" if the BLAS is SciPy's."""
+        return blas_library.chosen().file
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)

@@ -112,6 +112,6 @@ def _of(columns: list[str] | None) -> str:
 @contextmanager
 def _bar(source: Path) -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(escape(printable(source.name)), total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)

@@ -130,6 +130,7 @@ def _write_csv(source: Path, out: Path) -> None:
 @contextmanager
 def _bar(speaks: bool) -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True, disable=not speaks) as progress:
+    shown = speaks and sys.stderr.isatty()
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not shown) as progress:
         bar = progress.add_task("predicting", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
