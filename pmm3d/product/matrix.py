@@ -289,7 +289,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     @classmethod
     def full(cls, grid: Grid, shape: Shape, value: complex, *, dtype: Any = "float64", layout: Layout = Layout.A,
-             library: Library = "numpy", order: str = "C", shared: bool = False) -> DistMatrix:
+             library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
         """Every element is `value`, a number. Raises DTypeError for a value that `dtype` cannot hold."""
         with together(grid, "DistMatrix.full", value):
             if not isinstance(value, Number):
@@ -299,13 +299,13 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     @classmethod
     def zeros(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-              library: Library = "numpy", order: str = "C", shared: bool = False) -> DistMatrix:
+              library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
         """Every element is 0."""
         return cls.full(grid, shape, 0, dtype=dtype, layout=layout, library=library, order=order, shared=shared)
 
     @classmethod
     def ones(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
-             library: Library = "numpy", order: str = "C", shared: bool = False) -> DistMatrix:
+             library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
         """Every element is 1."""
         return cls.full(grid, shape, 1, dtype=dtype, layout=layout, library=library, order=order, shared=shared)
 
