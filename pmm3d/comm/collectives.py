@@ -220,7 +220,7 @@ def _agreed(link: Link, call: str, array: Array, prepare: Callable[[], Answer] =
         return [array.shape[0]], _unless_wrong(link, prepare)
     answer, error = _tried(link, prepare)
     headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
-                "must be the same.")
+                "must be the same, and for sums the rows too.")
     terms = Terms(call, f"{call} with {array.shape[0]} row{'s' * (array.shape[0] != 1)}", error)
     numbers = [array.shape[0], 0 if traffic is None else _balance(link, *traffic)]
     rows = yield from agree(link, str(link.record), headline, terms, numbers, LayoutError)

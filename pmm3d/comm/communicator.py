@@ -160,9 +160,8 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
 
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
-    """Wait until all ranks are here; those that do not come are named once the time is up."""
-    own = own_duplicate(comm, timeout, LEAVING)
-    _wait(own.Ibarrier(), Watch(own, timeout, False, None), LEAVING, own.size, 1)
+    """Wait until all ranks are here; those that do not come are named once the time is up. comm: of pmm3d alone."""
+    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
 
 
 def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracomm:
