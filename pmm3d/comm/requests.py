@@ -31,8 +31,8 @@ class Exchange:
     All members make it, and start and wait for it in the same order. next_record() returns the record of one time.
     """
 
-    def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int, library: NumpyLibrary,
-                 sends: Sequence[Message], receives: Sequence[Message]):
+    def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int,
+                 library: NumpyLibrary, sends: Sequence[Message], receives: Sequence[Message]):
         self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
         self._arrays = sends, receives
         self._requests: list[MPI.Prequest] = []

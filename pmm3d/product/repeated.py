@@ -56,7 +56,8 @@ class PendingProduct(Generic[Result]):
 class MatmulPlan(Generic[Matrix]):
     """Repeated product C = alpha A B + beta C of the same matrices, checked and planned once.
 
-    Arguments, messages, result, bits and errors are those of `matmul`. Making a plan is collective, and so is each call.
+    Arguments, messages, result, bits and errors are those of `matmul`. Making a plan is collective, and so is each
+    call.
     The plan holds buffers until it is closed, or its grid is. If no operand is redistributed, the plan holds persistent
     requests of MPI too. A call compares nothing among the ranks: all ranks must make it.
 
