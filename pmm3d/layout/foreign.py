@@ -277,8 +277,8 @@ def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int) -> tuple[int, ..
     for rank, box in enumerate(boxes):
         low, high = box[2 * dim : 2 * dim + 2]
         if not 0 <= low <= high <= size:
-            raise LayoutError(f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low} to {high}, counted from "
-                              f"0, of {size}")
+            raise LayoutError(f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low} to {high}, counted "
+                              f"from 0, of {size}")
     return tuple(sorted({0, size, *(edge for box in boxes for edge in box[2 * dim : 2 * dim + 2])})) if size else (0, 0)
 
 

@@ -80,8 +80,8 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
             raise DataError(f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
                             f"dataset= names one; got dataset={dataset!r}")
         if matrix.dtype == "bfloat16":
-            raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the same "
-                             "elements")
+            raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the "
+                             "same elements")
         if grid.rank == 0:
             with _write_errors(target):
                 if os.path.lexists(target) and not overwrite:

@@ -39,7 +39,6 @@ from .checks import (
     signature_of,
     together,
 )
-from .files import opened, write_matrix
 from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
 from .orders import look_up, order_of_new
@@ -249,6 +248,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         Raises DataError for other files, and for a data set of which parts were never written: HDF5 makes up their
         elements. If the data set has a fill value that its writer set, these elements have that value.
         """
+        from .files import opened
+
         shape = 0, 0
         look_up(grid, "DistMatrix.from_file", order)
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), order, shared):
@@ -285,6 +286,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             array([[1., 0.],
                    [0., 1.]])
         """
+        from .files import write_matrix
+
         write_matrix(self, path, dataset, overwrite)
 
     @classmethod

@@ -62,7 +62,10 @@ class StoredMatrix:
             raise LayoutError(f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
                               f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
                               "it, or make a new matrix: DistMatrix.from_local")
-        self.memory = library.plain(array) if self.order == "C" else library.plain(array.T).T
+        stored = array if self.order == "C" else array.T
+        if not library.is_contiguous(stored):
+            stored = library.copy(stored)
+        self.memory = stored if self.order == "C" else stored.T
 
     def part(self, within: tuple[slice, slice]) -> Array:
         """A part of the shard, by its rows and columns there: of a conjugated view a copy, else a view."""

@@ -345,7 +345,8 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
         assert np.load(shared_path / "empty.npy").shape == (0, 9)
         fails(DataError, "a.npy exists. to_file.path, overwrite=True. replaces it",
               lambda: a.to_file(shared_path / "a.npy"))
-        fails(DataError, "none/a.npy cannot be written: No such file", lambda: a.to_file(shared_path / "none" / "a.npy"))
+        fails(DataError, "none/a.npy cannot be written: No such file",
+              lambda: a.to_file(shared_path / "none" / "a.npy"))
         fails(DataError, "which has no data sets", lambda: a.to_file(shared_path / "b.npy", "name"))
         fails(DataError, "got dataset=None", lambda: a.to_file(shared_path / "b.h5"))
         assert sorted(path.name for path in shared_path.iterdir()) == ["a.h5", "a.npy", "empty.npy"]

@@ -99,7 +99,7 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
 
 
 def box_at(address: int) -> list[int]:
-    """The first row, the end of the rows, the first column and the end of the columns of a block. Raises LayoutError."""
+    """First row, end of the rows, first column and end of the columns of a block. Raises LayoutError."""
     check_address("box", address)
     return list((ctypes.c_int64 * 4).from_address(address))
 

@@ -222,7 +222,8 @@ class Host:
         grid = held.grid
         with grid.together(what, order, held.signature, always=True):
             lies, found = order_named(order), box_at(box)
-            local = array_at("block", block, (max(0, found[1] - found[0]), max(0, found[3] - found[2])), held.dtype, lies)
+            shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
+            local = array_at("block", block, shape, held.dtype, lies)
         boxes = grid.everyone.begin(what, lambda link: exchanged(link, np.array(found, np.int64), 4)).wait()
         with grid.together(what, always=True):
             blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies)
