@@ -78,8 +78,8 @@ int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char 
    point to one element of the matrices' type. Collective over the grid. */
 int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c);
 
-/* A plan of the same product, to be repeated: arguments are compared, checked and planned once. Small products gain most.
-   alpha and beta are those of this call; the matrices must outlive the plan. Collective over the grid, and so are
+/* A plan of the same product, to be repeated: arguments are compared, checked and planned once. Small products gain
+   most. alpha and beta are those of this call; the matrices must outlive the plan. Collective over the grid, and so are
    pmm3d_multiply, which multiplies what the shards contain at that time, and pmm3d_free of a plan. */
 int pmm3d_plan(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan);
 int pmm3d_multiply(int plan);

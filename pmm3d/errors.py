@@ -102,6 +102,13 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
 
 
+def check_dataset_name(name: object) -> None:
+    """Raises DataError for what HDF5 cannot create a data set by."""
+    parts = name.removeprefix("/").split("/") if isinstance(name, str) else [""]
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise DataError(f"{name!r} cannot name a data set: name it with letters, as in x or fields/velocity")
+
+
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
     """As a context around imports: a package that is missing is a MissingPackageError that names the extra."""

@@ -15,8 +15,8 @@ def cores() -> frozenset[int]:
 
 
 def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """Number of threads that the BLAS of a rank uses: that of the first variable, at most one a core of the process;
-    without a variable one a core.
+    """Return the number of threads of a rank's BLAS: the number in the first of `THREAD_COUNTS` that holds one. The
+    number of cores of the process is the limit, and the default if no variable holds a number.
 
         >>> asked_threads({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "many"})
         1

@@ -9,6 +9,7 @@ import numpy as np
 from ..layout import LOW_PRECISION
 from ..layout.dealing import Strided
 from .numpy_library import Array, NumpyLibrary
+from .threads import by_rows
 
 RUN_BYTES = 32
 """A run of elements of at least so many bytes is one element for numpy, which copies it at once: 64 x 64 blocks of
@@ -26,6 +27,9 @@ def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequ
 
     Low precision is computed in float32 and rounded once. If beta is 0, the target is not read.
     """
+    def scaled_sum(part: Array, added: Array) -> Array:
+        return library.astype(part, "float32") * beta + library.astype(added, "float32")
+
     low = library.dtype(target) in LOW_PRECISION
     for of_rows in rows:
         for of_cols in cols:
@@ -34,7 +38,8 @@ def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequ
             if beta == 0:
                 _copy(library, piece, place)
             elif low:
-                place[...] = library.astype(place, "float32") * beta + library.astype(piece, "float32")
+                for part, added in [(place, piece)] if place.ndim == 2 else zip(place, piece):
+                    by_rows(library, scaled_sum, part, part, added)
             else:
                 if beta != 1:
                     place *= beta

@@ -128,7 +128,7 @@ def slices_of_rows(shape: tuple[int, ...], elements: int) -> list[slice]:
         >>> slices_of_rows((3, 100), 200)
         [slice(0, 2, None), slice(2, 4, None)]
     """
-    rows = max(1, elements // max(1, shape[1]))
+    rows = max(1, elements // max(1, prod(shape[1:])))
     return [slice(start, start + rows) for start in range(0, shape[0], rows)]
 
 

@@ -70,8 +70,9 @@ class Exchange:
         self.record = None
 
     def free(self) -> None:
-        """Free the requests. If some are still active, the engine keeps them and their arrays instead."""
-        if MPI.Request.Testall(self._requests):
+        """Free the requests. If some are still active, the engine keeps them and their arrays instead. After
+        MPI.Finalize() the requests are gone."""
+        if not MPI.Is_finalized() and MPI.Request.Testall(self._requests):
             self._engine.posted.pop(self, None)
             for request in self._requests:
                 request.Free()

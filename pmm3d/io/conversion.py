@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DataError, check_regular, needs
+from ..errors import DataError, check_dataset_name, check_regular, needs
 from .disk import sync
 from .table import Columns, Table, is_missing, number
 
@@ -117,8 +117,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
 def _check_options(inputs: str, targets: str | None, dtype: str, delimiter: str | None, target_columns: Columns,
                    labels: _Labels | None, grouped: bool) -> None:
     for name in (inputs, *([] if targets is None else [targets])):
-        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-            raise DataError(f"{name!r} cannot name a data set: name it with letters, as in x or fields/velocity")
+        check_dataset_name(name)
     if targets is not None and (f"{targets}/".startswith(f"{inputs}/") or f"{inputs}/".startswith(f"{targets}/")):
         raise DataError(f"inputs and targets need two names, neither within the other; got {inputs!r} and {targets!r}")
     if targets is None and (labels is not None or target_columns is not None):

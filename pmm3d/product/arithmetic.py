@@ -82,7 +82,7 @@ class Arithmetic(Reductions, Submatrices):
 
     @one_thread
     def add(self: Matrix, b: StoredMatrix, alpha: complex = 1) -> Matrix:
-        """A += alpha B, in place, in one pass.
+        """A += alpha B, in place, in one pass. As in BLAS, B is not read if alpha is 0.
 
         b    of the same shape and type, on the same grid; in another layout it is redistributed to that of this matrix,
              phase "redistribute" of the ledger
@@ -102,6 +102,8 @@ class Arithmetic(Reductions, Submatrices):
             check_written("add", self)
             factor = scalar("alpha", alpha, self.dtype, "add")
             b = _apart(b, self) if lies_in(b, self.layout) else b
+        if factor == 0:
+            return self
         _add_into(self, self, in_layout(b, self.layout, "add"), factor)
         self.fills += 1
         return self

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, DTypeError, Pmm3dError, check_regular, needs
+from ..errors import DataError, DTypeError, Pmm3dError, check_dataset_name, check_regular, needs
 from .new_hdf5 import NewHdf5
+from .relayout import summed
 
 WRITTEN_BYTES = 2**26
 """Bytes of rows that rank 0 gathers and writes at a time."""
@@ -52,7 +53,8 @@ def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
 
 
 def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
-    """Raises DataError for parts of a data set that were declared and never written: HDF5 makes up their elements."""
+    """Raises DataError for a data set that was never written, or of which chunks were never written: HDF5 makes up
+    their elements. Of a contiguous data set HDF5 does not record which elements were written."""
     declared = prod(dataset.shape) * dataset.dtype.itemsize
     unit, there = "bytes", dataset.id.get_storage_size()
     if dataset.is_virtual:
@@ -79,6 +81,10 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
         if (target.suffix == ".npy") == (dataset is not None):
             raise DataError(f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
                             f"dataset= names one; got dataset={dataset!r}")
+        if dataset is not None:
+            check_dataset_name(dataset)
+        if not matrix.library.has_data:
+            raise DataError("to_file: a matrix of a dry run has no elements to write. Write it on a grid of processes")
         if matrix.dtype == "bfloat16":
             raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the "
                              "same elements")
@@ -92,6 +98,7 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
                        else _NewDataset(temporary, dataset, matrix.shape, matrix.dtype))
     try:
         rows, cols = matrix.shape
+        matrix = summed(matrix)
         step = max(1, WRITTEN_BYTES // max(1, cols * np.dtype(matrix.dtype).itemsize))
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
@@ -136,7 +143,11 @@ class _NewDataset:
 
     def __init__(self, path: Path, name: str, shape: tuple[int, int], dtype: str):
         self._new = NewHdf5(path)
-        self._dataset = self._new.file.create_dataset(name, shape, dtype)
+        try:
+            self._dataset = self._new.file.create_dataset(name, shape, dtype)
+        except BaseException:
+            self._new.abandon()
+            raise
 
     def write(self, rows: slice, values: np.ndarray) -> None:
         self._dataset[rows] = values

@@ -65,7 +65,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     `library`: "numpy", "torch", "torch:DEVICE" or "cupy"; None: the grid's (`Grid(library=)`). With order="F" the
     shards lie by columns, which some BLAS multiply faster; with "auto" as `pmm3d tune blas` found best for an operand
     of that size, by rows where it found nothing, and where the operand is gathered. With `shared` they lie in memory
-    that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError, DTypeError, DisagreementError.
+    that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError, DTypeError,
+    DisagreementError.
     Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
     In a layout with `sums` the matrix is the sum of what the ranks along those axes hold. `from_local` takes each
@@ -103,7 +104,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             library = grid.library(library)
             grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
-            kind = check_matrix_dtype(dtype_named(dtype), library)
+            kind = check_matrix_dtype(dtype_named(dtype), library, labels=True)
             axis = sharing_axis(grid, layout, library) if shared else ""
             order = order_of_new(grid, order, shape, layout, kind, library)
             local: Array = None if shared else library.empty(box.shape if order == "C" else box.shape[::-1], kind)
@@ -196,20 +197,32 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                       order: str = "C", shared: bool = False) -> DistMatrix:
         """From function(i, j) of global row indices (a column) and column indices (a row).
 
-        It gives the values, of two dims that numpy broadcasts to those of i and j together, or one number for all.
+        The function returns the values, of two dims that numpy broadcasts to those of i and j together, or one number
+        for all elements.
         """
+        return cls._evaluated("DistMatrix.from_function", (), function, grid, shape, dtype, layout, library, order,
+                              shared)
+
+    @classmethod
+    def _evaluated(cls, what: str, compared: tuple[Any, ...], function: Callable[[np.ndarray, np.ndarray], Any],
+                   grid: Grid, shape: Shape, dtype: Any, layout: Layout, library: Library | None, order: str,
+                   shared: bool) -> DistMatrix:
+        """`from_function`, for the method `what`. compared: numbers that the ranks compare besides the arguments."""
         passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
-        look_up(grid, "DistMatrix.from_function", order)
-        with together(grid, "DistMatrix.from_function", *passed):
+        look_up(grid, what, order)
+        with together(grid, what, *compared, *passed):
+            for value in compared:
+                if not isinstance(value, Number):
+                    raise DTypeError(f"{what}: the value is a number; got {value!r}")
             check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)
             box = shards(shape, layout, grid).box(grid.rank)
-            dtype = check_matrix_dtype(dtype_named(dtype), library)
+            dtype = check_matrix_dtype(dtype_named(dtype), library, labels=True)
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
         if shared:
-            return cls._in_window(grid, "DistMatrix.from_function", axis, shape, layout, dtype, library, local)
+            return cls._in_window(grid, what, axis, shape, layout, dtype, library, local)
         return cls(grid, local, shape, layout)._in_order(order).keep_one()
 
     @classmethod
@@ -243,10 +256,13 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
                   layout: Layout = Layout.A, library: Library | None = None, order: str = "C",
                   shared: bool = False) -> DistMatrix:
-        """From a 2D array in a .npy file or a data set in an HDF5 file. Each rank reads its own part.
+        """From a 2D array in a .npy file or a data set in an HDF5 file. Each rank reads its own part. Integers (int64)
+        are labels, as in `from_global`.
 
-        Raises DataError for other files, and for a data set of which parts were never written: HDF5 makes up their
-        elements. If the data set has a fill value that its writer set, these elements have that value.
+        Raises DataError for other files, for a data set that was never written, and for one of which chunks were never
+        written: HDF5 makes up their elements. If the data set has a fill value that its writer set, these elements have
+        that value. A contiguous data set that was written in part is read as it is, with zeros: HDF5 does not record
+        which of its elements were written.
         """
         from .files import opened
 
@@ -259,7 +275,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             with opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = shards(shape, layout, grid).box(grid.rank)
-                dtype = check_matrix_dtype(source.dtype.name, library)
+                dtype = check_matrix_dtype(source.dtype.name, library, labels=True)
                 axis = sharing_axis(grid, layout, library) if shared else ""
                 local = library.made(box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
         with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
@@ -276,7 +292,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         Rank 0 writes, 64 MiB of rows at a time, under another name, and renames the file when it is complete. Partial
         sums are summed first. `from_file` reads the file, on any grid.
 
-        Raises, on every rank: DataError if the file exists or cannot be written, DTypeError for bfloat16.
+        Raises, on every rank: DataError if the file exists or cannot be written, for a name that HDF5 does not take,
+        and on the grid of a dry run; DTypeError for bfloat16.
 
             >>> import tempfile
             >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
@@ -293,12 +310,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     @classmethod
     def full(cls, grid: Grid, shape: Shape, value: complex, *, dtype: Any = "float64", layout: Layout = Layout.A,
              library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
-        """Every element is `value`, a number. Raises DTypeError for a value that `dtype` cannot hold."""
-        with together(grid, "DistMatrix.full", value):
-            if not isinstance(value, Number):
-                raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
-        return cls.from_function(grid, shape, lambda i, j: value, dtype=dtype, layout=layout, library=library,
-                                 order=order, shared=shared)
+        """Every element is `value`, a number, rounded to `dtype`; a value beyond the range of a real type becomes
+        infinite. Raises DTypeError for a value of another kind: complex in a real type, a fraction in int64."""
+        return cls._evaluated("DistMatrix.full", (value,), lambda i, j: value, grid, shape, dtype, layout, library,
+                              order, shared)
 
     @classmethod
     def zeros(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import is_
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..arrays import Array, Slab, scale
 from ..comm.guard import one_thread
@@ -82,7 +82,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                [11.,  2.],
                [14.,  2.]])
     """
-    grid, a, b = grid_of(a, b), summed(a), summed(b)
+    grid, a, b = grid_of(a, b), summed(a, alpha), summed(b, alpha)
     options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
     look_up(grid, "matmul", order)
@@ -118,6 +118,9 @@ class Prepared(Generic[Matrix]):
     def bind(self) -> None:
         """Take A, B and C from the memory that they have now. Nothing is sent."""
         (a, b), work, turned = self._given, self._slab.again(), self.out.order == BY_COLUMNS
+        for matrix in (a, b, self.out):
+            if self.out.library.name == "torch":  # only torch can replace the storage of an array
+                matrix.check_shard()
         self._bound = self._memory()
         self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.c: StoredMatrix = self.out.T if turned else self.out
@@ -129,13 +132,14 @@ class Prepared(Generic[Matrix]):
     def is_bound(self) -> bool:
         """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
         torch by `matrix.local.data = tensor`."""
-        (arrays, addresses), (now, there) = self._bound, self._memory()
-        return all(map(is_, arrays, now)) and addresses == there
+        (arrays, places), (now, there) = self._bound, self._memory()
+        return all(map(is_, arrays, now)) and places == there
 
-    def _memory(self) -> tuple[list[Array], list[int]]:
-        """The shards, and their addresses. numpy never changes the address of an array, and takes 1 us to tell it."""
-        arrays, library = [matrix.memory for matrix in (*self._given, self.out)], self.out.library
-        return arrays, [] if library.name == "numpy" else [library.address(array) for array in arrays]
+    def _memory(self) -> tuple[list[Array], list[tuple[Any, ...]]]:
+        """The shards, of views those of their bases, and where they lie. numpy never moves an array, and takes 1 us to
+        tell its address."""
+        arrays = [matrix.base.memory for matrix in (*self._given, self.out)]
+        return arrays, [] if self.out.library.name == "numpy" else list(map(self.out.place_of, arrays))
 
     def share(self) -> None:
         """Have the memory for partial sums that ranks share, if there is to be any. Collective, once all ranks are

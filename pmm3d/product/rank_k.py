@@ -78,7 +78,7 @@ def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | N
             _check(what, a, beta, out, uplo)
         if out is not None and beta != 0 and uplo == "U":
             _mirror(out, False, hermitian)
-        out = _lower(summed(a), alpha, beta, hermitian, out)
+        out = _lower(summed(a, alpha), alpha, beta, hermitian, out)
         _mirror(out, True, hermitian)
     return out
 

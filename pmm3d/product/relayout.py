@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
+from numbers import Number
 from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
@@ -220,10 +221,15 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
     return fill
 
 
-def summed(matrix: Matrix) -> Matrix:
-    """The matrix, or, where it is one of partial sums, their sum, in `layout.summed`: then collective."""
+def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
+    """Return the matrix if it has no partial sums; else their sum, in `layout.summed`, which is collective.
+
+    alpha   factor by which the caller multiplies the sum. If it is 0, nothing is sent, and elements are arbitrary
+    """
     if not isinstance(matrix, StoredMatrix) or not matrix.layout.sums:
         return matrix
+    if isinstance(alpha, Number) and alpha == 0:
+        return matrix.over(matrix.stored, matrix.layout.summed, matrix.grid)
     return in_layout(matrix, matrix.layout.summed, "the sum of partial sums")
 
 

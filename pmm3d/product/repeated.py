@@ -29,7 +29,7 @@ class PendingProduct(Generic[Result]):
     def __init__(self, coming: Sequence[Coming], finish: Callable[[], Result]):
         self._coming, self._finish, self.done = coming, finish, False
         self._result: Result | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def test(self) -> bool:
         """Make progress with the operands. True once the result is there, which comes by `wait` alone: GEMMs run in the
@@ -47,7 +47,7 @@ class PendingProduct(Generic[Result]):
                 for pending in self._coming:
                     pending.wait()
                 self._result = self._finish()
-            except Exception as error:
+            except BaseException as error:
                 self._error = error
         if self._error is not None:
             raise self._error
@@ -63,11 +63,12 @@ class MatmulPlan(Generic[Matrix]):
 
     A call multiplies the elements that A, B and C hold at that time. They may be changed in place, the shard may be
     replaced (`a.local = array`), and so may torch's storage of the shard (`a.local.data = tensor`). The new shard has
-    the same shape and type.
+    the same shape and type. If an operand is a view (`a.T`), this holds for the matrix of which it is a view.
 
     out   C, the same at every call; made by the plan if left out
 
-    Raises, besides what `matmul` does, LayoutError for an operand of partial sums.
+    Raises, besides what `matmul` does, LayoutError for an operand of partial sums. A call raises LayoutError, on that
+    rank alone, if the new shard has another shape or type.
 
         >>> from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
         >>> with Grid() as grid:
@@ -110,10 +111,9 @@ class MatmulPlan(Generic[Matrix]):
             return self._finish()
 
     def start(self) -> PendingProduct[Matrix]:
-        """Begin it: where a product's messages are the same each time, and nothing is redistributed, the operands are
-        on their way; else nothing is, yet. `wait()` of what is returned multiplies, and gives C; until then A and B
-        stay as they are. Collective, and so is the wait. Raises as a call does, and GridError where the last one was
-        not waited for.
+        """Begin the product; `wait()` of the object that is returned multiplies, and returns C. Until then A and B must
+        not change. Operands are sent at once if the messages are the same each time and nothing is redistributed.
+        Collective, and so is the wait. Raises as a call does, and GridError if the last product was not waited for.
         """
         with self._grid.engine.guard:
             self._begin()
@@ -129,21 +129,21 @@ class MatmulPlan(Generic[Matrix]):
             self._product.bind()
             self._requests.close()
             self._posted = self._product.posted(self._requests, self._number) if self._posts else None
+        self._under_way = True
         if self._posted is not None:
             self._posted.begin()
-        self._under_way = True
 
     def _waited(self) -> Matrix:
         with self._grid.engine.guard:
             return self._finish()
 
     def _finish(self) -> Matrix:
-        self._under_way = False
         if not self._posts:
             self._product.multiply()
         elif self._posted is not None:
             self._posted.finish()
             self._product.out.fills += 1
+        self._under_way = False
         return self._product.out
 
     @property
@@ -152,14 +152,16 @@ class MatmulPlan(Generic[Matrix]):
         return self._product.out
 
     def close(self) -> None:
-        """Give back buffers and requests, once a product that is under way is done: then collective. The result stays.
-        Closing it twice is nothing."""
+        """Wait for the product that is under way, which is collective, and free requests and work memory. The result
+        stays. Closing a plan twice does nothing. After a call that failed, messages may still arrive: the work memory
+        is then kept until the program ends."""
         if self._under_way and self._pending is not None:
             self._pending.wait()
         if not self.closed:
             self.closed = True
             self._requests.close()
-            self._held.close()
+            if not self._under_way:
+                self._held.close()
 
     def __enter__(self) -> MatmulPlan[Matrix]:
         return self

@@ -29,20 +29,33 @@ class StoredMatrix:
     grid, layout, shape (rows, columns), dtype (a name such as "float32")
     memory    this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
               `order` is "F" (after .T). Where the matrix is `conjugated` (after .H), the conjugates of its elements
+    base      the matrix of which this one is a view, whose memory it reads; the matrix itself if it is no view
     window    the memory in which the ranks of an axis see each other's shards, if `memory` lies in one
     fills     how often it was the `out` of a product or of `redistribute`, whose messages no array library counts
     """
 
     fills = 0
     window: Window | None = None
+    _base: StoredMatrix | None = None
 
     def __init__(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout, order: str = "C",
                  conjugated: bool = False):
-        self.grid, self.memory, self.layout, self.order, self.conjugated = grid, memory, layout, order, conjugated
+        self.grid, self._memory, self.layout, self.order, self.conjugated = grid, memory, layout, order, conjugated
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(memory)
         grid.everyone.settle(self.library)
         self.dtype = self.library.dtype(memory)
+
+    @property
+    def base(self) -> StoredMatrix:
+        return self if self._base is None else self._base
+
+    @property
+    def memory(self) -> Array:
+        base = self._base
+        if base is None:
+            return self._memory
+        return base._memory if self.order == base.order else base._memory.T
 
     @property
     def local(self) -> Array:
@@ -54,7 +67,7 @@ class StoredMatrix:
         if self.conjugated:
             raise LayoutError("the shard of a conjugated view (.H) is not written to; write to the matrix that it is "
                               "a view of, or to redistribute(layout), which is a copy")
-        if self.window is not None and array is not self.memory:
+        if self.window is not None and self.place_of(array) != self.place_of(self.memory):
             raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
                               "matrix.local[...] = array")
         library = library_of(array)
@@ -65,7 +78,19 @@ class StoredMatrix:
         stored = array if self.order == "C" else array.T
         if not library.is_contiguous(stored):
             stored = library.copy(stored)
-        self.memory = stored if self.order == "C" else stored.T
+        self.base._memory = stored if self.base.order == "C" else stored.T
+
+    def place_of(self, array: Array) -> tuple[Any, ...]:
+        """Where an array of this library lies in memory: address, shape, strides."""
+        return self.library.address(array), tuple(array.shape), tuple(self.library.strides(array))
+
+    def check_shard(self) -> None:
+        """Raises LayoutError if torch replaced the storage of the shard (`.data`) by one of another shape or type."""
+        memory, shape = self.memory, self.box.shape
+        if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype:
+            raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}; it must "
+                              f"be {shape} {self.dtype}. A shard may be replaced by one of the same shape and type, or "
+                              "make a new matrix: DistMatrix.from_local")
 
     def part(self, within: tuple[slice, slice]) -> Array:
         """A part of the shard, by its rows and columns there: of a conjugated view a copy, else a view."""
@@ -98,7 +123,7 @@ class StoredMatrix:
     def _turned(self: Stored, conjugated: bool) -> Stored:
         order = "F" if self.order == "C" else "C"
         turned = type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
-        turned.window = self.window
+        turned._base, turned._memory, turned.window = self.base, None, self.window
         return turned
 
     @property

@@ -1,5 +1,7 @@
 """Copies in evenly repeated pieces: as numpy's fancy indexing does them, whatever the orders, types and libraries."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -74,3 +76,13 @@ def test_low_precision_with_beta_is_rounded_once(library, dtype):
     everything = [Strided(0, 0, 64)]
     copy_strided(library_named(library), source, target, everything, everything, 0.1)
     assert (to_numpy(target, library) == to_numpy(wanted, library)).all()
+
+
+@pytest.mark.parametrize("blocks", [[Strided(0, 0, 1024)], [Strided(0, 0, 32, 32, 32, 32)]])
+def test_low_precision_with_beta_takes_little_memory(blocks):
+    source, target = (np.ones((1024, 1024), "float16") for _ in range(2))
+    tracemalloc.start()
+    copy_strided(library_named("numpy"), source, target, blocks, blocks, 2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (target == 3).all() and peak < 2 * target.nbytes  # one float32 copy of all has that

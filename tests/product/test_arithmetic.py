@@ -52,6 +52,7 @@ def test_sums_in_all_layouts(grid):
         assert_is(a - b, whole_a - whole_b)
         assert a.add(b, alpha=-3) is a
         assert_is(a, whole_a - 3 * whole_b)
+        assert_is(a.add(DistMatrix.full(grid, shape, np.nan, layout=other), alpha=0), whole_a - 3 * whole_b)
         assert_is(b, whole_b)
 
 

@@ -272,7 +272,11 @@ def test_with_alpha_0_the_factors_do_not_count(comm, library):
             below = np.tril(wanted)
             for found in c[1:3]:
                 assert np.array_equal(values(found), below + np.tril(wanted, -1).T)
+            partial = a.redistribute(Layout(sums=("x", "y")))
+            grid.ledger.reset()
             assert not values(matmul(a, b, alpha=0)).any()
+            assert not values(matmul(partial, b, alpha=0)).any() and not values(matmul(b, partial, alpha=0)).any()
+            assert grid.ledger.total(axis="x").received == grid.ledger.total(axis="y").received == 0
 
 
 @pytest.mark.parallel([2])

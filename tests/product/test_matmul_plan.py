@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
+from pmm3d.product.posted import Posted
 
 pytestmark = pytest.mark.parallel([1, 2, 4, 8])
 SHAPES = {1: ["1x1x1"], 2: ["2x1x1", "1x2x1", "1x1x2"], 4: ["2x1x2", "1x4x1", "2x2x1"], 8: ["2x2x2", "1x4x2", "8x1x1"]}
@@ -170,6 +171,83 @@ def test_storage_that_is_replaced_is_read_and_written(comm, case):
                         matrix.local = (matrix.local + 1).T.contiguous().T
                     assert call() is c
                     assert torch.allclose(c.gather(), a.gather() @ b.gather(), rtol=1e-12)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_views_read_the_shard_of_their_matrix(comm, library):
+    """Also a shard that came after the view, by `local` of the matrix or of the view, or by torch's `.data`."""
+    with Grid(comm, (1, 2, 1)) as grid:
+        a, b = operands(grid, (23, 17, 19), "complex128", library=library)
+        views = b.T, a.H.T.T.conj()
+        with MatmulPlan(*views) as product:
+            for step, matrix in enumerate((a, b, *views)):
+                product()
+                if library == "torch" and step < 2:
+                    matrix.local.data = 3 * matrix.local
+                else:
+                    matrix.local = 3 * matrix.local
+                wanted = b.gather().T @ a.gather().T
+                assert np.allclose(product().gather(), wanted) and np.allclose(matmul(*views).gather(), wanted)
+
+
+@pytest.mark.parallel([2])
+def test_storage_of_another_form_at_the_same_address(comm):
+    """Transposed in place, it is read; of another shape or type, it is refused, by the rank that has it alone."""
+    import torch
+
+    with Grid(comm, (2, 1, 1)) as grid:
+        a, b = operands(grid, (8, 8, 16), layouts=(Layout("z", "x"), Layout("x", "y")), library="torch")
+        with MatmulPlan(a, b) as product:
+            product()
+            a.local.data = a.local.data.T
+            assert torch.allclose(product().gather(), a.gather() @ b.gather())
+            a.local.data = torch.zeros(10, 8, dtype=torch.float64)
+            for call in (product, lambda: matmul(a, b)):
+                with pytest.raises(LayoutError, match=r"is now \(10, 8\) float64; it must be \(8, 8\) float64"):
+                    call()
+
+
+@pytest.mark.parallel([2])
+def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypatch):
+    """Messages may still arrive there. The call is under way, so that the plan makes no other."""
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with Grid(comm, (2, 1, 1)) as grid:
+        product = MatmulPlan(*operands(grid, (230, 170, 190)))
+        with monkeypatch.context() as patched:
+            patched.setattr(Posted, "finish", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                product()
+        fails(GridError, "this plan has a product under way", product)
+        product.close()
+        before = grid.workspace.allocated
+        with grid.workspace.slab(product._product.mine.own_work, product.out.library):
+            assert grid.workspace.allocated > before
+        comm.barrier()
+        pending = MatmulPlan(*operands(grid)).start()
+        with monkeypatch.context() as patched:
+            patched.setattr(Posted, "finish", interrupted)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    pending.wait()
+
+
+@pytest.mark.parallel([1])
+def test_a_plan_is_closed_after_mpi_is_finalized(job):
+    done = job(2, """
+        from mpi4py import MPI
+        from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
+
+        grid = Grid(shape=(2, 1, 1))
+        plan = MatmulPlan(DistMatrix.ones(grid, (4, 4)), DistMatrix.ones(grid, (4, 4), layout=Layout.B))
+        plan()
+        MPI.Finalize()
+        plan.close()
+        print("closed")
+        """)
+    assert (done.returncode, done.stdout.split()) == (0, ["closed", "closed"]), done.stderr
 
 
 @pytest.mark.parallel([2])

@@ -336,11 +336,13 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
             a = DistMatrix.from_global(grid, to_library(whole), layout=layout)
             a.to_file(shared_path / "a.npy", overwrite=True)
             a.H.to_file(str(shared_path / "a.h5"), "group/a", overwrite=True)
-            if dtype != "int64":
-                assert_holds(DistMatrix.from_file(grid, shared_path / "a.npy"), whole)
-                assert_holds(DistMatrix.from_file(grid, shared_path / "a.h5", "group/a"), whole.conj().T)
+            assert_holds(DistMatrix.from_file(grid, shared_path / "a.npy"), whole)
+            assert_holds(DistMatrix.from_file(grid, shared_path / "a.h5", "/group/a"), whole.conj().T)
             assert np.array_equal(np.load(shared_path / "a.npy"), whole)
             assert np.load(shared_path / "a.npy").dtype == whole.dtype
+        grid.ledger.reset()
+        a.to_file(shared_path / "a.npy", overwrite=True)
+        assert grid.ledger.total(axis="x").received <= whole.nbytes  # summed once, not for each slice
         DistMatrix.from_global(grid, to_library(whole[:0])).to_file(shared_path / "empty.npy")
         assert np.load(shared_path / "empty.npy").shape == (0, 9)
         fails(DataError, "a.npy exists. to_file.path, overwrite=True. replaces it",
@@ -349,7 +351,15 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
               lambda: a.to_file(shared_path / "none" / "a.npy"))
         fails(DataError, "which has no data sets", lambda: a.to_file(shared_path / "b.npy", "name"))
         fails(DataError, "got dataset=None", lambda: a.to_file(shared_path / "b.h5"))
+        for name in ("/", "", 5, "x//y"):
+            fails(DataError, f"{name!r} cannot name a data set", lambda name=name: a.to_file(shared_path / "b.h5", name))
+        fails(Exception, "surrogates not allowed", lambda: a.to_file(shared_path / "b.h5", "\udc80"))
+        with monkeypatch.context() as patched:
+            patched.setattr(files.os, "replace", lambda *_: (shared_path / "none" / "a").stat())
+            fails(DataError, "b.h5 cannot be written", lambda: a.to_file(shared_path / "b.h5", "a"))
         assert sorted(path.name for path in shared_path.iterdir()) == ["a.h5", "a.npy", "empty.npy"]
+        with Grid.dry((2, 1, 1)) as dry, pytest.raises(DataError, match="a dry run has no elements to write"):
+            DistMatrix.zeros(dry, (2, 2), dtype=dtype).to_file(shared_path / f"{comm.rank}.npy")
 
 
 @pytest.mark.parallel([2])
@@ -386,6 +396,12 @@ def test_constants_and_types(comm, fails):
             wide = made.H.astype("complex128")
             assert wide.dtype == "complex128" and wide.layout == layout.T
             assert np.array_equal(wide.gather(), np.full((5, 3), 2.5 - 1j))
+        assert_holds(DistMatrix.full(grid, (3, 5), 2, dtype="int64"), np.full((3, 5), 2))
+        grid.ledger.reset()
+        DistMatrix.zeros(grid, (3, 5))
+        once = grid.ledger.total().calls
+        DistMatrix.from_function(grid, (3, 5), lambda i, j: 0)
+        assert grid.ledger.total().calls == 2 * once  # one agreement each
         numbers = DistMatrix.from_function(grid, (3, 5), lambda i, j: i + 0.7 * j)
         assert_holds(numbers.astype("float16"), numbers.gather().astype("float16"))
         assert_holds(numbers.astype("int64"), numbers.gather().astype("int64"))

@@ -235,7 +235,7 @@ class Host:
         return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
 
     def free(self, number: int, pointer: int) -> None:
-        """Collective, of a grid or a context."""
+        """Collective, of a grid, a context or a plan."""
         check_address("object", pointer)
         self._found(number, Kept).close()
         del self._objects[number]
