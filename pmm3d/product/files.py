@@ -142,11 +142,11 @@ class _NewDataset:
     """A new HDF5 file with one data set."""
 
     def __init__(self, path: Path, name: str, shape: tuple[int, int], dtype: str):
-        self._new = NewHdf5(path)
+        self._path, self._new = path, NewHdf5(path)
         try:
             self._dataset = self._new.file.create_dataset(name, shape, dtype)
         except BaseException:
-            self._new.abandon()
+            self.abandon()
             raise
 
     def write(self, rows: slice, values: np.ndarray) -> None:
@@ -158,6 +158,7 @@ class _NewDataset:
 
     def abandon(self) -> None:
         self._new.abandon()
+        self._path.unlink(missing_ok=True)  # complete, and not renamed
 
 
 def _check_path(what: str, path: Any) -> None:

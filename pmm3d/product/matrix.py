@@ -213,7 +213,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         with together(grid, what, *compared, *passed):
             for value in compared:
                 if not isinstance(value, Number):
-                    raise DTypeError(f"{what}: the value is a number; got {value!r}")
+                    raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
             check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)

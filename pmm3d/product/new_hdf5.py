@@ -61,9 +61,9 @@ class NewHdf5:
             os.fsync(self._output.fileno())
 
     def abandon(self) -> None:
-        """Close the file, and remove it if it still has that name."""
+        """Close and remove it; nothing after `complete`."""
         if not self._output.closed:
             with suppress(Exception):
                 self.file.close()
             self._output.close()
-        self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from numbers import Number
+from numbers import Complex
 from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
@@ -228,7 +228,7 @@ def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
     """
     if not isinstance(matrix, StoredMatrix) or not matrix.layout.sums:
         return matrix
-    if isinstance(alpha, Number) and alpha == 0:
+    if isinstance(alpha, Complex) and alpha == 0:
         return matrix.over(matrix.stored, matrix.layout.summed, matrix.grid)
     return in_layout(matrix, matrix.layout.summed, "the sum of partial sums")
 

@@ -352,7 +352,8 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
         fails(DataError, "which has no data sets", lambda: a.to_file(shared_path / "b.npy", "name"))
         fails(DataError, "got dataset=None", lambda: a.to_file(shared_path / "b.h5"))
         for name in ("/", "", 5, "x//y"):
-            fails(DataError, f"{name!r} cannot name a data set", lambda name=name: a.to_file(shared_path / "b.h5", name))
+            fails(DataError, f"{name!r} cannot name a data set",
+                  lambda name=name: a.to_file(shared_path / "b.h5", name))
         fails(Exception, "surrogates not allowed", lambda: a.to_file(shared_path / "b.h5", "\udc80"))
         with monkeypatch.context() as patched:
             patched.setattr(files.os, "replace", lambda *_: (shared_path / "none" / "a").stat())

@@ -244,3 +244,4 @@ def _predictions(grid: Grid, target: Path, known: Recalled, samples: int,
     finally:
         if new is not None:
             new.abandon()
+            temporary.unlink(missing_ok=True)  # complete, and not renamed
