@@ -78,7 +78,6 @@ OF_MATRICES = [
     ("dtype number", empty((2, 2), dtype=8), DTypeError, "8 names no element type"),
     ("dtype record", empty((2, 2), dtype="f4,f4"), DTypeError, f"{TESTED} matrices have the types"),
     ("dtype object", empty((2, 2), dtype=object), DTypeError, f"{TESTED} matrices have the types"),
-    ("library nothing", empty((2, 2), library=None), Pmm3dError, "unknown array library None"),
     ("library number", empty((2, 2), library=3), Pmm3dError, "unknown array library 3"),
     ("library module", empty((2, 2), library="os"), Pmm3dError, "unknown array library 'os'"),
     ("library device", empty((2, 2), library="torch:gpu"), Pmm3dError, "torch has no device of that name"),
