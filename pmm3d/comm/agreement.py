@@ -25,7 +25,8 @@ MOST_TEXTS = 8
 MOST_CHARACTERS = 1000
 """Of each of them."""
 WITHOUT_MEMORY = "OutOfMemoryError"
-"""What ranks without memory say, so that they share a line: their full texts differ in many figures."""
+"""Text of each rank without memory in an error. These ranks share a line, because their full texts, which differ in
+many figures, are left out except one."""
 
 
 class Terms(NamedTuple):
@@ -87,13 +88,13 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
         if terms.error is not None:
             raise terms.error
         return None if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
-    digest, failed = _digest(terms.compared), terms.error is not None
+    own, failed = digest(terms.compared), terms.error is not None
     rows: Any = None
     if numbers is None:
-        same, any_failed = yield from _compared(link, digest, failed)
+        same, any_failed = yield from _compared(link, own, failed)
     else:
-        all_rows = yield from exchanged(link, np.array([digest, failed, *numbers], np.int64), 2 + len(numbers))
-        same, any_failed = bool(np.all(all_rows[:, 0] == digest)), bool(all_rows[:, 1].any())
+        all_rows = yield from exchanged(link, np.array([own, failed, *numbers], np.int64), 2 + len(numbers))
+        same, any_failed = bool(np.all(all_rows[:, 0] == own)), bool(all_rows[:, 1].any())
         rows = all_rows[:, 2:]
     if same and not any_failed:
         return rows
@@ -119,14 +120,15 @@ def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarra
     return rows
 
 
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
+    """Digest of a text, 56 bits; the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
-def _compared(link: Link, digest: int, failed: bool) -> Collective[tuple[bool, bool]]:
+def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool]]:
     """Generator: (whether all digests are the same, whether any rank failed)."""
-    mine, largest = np.array([digest, -digest, failed], np.int64), np.empty(3, np.int64)
-    if link.debug:  # what comes first compares the call: an all-reduce of MPI would be posted at any time, in any order
+    mine, largest = np.array([own, -own, failed], np.int64), np.empty(3, np.int64)
+    if link.debug:  # an all-reduce of MPI needs the same order of calls on all ranks, which debug has yet to compare
         largest = (yield from exchanged(link, mine, 3)).max(axis=0)
     else:
         yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
@@ -136,7 +138,7 @@ def _compared(link: Link, digest: int, failed: bool) -> Collective[tuple[bool, b
 def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],
                   failed: str) -> Collective[Exception]:
     """Generator: the error that says who brought what; who made which call where, if those differ."""
-    mine = np.array([_digest(terms.call)], np.int64)
+    mine = np.array([digest(terms.call)], np.int64)
     calls = yield from exchanged(link, mine, 1)
     if np.all(calls == mine):
         shown = terms.shown() if callable(terms.shown) else terms.shown or terms.compared
@@ -166,17 +168,20 @@ def _told(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
 
 
 def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]:
-    """Generator: the full text of the rank that holds the most, of so many ranks without memory."""
+    """Generator: return the full error text of one rank without memory: the rank whose process holds the most bytes.
+
+    error   the error of this rank, or None;   ranks   number of ranks without memory
+    """
     held = error.held if isinstance(error, OutOfMemoryError) else 0
     everyones = yield from exchanged(link, np.array([held], np.int64), 1)
     heard = yield from _heard(link, str(error) if link.rank == int(everyones[:, 0].argmax()) else "")
-    return f". {'The one that holds the most: ' if ranks > 1 else ''}{heard.said[0].text}"
+    return f". {'The rank that holds the most memory: ' if ranks > 1 else ''}{heard.said[0].text}"
 
 
 def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Heard]:
     """Generator: what the ranks say. An empty text is not said; the first rank of those that say the same sends it."""
     packed = _packed(text, kind) if text else b""
-    rows = yield from exchanged(link, np.array([_digest(text), len(packed)], np.int64), 2)
+    rows = yield from exchanged(link, np.array([digest(text), len(packed)], np.int64), 2)
     speaking, members = np.flatnonzero(rows[:, 1]), link.record.members
     _, firsts, groups = np.unique(rows[speaking, 0], return_index=True, return_inverse=True)
     heard = np.sort(firsts)[:MOST_TEXTS]

@@ -29,7 +29,7 @@ from ..model.volumes import (
     sums_whole,
     sums_whole_by_nodes,
 )
-from .transport import Collective, Level, Link
+from .transport import Collective, Level, Link, keep_posted
 
 Counts = Sequence[int]
 """Rows of each rank's part."""
@@ -300,6 +300,9 @@ def side_by_side(collectives: Sequence[Collective[Any]]) -> Collective[None]:
                 posted += next(collective)
             except StopIteration:
                 continue
+            except Exception as error:
+                keep_posted(error, posted)
+                raise
             going.append(collective)
         running = going
         if going:
@@ -309,6 +312,10 @@ def side_by_side(collectives: Sequence[Collective[Any]]) -> Collective[None]:
 def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
     """The exchange, with some work done as soon as its messages are posted."""
     requests = next(exchange)
-    work()
+    try:
+        work()
+    except Exception as error:
+        keep_posted(error, requests)
+        raise
     yield requests
     yield from exchange

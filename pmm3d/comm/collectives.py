@@ -22,14 +22,14 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, OutOfMemoryError
 from ..layout import offsets, part_sizes
-from .agreement import Terms, agree
+from .agreement import Terms, agree, digest
 from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
 from .out_of_memory import is_out_of_memory
 from .transport import Collective, Link
 
 Answer = TypeVar("Answer")
 MASK = 2**48 - 1
-"""Of checksums: sums of them over the ranks stay below 2^63."""
+"""Mask of checksums: their sum over the ranks stays below 2^63."""
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
@@ -181,10 +181,13 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
 
 
 def call_in_words(operation: Callable[..., Any], library: NumpyLibrary, array: Array, options: dict[str, Any]) -> str:
-    """What the members' calls of a collective must have in common."""
+    """Return the text that the members' calls of a collective must have in common."""
     same_rows = operation in (all_reduce, reduce_scatter)
     shape = tuple(array.shape) if same_rows else ("rows", *array.shape[1:])
-    said = {name: value for name, value in options.items() if name in ("by", "agreed", "beta")}
+    said = {name: value for name, value in options.items() if name in ("by", "agreed")}
+    if operation is reduce_scatter:  # compared by value: 0 and 0.0 are equal
+        beta = complex(options["beta"])
+        said["beta"] = beta if beta.imag else beta.real
     if operation in (all_gather, reduce_scatter):
         said["counts"] = options["counts"] and list(options["counts"])
     if operation is all_to_all:
@@ -234,9 +237,11 @@ def _agreed(link: Link, call: str, array: Array, prepare: Callable[[], Answer] =
 
 
 def _balance(link: Link, sent: Counts, received: Counts) -> int:
-    """A number whose sum over the ranks is 0, modulo MASK + 1, if each rank receives what the others send it."""
-    leaving = sum(hash((link.rank, peer, rows)) for peer, rows in enumerate(sent))
-    coming = sum(hash((peer, link.rank, rows)) for peer, rows in enumerate(received))
+    """Checksum of the rows that this rank sends and expects. Its sum over the ranks is 0, modulo MASK + 1, if each rank
+    expects the rows that the others send. Python's hash of tuples does not serve: it is nearly linear in the last
+    element, so swapped counts cancel."""
+    leaving = sum(digest(f"{link.rank} {peer} {rows}") for peer, rows in enumerate(sent))
+    coming = sum(digest(f"{peer} {link.rank} {rows}") for peer, rows in enumerate(received))
     return (leaving - coming) & MASK
 
 

@@ -92,8 +92,9 @@ class Pending:
             self._result, self.done = end.value, True
         except Exception as error:
             self._error = _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error
-            self.done = True
+            self._requests, self.done = [*self._requests, *getattr(error, "posted", [])], True
             if any(isinstance(request, MPI.Request) and request != MPI.REQUEST_NULL for request in self._requests):
+                self._raised = error  # its frames hold the arrays
                 self._engine.abandoned.append(self)
         return self.done
 

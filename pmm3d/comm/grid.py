@@ -57,14 +57,15 @@ class Grid:
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
     timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
-               ends unless the wait is for a rank that answers and computes
+               ends unless the wait is for a rank that answers and computes. While the first Grid of a communicator is
+               made, no rank can be asked: the job ends after the time limit
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
                on for all ranks if it is on for one)
     log        log each collective, as the logger pmm3d.comm (PMM3D_LOG, off)
     trace      keep each collective and GEMM for `write_trace` (PMM3D_TRACE, off)
-    library    "numpy", "torch", "torch:DEVICE" or "cupy": library of the matrices, layers and data sets that are made on
-               the grid without `library=`
+    library    "numpy", "torch", "torch:DEVICE" or "cupy": library of the matrices, layers and data sets that are made
+               on the grid without `library=`
     device_transport   "direct", "staged" or "nccl"; "auto": as PMM3D_TRANSPORT says, else found by trial (`Transport`)
 
     rank, size      of this process in the communicator

@@ -16,13 +16,12 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 class Guard:
-    """As a context: this thread uses the grid. May be entered again inside.
+    """As a context: this thread uses the grid. The same thread may enter it again.
 
-    closed   whether the grid is
+    closed   whether the grid is closed
 
-    Raises GridError at once, before MPI is called, if the grid is closed, MPI is finalized, or another thread is
-    inside. Messages of two
-    threads on the same communicators would meet each other's, and wait for ever.
+    Raises GridError before MPI is called if the grid is closed, MPI is finalized, or another thread is inside. On the
+    same communicators, a thread could receive messages of another thread and then wait for ever.
     """
 
     def __init__(self) -> None:

@@ -141,10 +141,14 @@ class Waits:
         return [(rank, wait) for rank, wait in waits if wait is not None]
 
     def undelivered(self) -> set[Collective]:
-        """Collectives that all members have begun, while none of them computes."""
-        idle = {rank for rank, answer in self.answers.items() if answer.waiting is not None}
-        return {collective for collective, lacking in self.lacking.items()
-                if not lacking and idle.issuperset(collective.members)}
+        """Collectives that all members have begun, if every rank that answers waits.
+
+        A collective begun with `after` counts as begun while it waits for a collective on another axis. So a rank that
+        is no member may delay it.
+        """
+        if any(answer.waiting is None for answer in self.answers.values()):
+            return set()
+        return {collective for collective, lacking in self.lacking.items() if not lacking}
 
     def missing(self) -> list[int]:
         """Ranks that a wait lacks and that wait nowhere themselves."""
@@ -161,10 +165,13 @@ class Waits:
 
 
 def endless(answers: Answers, gone: Gone, limit: float = inf) -> dict[int, Waiting]:
-    """The waits without an end, by rank: those that can never end, and of those beyond the limit (seconds) such as
-    lack, directly or through other waits, a rank that does not answer, or whose messages do not arrive.
+    """Return the waits without an end, by rank. These are:
 
-    Every other wait is for a rank that answers and computes.
+    - each wait that can never end;
+    - each wait beyond the limit (seconds) that depends, directly or not, on a rank that does not answer;
+    - each wait beyond the limit in a collective that all members have begun, if every rank that answers waits.
+
+    Every other wait depends on a rank that answers and computes.
     """
     certain = Waits(answers, gone)
     silent = {rank for rank in certain.missing() if rank not in answers}
@@ -187,8 +194,8 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
     have = "have" if len(late) > 1 else "has"
     lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s, for ranks that answer. The job "
              "goes on.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
-             *_who_is_late(waits, processes), "No fault if these compute. Grid(timeout=) or PMM3D_TIMEOUT above that "
-             "keeps this note away, 0 for none."]
+             *_who_is_late(waits, processes), "If these ranks compute, there is no fault. A higher limit avoids this "
+             "note: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none."]
     return "\n  ".join(lines)
 
 
@@ -201,11 +208,15 @@ def diagnosis(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
 
 
 def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
-    """Lines about the ranks that wait nowhere, and that no wait lacks."""
-    absentees = set(waits.missing())
+    """Lines about the ranks that wait in no collective and that no wait lacks."""
+    absentees, members = set(waits.missing()), {rank for one in waits.waiters for rank in one.members}
     late = [rank for rank, answer in waits.answers.items() if answer.waiting is None and rank not in absentees]
-    return [f"{processes[rank].described(rank)} has begun it, and does not finish: it is at\n"
-            f"{waits.answers[rank].stack.rstrip()}" for rank in late[:NAMED_RANKS]]
+    lines = []
+    for rank in late[:NAMED_RANKS]:
+        who, stack = processes[rank].described(rank), waits.answers[rank].stack.rstrip()
+        lines.append(f"{who} has begun it, and does not finish: it is at\n{stack}" if rank in members else
+                     f"{who} waits in no collective: it is at\n{stack}")
+    return lines
 
 
 def _who_waits(answers: Answers) -> list[str]:
@@ -277,8 +288,8 @@ def all_idle(answers: Answers, ranks: int, limit: float) -> str | None:
     lines += [f"{ranks_in_words(those)} {'is' if len(those) == 1 else 'are'} at\n{stack}" for stack, those in told]
     if silent := _others(answers, ranks):
         lines.append(f"{ranks_in_words(silent)}: no answer; these keep Python's interpreter lock, are stopped or dead")
-    lines.append("No fault if they compute, or read a slow disk: Grid(timeout=) or PMM3D_TIMEOUT above that keeps this "
-                 "note away, 0 for none.")
+    lines.append("If these ranks compute or read a slow disk, there is no fault. A higher limit avoids this note: "
+                 "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none.")
     return "\n  ".join(lines)
 
 

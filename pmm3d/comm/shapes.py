@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from ..arrays import dtype_named
-from ..errors import DTypeError, GridError
+from ..errors import DTypeError, GridError, hint
 from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
 from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few, seconds_on_cores
@@ -142,11 +142,8 @@ def _parsed(shape: str) -> GridShape:
     try:
         return parse_shape(shape)
     except GridError:
-        from difflib import get_close_matches
-
-        near = "".join(f'. Did you mean "{name}"?' for name in get_close_matches(shape.lower(), NAMES, 1, 0.5))
-        raise GridError(f'a grid is written GxxGyxGz, as in 2x2x1, or is one of {", ".join(NAMES)}; got {shape!r}{near}'
-                        ) from None
+        raise GridError(f"a grid is written GxxGyxGz, as in 2x2x1, or has a name; got {shape!r}"
+                        f"{hint(shape.lower(), NAMES)}") from None
 
 
 def checked_axes(axes: Any, taken: Collection[str]) -> dict[str, int]:

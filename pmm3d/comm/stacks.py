@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 THIS_ROOM = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent)
-OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py", "_frozen_importlib"}
-"""Whose frames are not the user's code."""
+OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py"}
+"""Packages whose frames are not the user's code."""
 STACK_FRAMES = 8
 """Innermost frames that are shown: they lead from the user's line to the call that does not return."""
 DEAD = "dead: its process is gone"
@@ -61,9 +61,9 @@ def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _is_users_code(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    command = package == "__main__" and Path(frame.f_code.co_filename).name in ("pmm3d", "__main__.py")
-    return package not in OTHER_PACKAGES and not command
+    package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
+    command = package == "__main__" and Path(file).name in ("pmm3d", "__main__.py")
+    return package not in OTHER_PACKAGES and not command and not file.startswith("<frozen")  # the import system
 
 
 def stack_of(thread: int | None) -> str:

@@ -48,6 +48,11 @@ def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]
     return [(offset, min(largest, nbytes - offset)) for offset in range(0, nbytes, largest)]
 
 
+def keep_posted(error: Exception, requests: list[Any]) -> None:
+    """Add requests to `error.posted`, the active requests that nobody waits for because of the error."""
+    error.posted = [*requests, *getattr(error, "posted", [])]  # type: ignore[attr-defined]
+
+
 class Transport:
     """How the arrays of one rank get to the others. Belongs to a Grid.
 
@@ -290,10 +295,14 @@ class Link:
     def _posted(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                 receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
         requests: list[MPI.Request] = []
-        for peer, array in receives:
-            self.record.received += self._post(requests, self.comm.Irecv, peer, library, array)
-        for peer, array in sends:
-            self.record.sent += self._post(requests, self.comm.Isend, peer, library, array)
+        try:
+            for peer, array in receives:
+                self.record.received += self._post(requests, self.comm.Irecv, peer, library, array)
+            for peer, array in sends:
+                self.record.sent += self._post(requests, self.comm.Isend, peer, library, array)
+        except Exception as error:
+            keep_posted(error, requests)
+            raise
         return requests
 
     def _post(self, requests: list[MPI.Request], call: Callable[..., MPI.Request], peer: int, library: NumpyLibrary,

@@ -6,8 +6,8 @@ The leader is the first rank of a host that answers.
 
 The leader ends the job if two inquiries in a row find the same waits without an end: ranks that wait for each other, or
 for one that is gone. A wait beyond the time limit is also without an end if it lacks a rank that does not answer, or if
-all members wait in it and its messages do not arrive. If a rank that is lacked answers that it computes, a note says
-where the ranks are, and the job goes on.
+all members have begun it and no rank computes: then its messages do not arrive. If a rank answers that it computes, a
+note says where the ranks are, and the job goes on.
 
 If nobody waits, a leader that has begun no collective for as long as the time limit has all ranks asked too. A note
 says where they are, then again after twice as long, and the job goes on.

@@ -207,8 +207,8 @@ class BlacsContext:
                  trace: TracebackType | None) -> None:
         if self._owned:
             self.grid.__exit__(kind, error, trace)
-        elif leaves_in_order(error):  # else the end of the grid's block closes it: one rank cannot close it alone
-            self.close()
+        elif leaves_in_order(error) or getattr(error, "everywhere", False):
+            self.close()  # after the error of one rank the end of the grid's block closes it: close() is collective
 
 
 @dataclass(frozen=True)

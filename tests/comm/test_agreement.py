@@ -18,7 +18,7 @@ class ManyRanks:
         self.size, self.rank = len(texts), 0
         self.record = SimpleNamespace(members=tuple(range(self.size)))
         self.packed = [agreement._packed(text, Pmm3dError) if text else b"" for text in texts]
-        self.rows = np.array([(agreement._digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
+        self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
         monkeypatch.setattr(agreement, "exchanged", self.exchanged)
         monkeypatch.setattr(agreement, "gather_parts", self.gather_parts)
@@ -123,8 +123,8 @@ def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails
 @pytest.mark.parallel([4])
 def test_ranks_without_memory_share_a_line_and_the_fullest_explains(grid, fails, monkeypatch):
     monkeypatch.setattr(out_of_memory, "resident_memory", lambda: 10**9 + 10**8 * (grid.rank == 2))
-    text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The one that holds "
-                                   r"the most: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
+    text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The rank that holds "
+                                   r"the most memory: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
                  lambda: _fill(grid))
     assert text.count("Use more ranks") == text.count("Predicted for a rank") == text.count("no room") == 1
 

@@ -107,6 +107,15 @@ def test_beyond_the_limit_silence_and_messages_that_do_not_arrive_are_an_end():
     assert set(endless(lost, {}, 2)) == {0, 1, 2, 3} and endless(lost, {}, 4) == {}
 
 
+def test_a_collective_that_waits_for_another_one_may_wait_for_a_rank_that_computes():
+    """Begun with `after`, it counts as begun, and its members wait in it; rank 2 is no member."""
+    waiting = [waits(rank, "sum_into", members=(0, 1), begun={"all": (1, "sum_into")}) for rank in range(2)]
+    answers = by_rank(*waiting, elsewhere(2, axis="all"))
+    assert endless(answers, {}, 2) == {}
+    assert "rank 2 (host n2, pid 12) waits in no collective: it is at\n    File" in long_wait(answers, {}, HOSTS, 2)
+    assert set(endless(by_rank(*waiting, waits(2, "sum_into", axis="all", members=(0, 1, 2))), {}, 2)) == {0, 1, 2}
+
+
 def test_processes_are_seen_where_their_numbers_mean_the_same():
     assert HOSTS[0].shares_numbers_with(HOSTS[1]) and not HOSTS[0].shares_numbers_with(HOSTS[2])
     assert not Process("n1", 10, 1).shares_numbers_with(Process("n1", 11, 2))
@@ -214,6 +223,13 @@ def test_the_users_line_is_the_innermost_that_is_not_ours():
     here = sys._getframe()
     assert source_line(here).endswith(f"test_hang.py:{here.f_lineno} in {here.f_code.co_name}")
     assert source_line(None) == "an unknown line"
+
+
+def test_the_users_line_is_none_of_the_machinery_of_imports():
+    names = {"__name__": "importlib._bootstrap_external", "sys": sys, "source_line": source_line}
+    code = "def get_data(): return source_line(sys._getframe())"
+    exec(compile(code, "<frozen importlib._bootstrap_external>", "exec"), names)
+    assert source_line(sys._getframe()).split(":")[0] == names["get_data"]().split(":")[0]
 
 
 def test_the_stack_of_a_thread_is_read_while_it_sleeps():

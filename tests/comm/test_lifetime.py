@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from mpi4py import MPI
 
 import pmm3d.comm.grid as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, MatmulPlan, Pmm3dError, matmul
+from pmm3d.arrays import NumpyLibrary
 from pmm3d.comm import making_axes
+from pmm3d.comm.algorithms import under_way
 
 pytestmark = pytest.mark.parallel([1, 3])
 several = pytest.mark.parallel([3])
@@ -263,6 +266,30 @@ def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
     assert (own == MPI.COMM_NULL, other == MPI.COMM_NULL) == (False, True) and known[0]() is not None
     own.Send(np.ones(1), 0, 1 + grid.x.number)
     assert known[0]() == 1
+
+
+@several
+@pytest.mark.parametrize("failing", ["Isend", "copy"])
+def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch, failing):
+    """The receives are posted when a send fails, or work that is done meanwhile."""
+    def fails(*_):
+        raise MemoryError("no more requests")
+
+    def make(link):
+        nothing, place = np.zeros(1), np.zeros(1)
+        known.append(weakref.ref(place))
+        if failing == "Isend":
+            link.comm = SimpleNamespace(Irecv=link.comm.Irecv, Isend=fails)
+        sends = [((link.rank + 1) % link.size, nothing)] if failing == "Isend" else []
+        yield from under_way(link.exchange(NumpyLibrary(), sends, [((link.rank - 1) % link.size, place)]), fails)
+
+    known = []
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        with pytest.raises(MemoryError):
+            grid.x.begin("exchange", make).wait()
+        gc.collect()
+        assert known[0]() is not None and grid.engine.abandoned
+    assert grid.x._comm != MPI.COMM_NULL and known[0]() is not None
 
 
 def test_close_completes_what_all_have_begun(comm):

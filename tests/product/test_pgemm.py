@@ -283,6 +283,15 @@ def test_a_closed_context_over_a_grid_that_stays(comm, fails):
         fails(GridError, "this plan is closed", lambda: plan(a, a, c))
 
 
+@pytest.mark.parallel([2])
+def test_a_context_over_a_grid_is_closed_by_an_error_of_all_ranks(comm):
+    with Grid(comm, (2, 1, 1)) as grid:
+        with pytest.raises(LayoutError), BlacsContext(grid, (1, 2)) as context:
+            square = context.descriptor(8, 8, 4, 4)
+            pgemm("N", "N", 9, 8, 8, 1, *(square.empty(), 1, 1, square) * 2, 0, square.empty(), 1, 1, square)
+        assert context.closed
+
+
 def test_a_product_that_failed_can_be_tried_again(comm, monkeypatch):
     from pmm3d.product import pblas
 
