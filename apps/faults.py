@@ -6,11 +6,11 @@
 killed    SIGKILL to a rank                              stopped   SIGSTOP to a rank
 sigterm   SIGTERM to a rank or to mpiexec                raising   an exception on one rank, in a loop of one's own
 memory    a rank whose address space is used up          other     a rank calls another collective, or another axis
-none      a rank sleeps, skips a call, leaves, or never makes the grid
+none      a rank skips a call, leaves, or never makes the grid
 disk      full while checkpoints are written (a small tmpfs, which needs root; else, and at times, ulimit -f)
 corrupt   a byte of the data set or of a checkpoint is another, or the file is cut short
 ranks     fewer than the grid needs, or the launcher of another MPI
-asleep    all ranks sleep for longer than the limit in code of the user's; the job is to go on
+asleep    a rank, or all ranks, sleep for longer than the limit in code of the user's; the job is to go on
 pipe      the data file is a named pipe
 network   the link of one of two virtual nodes is cut (apps/cluster.py; needs root)
 

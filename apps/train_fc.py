@@ -42,9 +42,9 @@ def main() -> None:
     options = parser.parse_args()
 
     with Grid(MPI.COMM_WORLD, options.grid, options.data) as grid, DataSet(grid, options.file) as data:
-        held_out = data.samples // 5
-        batches = data.loader(batch_size=64, seed=0, rows=(0, data.samples - held_out))
-        test = data.loader(batch_size=256, shuffle=False, rows=(data.samples - held_out, data.samples))
+        known, held_out = data.split(0.2, seed=0)
+        batches = data.loader(batch_size=64, seed=0, rows=known)
+        test = data.loader(batch_size=256, shuffle=False, rows=held_out)
         net = Network(grid, data.features, data.classes)
         net.settle(data.features)
         optimizer = optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.05, decay_vectors=False)
@@ -63,7 +63,7 @@ def main() -> None:
                 optimizer.step()
                 schedule.step()
             with net.evaluating():
-                right = sum(nn.accuracy(net(x), y) * x.shape[0] for x, y in test) / held_out
+                right = sum(nn.accuracy(net(x), y) * x.shape[0] for x, y in test) / len(held_out)
             last = loss.item()
             if grid.rank == 0:
                 print(f"epoch {batches.epoch}: loss {last:.4f}, test accuracy {right:.3f}", flush=True)

@@ -1,9 +1,11 @@
 """Builds libpmm3d.so, the library with Python that it loads, and the drop-in for p?gemm, libpmm3d_scalapack.so.
 
     python embed/build.py [--into build/embed] [--mpicc mpicc]
+    python embed/build.py --install PREFIX [--into build/embed]
 
 The Python that runs this is the one that the library starts, unless PMM3D_PYTHON names another of its version. It needs
-cffi (pip install "pmm3d[embed]") and its own libpython as a shared library.
+cffi (pip install "pmm3d[embed]") and its own libpython as a shared library. --install copies what was built, the header
+and the Fortran module to PREFIX; the libraries still start the same Python, so keep its environment.
 """
 
 from __future__ import annotations
@@ -14,11 +16,22 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 OFFERED = """
 extern "Python" int pmm3d_python_call(char *, int64_t *, int, int64_t *, int *, int *, char *, int);
+"""
+LIBRARIES = ("libpmm3d.so", "libpmm3d_python.so", "libpmm3d_scalapack.so")
+PKG_CONFIG = """libdir={libraries}
+includedir={headers}
+
+Name: pmm3d
+Description: distributed matrix products from C, C++ and Fortran
+Version: {version}
+Cflags: -I${{includedir}}
+Libs: -L${{libdir}} -lpmm3d -Wl,-rpath,${{libdir}}
 """
 FLAGS = ["-std=c11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
@@ -27,13 +40,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--into", type=Path, default=HERE.parent / "build" / "embed", help="folder of the libraries")
     parser.add_argument("--mpicc", default="mpicc", help="the C compiler of the callers' MPI")
+    parser.add_argument("--check", action="store_true", help="only look whether the C compiler is there")
+    parser.add_argument("--install", type=Path, metavar="PREFIX", help="copy what was built to PREFIX/lib and "
+                                                                       "PREFIX/include")
     options = parser.parse_args()
+    if options.install:
+        install(options.into, options.install.absolute())
+        return
+    check_compiler(options.mpicc)
+    if options.check:
+        return
     options.into.mkdir(parents=True, exist_ok=True)
     with_python(options.into)
     compiled(options.mpicc, "pmm3d.c", options.into / "libpmm3d.so", "-ldl")
     # Names of BLACS are those of the ScaLAPACK in the program, or of none where a program that has none is preloaded.
     compiled(options.mpicc, "scalapack.c", options.into / "libpmm3d_scalapack.so", f"-L{options.into}", "-lpmm3d",
              "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy")
+    describe(options.into.absolute(), HERE, options.into)
+
+
+def check_compiler(mpicc: str) -> None:
+    if shutil.which(mpicc) is None:
+        raise SystemExit(f"embed: there is no C compiler {mpicc}. Install that of the MPI which your programs use (on "
+                         "Debian: apt-get install libopenmpi-dev), or name it: make embed MPICC=/path/to/mpicc")
+
+
+def install(built: Path, prefix: Path) -> None:
+    """Copy the libraries to PREFIX/lib, with their pkg-config file, and the header and the module to PREFIX/include."""
+    if missing := [name for name in LIBRARIES if not (built / name).exists()]:
+        raise SystemExit(f"embed: {built} lacks {', '.join(missing)}. Build them first: make embed")
+    libraries, headers = prefix / "lib", prefix / "include"
+    try:
+        for source, folder in ((built, libraries), (HERE, headers)):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in LIBRARIES if source is built else ("pmm3d.h", "pmm3d.f90"):
+                shutil.copy2(source / name, folder / name)
+        (libraries / "pkgconfig").mkdir(exist_ok=True)
+        describe(libraries, headers, libraries / "pkgconfig")
+    except OSError as error:
+        raise SystemExit(f"embed: {prefix} cannot be written: {error}. Name another folder: make install "
+                         "PREFIX=$HOME/.local") from None
+    print(f"embed: installed in {prefix}. pkg-config finds it with PKG_CONFIG_PATH={libraries}/pkgconfig")
+
+
+def describe(libraries: Path, headers: Path, into: Path) -> None:
+    """pmm3d.pc, by which pkg-config knows the compiler's and the linker's arguments. Its paths are absolute."""
+    (into / "pmm3d.pc").write_text(PKG_CONFIG.format(libraries=libraries, headers=headers, version=version("pmm3d")))
 
 
 def with_python(into: Path) -> None:
@@ -60,7 +112,10 @@ def with_python(into: Path) -> None:
 
 def compiled(mpicc: str, source: str, target: Path, *libraries: str) -> None:
     python = f'-DPMM3D_BUILT_WITH="{sys.executable}"'
-    subprocess.run([mpicc, *FLAGS, python, str(HERE / source), "-o", str(target), *libraries], check=True)
+    done = subprocess.run([mpicc, *FLAGS, python, str(HERE / source), "-o", str(target), *libraries])
+    if done.returncode:
+        raise SystemExit(f"embed: {mpicc} cannot compile {HERE / source}; what it says is above. It must be the C "
+                         "compiler of an MPI: make embed MPICC=/path/to/mpicc")
 
 
 if __name__ == "__main__":

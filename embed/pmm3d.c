@@ -257,6 +257,17 @@ int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, cons
     return CALL("matmul", results, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c);
 }
 
+int pmm3d_plan(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan) {
+    int64_t results[4];
+    return made(CALL("plan", results, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, ADDRESS(plan)), results,
+                plan);
+}
+
+int pmm3d_multiply(int plan) {
+    int64_t results[4];
+    return CALL("multiply", results, plan);
+}
+
 int pmm3d_redistribute(int source, int target) {
     int64_t results[4];
     return CALL("redistribute", results, source, target);
@@ -296,6 +307,16 @@ int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int 
 int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]) {
     int64_t results[4];
     return CALL("to_block_cyclic", results, matrix, context, ADDRESS(a), ADDRESS(desca));
+}
+
+int pmm3d_from_blocks(const void *block, const int64_t box[4], char order, int matrix) {
+    int64_t results[4];
+    return CALL("from_blocks", results, ADDRESS(block), ADDRESS(box), order, matrix);
+}
+
+int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order) {
+    int64_t results[4];
+    return CALL("to_blocks", results, matrix, ADDRESS(block), ADDRESS(box), order);
 }
 
 int pmm3d_free(int *object) {

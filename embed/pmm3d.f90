@@ -10,7 +10,8 @@ module pmm3d
     private
     public :: pmm3d_start, pmm3d_finalize, pmm3d_last_error, pmm3d_error_everywhere, pmm3d_grid, pmm3d_grid_shape, &
               pmm3d_box, pmm3d_matrix, pmm3d_matmul, pmm3d_redistribute, pmm3d_free, pmm3d_context, &
-              pmm3d_pgemm, pmm3d_pgemr2d, pmm3d_from_block_cyclic, pmm3d_to_block_cyclic
+              pmm3d_pgemm, pmm3d_pgemr2d, pmm3d_from_block_cyclic, pmm3d_to_block_cyclic, pmm3d_from_blocks, &
+              pmm3d_to_blocks, pmm3d_plan, pmm3d_multiply
 
     integer(c_int), parameter, public :: PMM3D_OK = 0, PMM3D_ERROR_ARGUMENT = 1, PMM3D_ERROR_DISAGREEMENT = 2, &
         PMM3D_ERROR_MEMORY = 3, PMM3D_ERROR_MPI = 4, PMM3D_ERROR_PYTHON = 5, PMM3D_ERROR_THREAD = 6, &
@@ -39,6 +40,11 @@ module pmm3d
             import :: c_int
             integer(c_int), value :: grid
             integer(c_int), intent(out) :: shape(3)
+        end function
+
+        integer(c_int) function pmm3d_multiply(plan) bind(C)
+            import :: c_int
+            integer(c_int), value :: plan
         end function
 
         integer(c_int) function pmm3d_redistribute(source, target) bind(C)
@@ -89,6 +95,14 @@ module pmm3d
             integer(c_int), value :: a, b, c
         end function
 
+        integer(c_int) function plan_in_c(transa, transb, alpha, a, b, beta, c, plan) bind(C, name="pmm3d_plan")
+            import :: c_int, c_signed_char
+            integer(c_signed_char), value :: transa, transb
+            type(*), intent(in) :: alpha, beta
+            integer(c_int), value :: a, b, c
+            integer(c_int), intent(out) :: plan
+        end function
+
         integer(c_int) function context_in_c(comm, rows, columns, order, context) bind(C, name="pmm3d_context_f")
             import :: c_int, c_signed_char
             integer(c_int), value :: comm, rows, columns
@@ -114,6 +128,22 @@ module pmm3d
             type(*), intent(in) :: a(*)
             type(*) :: b(*)
             integer(c_int), intent(in) :: desca(9), descb(9)
+        end function
+
+        integer(c_int) function from_blocks_in_c(block, box, order, matrix) bind(C, name="pmm3d_from_blocks")
+            import :: c_int, c_int64_t, c_signed_char
+            type(*), intent(in) :: block(*)
+            integer(c_int64_t), intent(in) :: box(4)
+            integer(c_signed_char), value :: order
+            integer(c_int), value :: matrix
+        end function
+
+        integer(c_int) function to_blocks_in_c(matrix, block, box, order) bind(C, name="pmm3d_to_blocks")
+            import :: c_int, c_int64_t, c_signed_char
+            integer(c_int), value :: matrix
+            type(*) :: block(*)
+            integer(c_int64_t), intent(in) :: box(4)
+            integer(c_signed_char), value :: order
         end function
 
         integer(c_int) function matrix_in_c(grid, type, rows, columns, layout, order, shard, matrix) &
@@ -175,6 +205,15 @@ contains
         code = matmul_in_c(as_char(transa), as_char(transb), alpha, a, b, beta, c)
     end function
 
+    ! The same product, to be repeated by pmm3d_multiply(plan).
+    integer(c_int) function pmm3d_plan(transa, transb, alpha, a, b, beta, c, plan) result(code)
+        character, intent(in) :: transa, transb
+        type(*), intent(in) :: alpha, beta
+        integer(c_int), intent(in) :: a, b, c
+        integer(c_int), intent(out) :: plan
+        code = plan_in_c(as_char(transa), as_char(transb), alpha, a, b, beta, c, plan)
+    end function
+
     integer(c_int) function pmm3d_context(comm, rows, columns, order, context) result(code)
         integer(c_int), intent(in) :: comm, rows, columns
         character, intent(in) :: order
@@ -199,6 +238,23 @@ contains
         type(*), intent(in) :: a(*)
         type(*) :: b(*)
         code = pgemr2d_in_c(as_char(type), m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb)
+    end function
+
+    ! matrix = blocks: rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included, are this
+    ! rank's block; the end of an empty one is before its beginning.
+    integer(c_int) function pmm3d_from_blocks(block, box, order, matrix) result(code)
+        type(*), intent(in) :: block(*)
+        integer(c_int), intent(in) :: box(4), matrix
+        character, intent(in) :: order
+        code = from_blocks_in_c(block, int(box, c_int64_t) - [1, 0, 1, 0], as_char(order), matrix)
+    end function
+
+    ! blocks = matrix; the rest as pmm3d_from_blocks.
+    integer(c_int) function pmm3d_to_blocks(matrix, block, box, order) result(code)
+        integer(c_int), intent(in) :: matrix, box(4)
+        type(*) :: block(*)
+        character, intent(in) :: order
+        code = to_blocks_in_c(matrix, block, int(box, c_int64_t) - [1, 0, 1, 0], as_char(order))
     end function
 
     integer(c_signed_char) function as_char(letter)

@@ -78,6 +78,12 @@ int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char 
    point to one element of the matrices' type. Collective over the grid. */
 int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c);
 
+/* A plan of the same product, to be repeated: arguments are compared, checked and planned once. Small products gain most.
+   alpha and beta are those of this call; the matrices must outlive the plan. Collective over the grid, and so are
+   pmm3d_multiply, which multiplies what the shards contain at that time, and pmm3d_free of a plan. */
+int pmm3d_plan(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan);
+int pmm3d_multiply(int plan);
+
 /* target = source, from any layout and order to any other, also onto another grid over the same ranks in the same
    order. Collective over the source's grid. */
 int pmm3d_redistribute(int source, int target);
@@ -104,8 +110,16 @@ int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const 
 int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix);
 int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]);
 
-/* Gives back a grid, a matrix or a context, and makes it 0; 0 is left alone. Of grids and contexts collective. A grid
-   outlives its matrices. */
+/* matrix = blocks, and blocks = matrix, where each rank has one block of any rows and columns of the matrix: uneven
+   slabs of rows, for example. Rows box[0] to box[1] and columns box[2] to box[3] are this rank's (from 0, the ends not
+   included; an empty block has equal ends). The blocks of all ranks cover each element of the matrix once. A block is
+   stored without gaps, by rows (order 'C') or by columns (order 'F'), in the same order on all ranks; NULL for a block
+   without elements. Collective over the grid of the matrix. */
+int pmm3d_from_blocks(const void *block, const int64_t box[4], char order, int matrix);
+int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order);
+
+/* Gives back a grid, a matrix, a plan or a context, and makes it 0; 0 is left alone. Of grids, plans and contexts
+   collective. A grid outlives its matrices and plans. */
 int pmm3d_free(int *object);
 
 #ifdef __cplusplus

@@ -71,7 +71,12 @@ class MemoryLimitError(Pmm3dError, MemoryError):
 
 
 class OutOfMemoryError(Pmm3dError, MemoryError):
-    """Memory could not be had. The text says what was asked for, what is held, and what the plans had predicted."""
+    """Memory could not be had. The text says what was asked for, what is held, and what the plans had predicted.
+
+    held   bytes that the process held; 0 if that is not known
+    """
+
+    held = 0
 
 
 class DataError(Pmm3dError):

@@ -1,7 +1,7 @@
 ! C = A B on ScaLAPACK's block-cyclic matrices from Fortran, by PMM3D and by pdgemm.
 !
 !     mpifort embed/pmm3d.f90 apps/embed/block_cyclic.f90 -L build/embed -lpmm3d -lscalapack-openmpi \
-!         -Wl,-rpath,build/embed -o block_cyclic && mpirun -n 4 ./block_cyclic
+!         -Wl,-rpath,$PWD/build/embed -o block_cyclic && mpirun -n 4 ./block_cyclic
 program block_cyclic
     use mpi
     use pmm3d

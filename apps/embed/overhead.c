@@ -1,6 +1,6 @@
 /* What a call from C costs beyond the same call in Python, in the same process, and what many calls leave in memory.
 
-       mpicc apps/embed/overhead.c -I embed -L build/embed -lpmm3d -ldl -Wl,-rpath,build/embed -o overhead
+       mpicc apps/embed/overhead.c -I embed -L build/embed -lpmm3d -ldl -Wl,-rpath,$PWD/build/embed -o overhead
        mpirun -n 2 ./overhead 1000 */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,7 +14,7 @@ enum { N = 8, ROUNDS = 10 };
 static const char *begin =
     "from time import perf_counter\n"
     "from mpi4py import MPI\n"
-    "from pmm3d import BlacsContext, DistMatrix, Grid, Layout, matmul, pgemm\n"
+    "from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan, matmul, pgemm\n"
     "grid, context, best = Grid(MPI.COMM_WORLD, 'auto'), BlacsContext(MPI.COMM_WORLD, (1, MPI.COMM_WORLD.size)), 1e9\n"
     "a, b, c = (DistMatrix.from_function(grid, (%d, %d), lambda i, j: i + j, layout=layout)\n"
     "           for layout in (Layout.A, Layout.B, Layout.C))\n"
@@ -23,6 +23,7 @@ static const char *begin =
     "p[...] = q[...] = 1\n"
     "def call_matmul():\n"
     "    matmul(a, b, out=c, alpha=1.0, beta=0.0)\n"
+    "call_plan = MatmulPlan(a, b, out=c)\n"
     "def call_pgemm():\n"
     "    pgemm('N', 'N', len(p), len(p), len(p), 1.0, p, 1, 1, desc, q, 1, 1, desc, 0.0, r, 1, 1, desc)\n"
     "def timed(call, count):\n"
@@ -38,7 +39,7 @@ static const char *end_of_one =
 static const char *end = "context.close()\ngrid.close()\n";
 
 static double shards[3][N * N], alpha = 1, beta = 0;
-static int rank, ranks, matrices[3], context, desc[9] = {1, 0, N, N, 2, 2, 0, 0, N};
+static int rank, ranks, matrices[3], plan, context, desc[9] = {1, 0, N, N, 2, 2, 0, 0, N};
 
 static void check(int code) {
     char text[2000];
@@ -70,6 +71,8 @@ static void python(const char *program) {
 }
 
 static int call_matmul(void) { return pmm3d_matmul('N', 'N', &alpha, matrices[0], matrices[1], &beta, matrices[2]); }
+
+static int call_plan(void) { return pmm3d_multiply(plan); }
 
 static int call_pgemm(void) {
     return pmm3d_pgemm(context, 'd', 'N', 'N', N, N, N, &alpha, shards[0], 1, 1, desc, shards[1], 1, 1, desc, &beta,
@@ -108,6 +111,8 @@ int main(int count, char **words) {
     for (int i = 0; i < 3; i++) check(pmm3d_matrix(grid, 'd', N, N, layouts[i], 'C', shards[i], &matrices[i]));
     snprintf(program, sizeof program, begin, N, N, N, N);
     python(program);
+    check(pmm3d_plan('N', 'N', &alpha, matrices[0], matrices[1], &beta, matrices[2], &plan));
+    measure("plan", call_plan, calls);
     measure("matmul", call_matmul, calls);
     measure("pgemm", call_pgemm, calls);
     python(end);

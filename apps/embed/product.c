@@ -1,6 +1,6 @@
 /* C = A B from C: each rank makes its shards, and looks at its shard of the result.
 
-       mpicc apps/embed/product.c -I embed -L build/embed -lpmm3d -Wl,-rpath,build/embed -o product
+       mpicc apps/embed/product.c -I embed -L build/embed -lpmm3d -Wl,-rpath,$PWD/build/embed -o product
        mpirun -n 4 ./product 300 200 100 */
 #include <pmm3d.h>
 #include <stdio.h>

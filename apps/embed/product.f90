@@ -1,6 +1,6 @@
 ! C = A B from Fortran: each rank makes its shards, and looks at its shard of the result.
 !
-!     mpifort embed/pmm3d.f90 apps/embed/product.f90 -L build/embed -lpmm3d -Wl,-rpath,build/embed -o product
+!     mpifort embed/pmm3d.f90 apps/embed/product.f90 -L build/embed -lpmm3d -Wl,-rpath,$PWD/build/embed -o product
 !     mpirun -n 4 ./product
 program product_of_shards
     use mpi

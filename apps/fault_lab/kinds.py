@@ -85,7 +85,7 @@ def terminated(lab: Lab) -> Outcome:
 
 
 def _mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tuple[str, ...], codes: tuple[int, ...],
-             timeout: str = LONG, environ: Mapping[str, str] | None = None) -> Outcome:
+             timeout: str = LONG, environ: Mapping[str, str] | None = None, named: bool = True) -> Outcome:
     """A loop with a mistake in a random step, at one of those points, of a random rank."""
     victim, step, point = lab.random.randrange(lab.ranks), lab.random.randrange(1, 12), lab.random.choice(points)
     step = step // 3 * 3 + 2 if point == "save" else step
@@ -93,7 +93,7 @@ def _mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tupl
     job = run.start({"PMM3D_TIMEOUT": timeout} | (environ or {}), fault=fault)
     ending = job.end()
     variant = f"{what}, rank {victim} in step {step} at {point}{', PMM3D_DEBUG=1' if environ else ''}"
-    outcome = lab.judge(kind, variant, run, ending, Expected(causes, victim, codes))
+    outcome = lab.judge(kind, variant, run, ending, Expected(causes, victim, codes, everyone=not named))
     if not job.mark.exists():
         outcome.note("ended", False, "the fault did not happen")
     return outcome
@@ -125,11 +125,13 @@ def another_collective(lab: Lab) -> Outcome:
 
 
 def no_collective(lab: Lab) -> Outcome:
-    what, points = lab.random.choice([("sleeps", POINTS), ("skips", ("product",)), ("leaves the block", POINTS),
+    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS),
                                       ("never makes the grid", ("begin",))])
     causes = (NEVER_CAME, WAITS, r"DisagreementError: (?P<rank>[^\n]*)")
-    codes = (1, *HUNG) if what in ("skips", "leaves the block") else HUNG
-    return _mistake(lab, "calling none", f"none: {what}", points, causes, codes, SHORT)
+    if what == "never makes the grid":  # nobody asks on the caller's communicator who is missing
+        causes = (r"rank \d+ (?:\(host \S+, pid \d+\) )?has waited \d+ s in making a Grid",)
+        return _mistake(lab, "calling none", f"none: {what}", points, causes, HUNG, SHORT, named=False)
+    return _mistake(lab, "calling none", f"none: {what}", points, causes, (1, *HUNG), SHORT)
 
 
 def too_few_ranks(lab: Lab) -> Outcome:
@@ -149,18 +151,21 @@ def too_few_ranks(lab: Lab) -> Outcome:
     return lab.judge("too few ranks", variant, run, ending, expected)
 
 
-def all_asleep(lab: Lab) -> Outcome:
-    """All ranks in code of the user's for longer than the limit: told of, and not ended."""
+def asleep(lab: Lab) -> Outcome:
+    """All ranks, or one, are in code of the user's for longer than the limit: a note says so, and the job goes on."""
     run, step, point = lab.run(own_loop=True), lab.random.randrange(1, 12), lab.random.choice(("batch", "forward"))
-    fault = {"name": "none: all sleep", "victim": 0, "step": step, "point": point}
+    what, causes = lab.random.choice([
+        ("all sleep", r"ranks 0-3 began no collective for \d+ s, and nobody waits in one\..*?in call_none"),
+        ("sleeps", r"The job goes on\..*?" + NEVER_CAME + ".*?in call_none"),
+    ])
+    fault = {"name": f"none: {what}", "victim": 0, "step": step, "point": point}
     ending = run.start({"PMM3D_TIMEOUT": SHORT}, fault=fault).end()
-    causes = (r"ranks 0-3 began no collective for \d+ s, and nobody waits in one\..*?in call_none",)
-    expected = Expected(causes, codes=(0,), everyone=True)
-    return lab.judge("all asleep", f"in step {step} at {point}", run, ending, expected)
+    expected = Expected((causes,), None if what == "all sleep" else 0, codes=(0,), everyone=what == "all sleep")
+    return lab.judge("asleep", f"{what} in step {step} at {point}", run, ending, expected)
 
 
 KINDS = {
     "killed": killed, "stopped": stopped, "sigterm": terminated, "raising": raising, "memory": out_of_memory,
     "other": another_collective, "none": no_collective, "disk": storage.disk_full, "corrupt": storage.corrupt_block,
-    "ranks": too_few_ranks, "asleep": all_asleep, "pipe": storage.named_pipe, "network": nodes.network,
+    "ranks": too_few_ranks, "asleep": asleep, "pipe": storage.named_pipe, "network": nodes.network,
 }

@@ -23,7 +23,7 @@ from pmm3d.nn import optim
 
 STEPS, LARGE = 12, 3000
 ASLEEP = 8.0
-"""Seconds that all ranks sleep at once."""
+"""Seconds that a rank sleeps, or all ranks at once."""
 HEADROOM = 2**23
 """Bytes of address space that are left to the victim: less than any of the large arrays takes on a rank."""
 
@@ -97,10 +97,10 @@ def call_another(what: str, is_victim: bool, grid: Grid) -> None:
 
 
 def call_none(what: str, is_victim: bool, grid: Grid) -> None:
-    if what == "all sleep":
+    if what == "all sleep" or what == "sleeps" and is_victim:
         time.sleep(ASLEEP)
-    elif is_victim:
-        if what in ("sleeps", "never makes the grid"):
+    elif is_victim and what != "sleeps":
+        if what == "never makes the grid":
             time.sleep(600)
         raise Leave(what)
 

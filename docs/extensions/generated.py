@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from enum import Enum
 from itertools import groupby
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def _parameter(parameter) -> tuple[str, str, str]:
 def _plain(value, switch=("false", "true")) -> str:
     if isinstance(value, bool):
         return switch[value]
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, float):
         return f"{value:g}"
     return "" if value is None else str(value)

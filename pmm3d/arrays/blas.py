@@ -6,12 +6,15 @@ accumulate into a part of a matrix. Which BLAS that is: `blas_library`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from .blas_library import DTYPES as OF_ROUTINES
-from .blas_library import LENGTHS, LP64_LARGEST, Routine, chosen, integer, scalar
+from .blas_library import LENGTHS, Routine, integer, scalar
+from .blas_library import LP64_LARGEST as LP64_LARGEST
+from .blas_library import chosen as chosen
 
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
 Lying = tuple[tuple[int, ...], ...]
@@ -22,6 +25,10 @@ AS_THEY_ARE: Conjugated = (False, False)
 
 ROUTINES = {dtype: name for name, dtype in OF_ROUTINES.items()}
 DTYPES = frozenset(ROUTINES)
+
+
+class TooLarge(ValueError):
+    """A size or a leading dimension is larger than the integers of the BLAS: multiply in pieces (`pieces`)."""
 
 
 class Arranged(NamedTuple):
@@ -80,12 +87,12 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
     """C = alpha A B + beta C; beta = 0 does not read C. A conjugated matrix lies the other way than C, for BLAS
     conjugates what it transposes: by columns where C lies by rows.
 
-    Raises ValueError for matrices that have no dim of stride 1, and for a conjugated one that lies as C does. Dims and
-    leading dimensions are at most 2^31 - 1 (an LP64 BLAS) or 2^63 - 1 (ILP64). The GIL is free during the call.
+    Raises ValueError for matrices that have no dim of stride 1, and for a conjugated one that lies as C does; TooLarge
+    for sizes and leading dimensions above 2^31 - 1 (an LP64 BLAS) or 2^63 - 1 (ILP64). The GIL is free during the call.
     """
     if 0 in c[1]:
         return
-    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated)
+    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated, chosen().largest)
     a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
     call.routine(*call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc, *LENGTHS)
 
@@ -95,36 +102,51 @@ def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta
     """`gemm` of memory that stays where it is, to be called as often as wanted."""
     if 0 in c[1]:
         return lambda: None
-    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated)
+    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated, chosen().largest)
     a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
     return partial(call.routine, *call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc,
                    *LENGTHS)
 
 
 @lru_cache(maxsize=1024)
-def arranged(a: Lying, b: Lying, c: Lying, conjugated: Conjugated = AS_THEY_ARE) -> Arranged:
-    """The GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does."""
+def arranged(a: Lying, b: Lying, c: Lying, conjugated: Conjugated = AS_THEY_ARE,
+             largest: int | None = None) -> Arranged:
+    """The GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does.
+
+    largest   size and leading dimension that the BLAS takes; not compared if None
+    """
     for order, ldc in _readings(*c).items():
         swapped = order == "T"
         first, second = (_transposed(b), _transposed(a)) if swapped else (a, b)
-        reads = _read(first, conjugated[swapped]), _read(second, conjugated[not swapped])
-        if reads[0] is not None and reads[1] is not None:
-            return _arranged(swapped, reads[0], reads[1], (first[0][0], second[0][1], first[0][1]), ldc)
+        one, other = _read(first, conjugated[swapped]), _read(second, conjugated[not swapped])
+        if one is not None and other is not None:
+            found = Arranged(swapped, one[0], other[0], first[0][0], second[0][1], first[0][1], one[1], other[1], ldc)
+            if largest is not None and max(found[3:]) > largest:
+                raise TooLarge(f"{found}: larger than {largest}")
+            return found
     raise ValueError(f"BLAS conjugates only what it transposes; strides {a[1]} of A, {b[1]} of B and {c[1]} of C "
                      f"leave it a conjugated matrix (A, B: {conjugated}) that lies as C does")
 
 
-def _arranged(swapped: bool, a: tuple[str, int], b: tuple[str, int], sizes: tuple[int, int, int], ldc: int) -> Arranged:
-    (a_read, lda), (b_read, ldb), (m, n, k) = a, b, sizes
-    if max(m, n, k, lda, ldb, ldc) > LP64_LARGEST and max(m, n, k, lda, ldb, ldc) > chosen().largest:
-        raise ValueError(f"local GEMM {m} x {n} x {k} (leading dimensions {lda}, {ldb}, {ldc}) exceeds 2^31 - 1")
-    return Arranged(swapped, a_read, b_read, m, n, k, lda, ldb, ldc)
+def pieces(a: Lying, b: Lying, c: Lying, largest: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Parts of m, n and k whose GEMMs, one after the other, make up one that is `TooLarge`. Parts of k come in order.
+
+    A dim whose stride is larger than `largest` is cut into single rows or columns: memory holds few of them.
+
+        >>> [depth for _, _, depth in pieces(((1, 5), (5, 1)), ((5, 1), (1, 1)), ((1, 1), (1, 1)), 3)]
+        [slice(0, 3, None), slice(3, 6, None)]
+    """
+    (m, k), n = a[0], b[0][1]
+    strides = ((m, a[1][0], c[1][0]), (n, b[1][1], c[1][1]), (k, a[1][1], b[1][0]))
+    steps = [(size, 1 if max(both) > largest else largest) for size, *both in strides]
+    yield from product(*([slice(start, start + step) for start in range(0, size, step)] for size, step in steps))
 
 
 @lru_cache(maxsize=1024)
-def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex, conjugated: Conjugated) -> _Call:
+def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex, conjugated: Conjugated,
+          largest: int) -> _Call:
     """Of matrices with these (shape, strides)."""
-    found = arranged(a, b, c, conjugated)
+    found = arranged(a, b, c, conjugated, largest)
     sizes = map(integer, (found.m, found.n, found.k))
     first = found.a_read.encode(), found.b_read.encode(), *sizes, scalar(dtype, alpha)
     return _Call(chosen().routines[ROUTINES[dtype]], found.swapped, first, integer(found.lda), integer(found.ldb),

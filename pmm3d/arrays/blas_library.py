@@ -11,8 +11,8 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import Pmm3dError
+from ..thread_counts import asked_threads
 
 VARIABLE = "PMM3D_BLAS"
 SCIPY = "scipy"
@@ -63,7 +64,6 @@ LOADED_BYTES, THREAD_BYTES = 2**26, 3 * 2**25
 SHORT_SPIN = "OPENBLAS_THREAD_TIMEOUT", "16"
 """Threads of OpenBLAS wait for the next GEMM on their cores for so many cycles, as a power of 2, unless the environment
 says otherwise: 20 us. With the 20 ms that it takes by itself no other thread of the rank has a core between GEMMs."""
-THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 SIZES = 37, 29, 131
 """m, n and k of the GEMMs by which a BLAS is checked: odd, beyond the registers of any kernel."""
 Routine = Any
@@ -91,9 +91,21 @@ def asked_for() -> str:
 def chosen() -> BlasLibrary:
     """The BLAS of this process, for as long as it lives. Raises Pmm3dError as `named_blas` does, and MemoryError where
     a limit leaves it too little address space."""
-    os.environ.setdefault(*SHORT_SPIN)
-    asked = asked_for()
-    return scipy_blas() if asked == SCIPY else named_blas(asked)
+    asked, (name, value) = asked_for(), SHORT_SPIN
+    with environment({name: os.environ.get(name, value)}):
+        return scipy_blas() if asked == SCIPY else named_blas(asked)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """As a context: the environment of this process has these variables, which a library reads when it is loaded."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            os.environ.pop(name, None) if text is None else os.environ.update({name: text})
 
 
 def blas_file() -> str:
@@ -232,29 +244,26 @@ def scipy_blas() -> BlasLibrary:
 
 @cache
 def _cython_blas() -> ModuleType:
-    """The module scipy.linalg.cython_blas, loaded alone, behind scipy's back.
+    """The module scipy.linalg.cython_blas, loaded without scipy.linalg, which would have each rank open 250 files more.
 
-    `import scipy.linalg` would have each rank open 250 files more, most of them needless for this module. It asks for a
-    parent package, so an empty one stands in for scipy while it is loaded. Nothing of that stays: a later import of
-    scipy is a whole one, over the same routines.
+    It imports the package scipy itself, as any import does. Its own entry in sys.modules is removed: a later import of
+    scipy.linalg is a whole one, with the same routines.
     """
-    name, before, spec = "scipy.linalg.cython_blas", set(sys.modules), PathFinder.find_spec("scipy")
-    if name in before or spec is None or spec.submodule_search_locations is None:
+    name, scipy, module = "scipy.linalg.cython_blas", PathFinder.find_spec("scipy"), None
+    if name in sys.modules or scipy is None or scipy.submodule_search_locations is None:
         return import_module(name)
     _check_room()
-    stand_in = ModuleType("scipy")
-    stand_in.__path__ = list(spec.submodule_search_locations)
-    sys.modules.setdefault("scipy", stand_in)
     try:
-        spec = PathFinder.find_spec(name, [str(Path(folder, "linalg")) for folder in stand_in.__path__])
+        spec = PathFinder.find_spec("cython_blas", [str(Path(folder, "linalg")) for folder
+                                                    in scipy.submodule_search_locations])
         module = module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         return module
     except Exception:  # a scipy of another build: as anyone would load it
         pass
     finally:
-        for loaded in [loaded for loaded in sys.modules if loaded.startswith("scipy") and loaded not in before]:
-            del sys.modules[loaded]
+        if module is not None and sys.modules.get(name) is module:
+            del sys.modules[name]
     return import_module(name)
 
 
@@ -262,8 +271,7 @@ def _check_room() -> None:
     """Raises MemoryError where a limit leaves an OpenBLAS too little address space: it would try to get it for ever."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
-    asked = [int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()]
-    needed = LOADED_BYTES + THREAD_BYTES * min([*asked[:1], os.cpu_count() or 1])
+    needed = LOADED_BYTES + THREAD_BYTES * asked_threads()
     try:
         mmap.mmap(-1, needed).close()
     except OSError:

@@ -31,11 +31,11 @@ def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: 
     dtypes   of A and B, and of C: the same, or float16 and float32
     tf32     whether float32 and complex64 factors may be rounded to 10 bits of mantissa
 
-    Raises ValueError as `blas.gemm` does, also for dims and leading dimensions beyond 2^31 - 1.
+    Raises ValueError as `blas.gemm` does; TooLarge for sizes and leading dimensions above 2^31 - 1.
     """
     if 0 in c[1]:
         return
-    call, library = blas.arranged(a[1:], b[1:], c[1:], conjugated), cuda.cublas
+    call, library = blas.arranged(a[1:], b[1:], c[1:], conjugated, blas.LP64_LARGEST), cuda.cublas
     operands, sums, scalar = _TYPES[dtypes[0]]
     if tf32 and scalar in ("float32", "complex64") and dtypes[0] == scalar:
         sums = TF32

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..layout import itemsize
 from . import blas, cublas
-from .low_precision import WorkArrays, check_gemm_types
+from .low_precision import WorkArrays, check_gemm_types, scale
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
 
@@ -125,8 +125,14 @@ class DeviceLibrary(NumpyLibrary):
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
         types = self.dtype(a), self.dtype(c)
         check_gemm_types(types[0], self.dtype(b), types[1])
-        cublas.gemm(self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32,
-                    conjugated)
+        if alpha == 0 or not a.shape[1]:
+            scale(self, c, beta)
+            return
+        try:
+            cublas.gemm(self.xp.cuda, types, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32,
+                        conjugated)
+        except blas.TooLarge:
+            self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
 
 
 @cache

@@ -170,9 +170,6 @@ class DryArray:
     def conj(self) -> DryArray:
         return self.library.elementwise("conj", (self,))
 
-    def erf(self) -> DryArray:
-        return self.library.elementwise("erf", (self,))
-
     def astype(self, dtype: Any) -> DryArray:
         return self.library.temporary(self.shape, dtype_of(dtype)).filled("cast", (self,))
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..errors import DTypeError
 from ..layout import LOW_PRECISION, MATRIX_DTYPES
-from .threads import copy_into
+from .threads import by_rows, copy_into
 
 
 class WorkArrays(Protocol):
@@ -41,8 +41,20 @@ def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: com
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:
-    """C = beta C; what C held does not matter if beta is 0."""
-    if beta == 0:
+    """C = beta C, rounded once. If beta is 0, C is not read.
+
+        >>> import numpy as np
+        >>> from pmm3d.arrays import NumpyLibrary
+        >>> c = np.ones((1, 2))
+        >>> scale(NumpyLibrary(), c, 3)
+        >>> c
+        array([[3., 3.]])
+    """
+    if not library.has_data:
+        library.passed("scale", c, *([] if beta == 0 else [c]))
+    elif beta == 0:
         c[...] = 0
+    elif beta != 1 and library.dtype(c) in LOW_PRECISION:
+        by_rows(library, lambda part: library.astype(part, "float32") * beta, c, c)
     elif beta != 1:
         library.xp.multiply(c, beta, out=c)

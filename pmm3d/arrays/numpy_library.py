@@ -15,7 +15,7 @@ import numpy as np
 
 from ..layout import itemsize
 from . import blas, blas_library
-from .low_precision import WorkArrays, check_gemm_types, widened_gemm
+from .low_precision import WorkArrays, check_gemm_types, scale, widened_gemm
 from .streams import Stream
 
 Array = Any
@@ -89,7 +89,7 @@ class NumpyLibrary:
         return self.xp.arange(start, stop, dtype="uint64")
 
     def special(self, name: str) -> Callable[[Array], Array]:
-        """A function of scipy.special ("erf", "ndtri"), of the library's own."""
+        """A function of scipy.special ("expit", "ndtr", "ndtri"), of the library's own."""
         return getattr(import_module("scipy.special"), name)
 
     def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
@@ -229,26 +229,44 @@ class NumpyLibrary:
         factors of float32 to 10 bits of mantissa. conjugated: whether A, and B, stand for their conjugates. Raises
         DTypeError for other types, ValueError for matrices that have no dim of stride 1, and for a conjugated one that
         lies as C does, which no BLAS reads.
+
+        As in BLAS: if alpha or k is 0, A and B are not read and C = beta C; if beta is 0, C is not read. What is larger
+        than the integers of the BLAS is multiplied in pieces.
         """
         dtype = dtype_name(a.dtype)
         check_gemm_types(dtype, dtype_name(b.dtype), dtype_name(c.dtype))
-        if dtype == "float16":
+        if alpha == 0 or not a.shape[1]:
+            scale(self, c, beta)
+        elif dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
         else:
-            blas.gemm(dtype, _lying(a), _lying(b), _lying(c), alpha, beta, conjugated)
+            try:
+                blas.gemm(dtype, _lying(a), _lying(b), _lying(c), alpha, beta, conjugated)
+            except blas.TooLarge:
+                self._in_pieces(a, b, c, alpha, beta, work, blas.chosen().largest, conjugated=conjugated)
+
+    def _in_pieces(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, largest: int,
+                   **options: Any) -> None:
+        """`gemm` of parts whose sizes and leading dimensions are at most `largest`."""
+        lying = [self._matrix(array)[1:] for array in (a, b, c)]
+        for rows, cols, depth in blas.pieces(lying[0], lying[1], lying[2], largest):
+            self.gemm(a[rows, depth], b[depth, cols], c[rows, cols], alpha, 1 if depth.start else beta, work, **options)
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
         """`gemm` of arrays of one type on the host, of no low precision, that stay where they are: to be called as
         often as wanted."""
         check_gemm_types(self.dtype(a), self.dtype(b), self.dtype(c))
-        return blas.bound_gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta,
-                               conjugated)
+        try:
+            return blas.bound_gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta,
+                                   conjugated)
+        except blas.TooLarge:
+            return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
 
     @property
     def blas_file(self) -> str:
-        """Of a library on the host: where its BLAS is from, if PMM3D_BLAS names one."""
-        return blas_library.blas_file()
+        """File of the BLAS that multiplies arrays on the host, which this loads; "" if the BLAS is SciPy's."""
+        return blas_library.chosen().file
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)

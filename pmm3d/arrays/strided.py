@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..layout import LOW_PRECISION
 from ..layout.dealing import Strided
 from .numpy_library import Array, NumpyLibrary
 
@@ -21,13 +22,19 @@ of all at once."""
 
 def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequence[Strided],
                  cols: Sequence[Strided], beta: complex = 0) -> None:
-    """target = beta target + source, in those rows and columns; `here` is in the source, `there` in the target."""
+    """target = beta target + source, in those rows and columns; `here` is in the source, `there` in the target.
+
+    Low precision is computed in float32 and rounded once. If beta is 0, the target is not read.
+    """
+    low = library.dtype(target) in LOW_PRECISION
     for of_rows in rows:
         for of_cols in cols:
             piece = _view(library, source, of_rows, of_cols, there=False)
             place = _view(library, target, of_rows, of_cols, there=True)
             if beta == 0:
                 _copy(library, piece, place)
+            elif low:
+                place[...] = library.astype(place, "float32") * beta + library.astype(piece, "float32")
             else:
                 if beta != 1:
                     place *= beta

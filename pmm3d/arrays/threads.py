@@ -14,9 +14,8 @@ from math import prod
 from typing import Any, TypeVar
 
 from ..layout import offsets, part_sizes
+from ..thread_counts import asked_threads
 
-COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that say how many threads a BLAS has; if none does, it has as many as the process has cores."""
 LEAST_SLICES = 4
 """Of a loop that is shared out: a shorter one is over before other threads have begun."""
 COPIED = 2**17
@@ -135,14 +134,12 @@ def slices_of_rows(shape: tuple[int, ...], elements: int) -> list[slice]:
 
 @cache
 def blas_threads() -> int:
-    """Threads of this rank's BLAS, by the variables that it reads; no more than the rank has cores.
+    """Number of threads of this rank's BLAS (`asked_threads`), the same for as long as the process lives.
 
         >>> blas_threads() >= 1
         True
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = [int(text) for text in map(os.environ.get, COUNTS) if text and text.isdecimal()]
-    return max(1, min([*asked[:1], cores]))
+    return asked_threads()
 
 
 def _each(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from . import blas
+from . import blas, blas_library
 from .device_library import PORTABLE, PinnedHost, StreamMemory
-from .low_precision import WorkArrays, check_gemm_types, widened_gemm
+from .low_precision import WorkArrays, check_gemm_types, scale, widened_gemm
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import TorchStream
 from .sums import rounded_gemm
@@ -174,11 +174,18 @@ class TorchLibrary(NumpyLibrary):
         check_gemm_types(dtype, self.dtype(b), of_result)
         if 0 in c.shape:
             return
+        if alpha == 0 or not a.shape[1]:
+            scale(self, c, beta)
+            return
         if self.on_host and dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
             return
         lying = ((tuple(array.shape), array.stride()) for array in (a, b, c))
-        blas.arranged(*lying, conjugated)  # torch would copy what it refuses
+        try:
+            blas.arranged(*lying, conjugated, blas.LP64_LARGEST)  # torch would copy what it refuses
+        except blas.TooLarge:
+            self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
+            return
         a, b = (array.conj() if flag else array for array, flag in zip((a, b), conjugated))
         with self.xp.no_grad():
             if self.on_host and dtype == of_result in blas.DTYPES and self.blas_file:
@@ -189,6 +196,12 @@ class TorchLibrary(NumpyLibrary):
                 rounded_gemm(self, a, b, c, alpha, beta, work)
             else:
                 self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
+
+    @property
+    def blas_file(self) -> str:
+        """File of the BLAS that PMM3D_BLAS names; "" if it names none, since torch then multiplies by a BLAS of its
+        own."""
+        return blas_library.blas_file()
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:

@@ -15,7 +15,8 @@ UNSET = "none"
 
 class Rounding:
     """One of torch's settings `fp32_precision`. Threads that need the same value hold it together, those that need
-    another one wait until they have let go; what it was before is put back by the last.
+    another one wait until they have let go. The last one puts back what the setting was before, unless another thread
+    has set it meanwhile: that value stays.
 
         >>> from types import SimpleNamespace
         >>> setting, rounding = SimpleNamespace(fp32_precision="bf16"), Rounding()
@@ -47,7 +48,7 @@ class Rounding:
             if self._holders:
                 return
             try:
-                if self._before != self._value:
+                if self._before != self._value == setting.fp32_precision:
                     setting.fp32_precision = self._before
             finally:
                 self._changed.notify_all()

@@ -6,7 +6,6 @@ import hashlib
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,8 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
-from ..errors import DisagreementError, Pmm3dError
-from .ahead import POSTED, Ahead
+from ..errors import DisagreementError, OutOfMemoryError, Pmm3dError
 from .algorithms import gather_parts
 from .stacks import source_line
 from .transport import Collective, Link
@@ -26,6 +24,8 @@ MOST_TEXTS = 8
 """Different texts that an error lists, each with the ranks whose it is."""
 MOST_CHARACTERS = 1000
 """Of each of them."""
+WITHOUT_MEMORY = "OutOfMemoryError"
+"""What ranks without memory say, so that they share a line: their full texts differ in many figures."""
 
 
 class Terms(NamedTuple):
@@ -35,23 +35,12 @@ class Terms(NamedTuple):
     shown      what the message says in its place, if that is more; a function is called only if there is a message
     error      what went wrong here, if anything did
     call       the operation, where the ranks may be in different ones: then the message says so, with their lines
-    said       a number besides, which may differ: 0, or what this rank would do if all ranks said so
     """
 
     compared: str
     shown: str | Callable[[], str] = ""
     error: Exception | None = None
     call: str = ""
-    said: int = 0
-
-
-@dataclass
-class Vote:
-    """What this rank says in an agreement besides (`Terms.said`), and what all said; None if that differs, or if
-    nothing was compared."""
-
-    mine: int = 0
-    common: int | None = None
 
 
 class Said(NamedTuple):
@@ -82,29 +71,26 @@ class Heard(NamedTuple):
 
 
 def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | None = None,
-          kind: type[Pmm3dError] = DisagreementError, ahead: Ahead | None = None) -> Collective[Any]:
+          kind: type[Pmm3dError] = DisagreementError) -> Collective[Any]:
     """Generator: every rank raises the same error if their terms differ or one of them failed.
 
     what       the operation;   headline: how the message begins where terms differ, as an error of that kind
     numbers    what the ranks tell each other besides, which may differ: as many on each
-    ahead      of the whole grid: what has been posted before this agreement is withdrawn where not all have
 
-    Returns, with numbers, one row a rank, else what all said (`Terms.said`), or None if that differs.
+    Returns, with numbers, one row a rank, else None.
 
-    Costs an all-reduce of 40 bytes by MPI, or, with numbers, an all-gather of a few. Where there is an error, each
-    text crosses once, however many ranks say it, and the first few texts only. In a dry run all say the same.
+    Costs an all-reduce of 24 bytes by MPI, or, with numbers or debug, an all-gather of a few numbers. If there is an
+    error, each text crosses once, however many ranks say it, and the first few texts only. In a dry run all say the
+    same.
     """
     if link.dry:
         if terms.error is not None:
             raise terms.error
-        return terms.said if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
+        return None if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
     digest, failed = _digest(terms.compared), terms.error is not None
     rows: Any = None
     if numbers is None:
-        same, any_failed, least, most = yield from _compared(link, digest, failed, terms.said)
-        rows = least if least == most else None
-        if ahead is not None and most >= POSTED and (any_failed or not same or least != most):
-            yield from ahead.withdraw(link, terms.said)
+        same, any_failed = yield from _compared(link, digest, failed)
     else:
         all_rows = yield from exchanged(link, np.array([digest, failed, *numbers], np.int64), 2 + len(numbers))
         same, any_failed = bool(np.all(all_rows[:, 0] == digest)), bool(all_rows[:, 1].any())
@@ -112,8 +98,10 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     if same and not any_failed:
         return rows
     failures = (yield from _heard(link, *_told(terms.error))) if any_failed else Heard([], [])
-    error = _failure(link, what, terms.error, failures) if same else (
-        yield from _disagreement(link, headline, terms, kind, f". And it failed: {failures}" if any_failed else ""))
+    without = next((len(said.ranks) for said in failures.said if said.text == WITHOUT_MEMORY), 0)
+    fullest = (yield from _fullest(link, terms.error, without)) if without else ""
+    error = _failure(link, what, terms.error, failures, fullest) if same else (yield from _disagreement(
+        link, headline, terms, kind, f". And it failed: {failures}{fullest}" if any_failed else ""))
     raise everywhere(error)
 
 
@@ -135,11 +123,14 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
 
 
-def _compared(link: Link, digest: int, failed: bool, said: int) -> Collective[tuple[bool, bool, int, int]]:
-    """Generator: (whether all digests are the same, whether any rank failed, the least and the most that was said)."""
-    mine, largest = np.array([digest, -digest, failed, -said, said], np.int64), np.empty(5, np.int64)
-    yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
-    return bool(largest[0] == -largest[1]), bool(largest[2]), -int(largest[3]), int(largest[4])
+def _compared(link: Link, digest: int, failed: bool) -> Collective[tuple[bool, bool]]:
+    """Generator: (whether all digests are the same, whether any rank failed)."""
+    mine, largest = np.array([digest, -digest, failed], np.int64), np.empty(3, np.int64)
+    if link.debug:  # what comes first compares the call: an all-reduce of MPI would be posted at any time, in any order
+        largest = (yield from exchanged(link, mine, 3)).max(axis=0)
+    else:
+        yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
+    return bool(largest[0] == -largest[1]), bool(largest[2])
 
 
 def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],
@@ -155,11 +146,12 @@ def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError
     return DisagreementError(f"the ranks made different calls. {made}{failed}")
 
 
-def _failure(link: Link, what: str, mine: Exception | None, failures: Heard) -> Exception:
+def _failure(link: Link, what: str, mine: Exception | None, failures: Heard, fullest: str) -> Exception:
     """The error of ranks that agree, where some could not do their part: their own, if all failed in the same way."""
-    if mine is not None and len(failures.said) == 1 and failures.ranks == link.size:
+    alike = len(failures.said) == 1 and failures.ranks == link.size and not (fullest and link.size > 1)
+    if mine is not None and alike:
         return mine
-    error = failures.said[0].kind(f"{what} failed on {failures.ranks:,} of {link.size:,} ranks. {failures}")
+    error = failures.said[0].kind(f"{what} failed on {failures.ranks:,} of {link.size:,} ranks. {failures}{fullest}")
     error.__suppress_context__ = isinstance(mine, Pmm3dError)  # whose text is there already
     return error
 
@@ -168,7 +160,17 @@ def _told(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
     """(what the other ranks hear of an error, the kind of the common one)."""
     if error is None:
         return "", Pmm3dError
+    if isinstance(error, OutOfMemoryError) and error.held:
+        return WITHOUT_MEMORY, OutOfMemoryError
     return f"{type(error).__name__}: {error}", type(error) if isinstance(error, Pmm3dError) else Pmm3dError
+
+
+def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]:
+    """Generator: the full text of the rank that holds the most, of so many ranks without memory."""
+    held = error.held if isinstance(error, OutOfMemoryError) else 0
+    everyones = yield from exchanged(link, np.array([held], np.int64), 1)
+    heard = yield from _heard(link, str(error) if link.rank == int(everyones[:, 0].argmax()) else "")
+    return f". {'The one that holds the most: ' if ranks > 1 else ''}{heard.said[0].text}"
 
 
 def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Heard]:

@@ -19,7 +19,7 @@ from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .forms import Awaited
 from .ledger import Record
-from .requests import MOST_AHEAD, Exchange, Members, Message
+from .requests import Exchange, Members, Message
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 LARGEST_TAG = 2**15 - 1
 """What MPI promises of every implementation."""
 COUNT_TAG = 0
-"""No call's."""
-CALL_TAGS = LARGEST_TAG - MOST_AHEAD
-"""Those of collectives are up to this; the others are those of messages that go ahead of an agreement."""
+"""Tag of `Axis.even` alone."""
+PLAN_TAGS = 2**10
+"""Number of tags that plans share: messages of two plans can mix only if their numbers differ by a multiple of it."""
+CALL_TAGS = LARGEST_TAG - PLAN_TAGS
+"""Tags of collectives are 1 to CALL_TAGS. Those of plans follow."""
 
 
 class Axis:
@@ -155,19 +157,19 @@ class Axis:
         return self.begin(name, meeting)
 
     def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
-                 receives: Sequence[Message], number: int = 0) -> Exchange:
-        """Messages that are exchanged with members of the axis again and again, of arrays on the host. Like
-        `gather_into` for callers that know what they do; the bytes are counted as those of that operation.
+                 receives: Sequence[Message], plan: int) -> Exchange:
+        """Return messages that are exchanged with members of the axis again and again, of arrays on the host. Their
+        bytes are counted as those of `operation`. Nothing is checked.
 
-        number   1 to MOST_AHEAD, another one for each that may be posted before the ranks agree (`Ahead`)
+        plan   the number of the plan that they belong to, the same on all members: plans have tags of their own
         """
 
         def begin() -> Record:
             with self._engine.ledger.phase(phase):
                 return self.next_record(operation)
 
-        comm, tag = Members(self._comm, self.ranks, self.afar), CALL_TAGS + number if number else 0
-        return Exchange(begin, self._engine, comm, tag, library, sends, receives)
+        tag = CALL_TAGS + 1 + plan % PLAN_TAGS
+        return Exchange(begin, self._engine, Members(self._comm, self.afar), tag, library, sends, receives)
 
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
@@ -219,6 +221,7 @@ class Axis:
         wrong     what is wrong with the arrays of this rank, which make_collective looks up in its link
         """
         with self._engine.guard:
+            self._engine.prepare_next()
             transport, stream, mode = self._engine.transport, None, ""
             if library is not None and not library.on_host:
                 mode = self.settle(library)
@@ -227,7 +230,7 @@ class Axis:
             record = self.next_record(name)
             tag = 1 + record.number % CALL_TAGS
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
-            link.spread, link.afar = self.spread, self.afar
+            link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
             if self._engine.debug and self.size > 1:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))

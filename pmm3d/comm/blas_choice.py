@@ -12,10 +12,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, asked_for, blas_file, chosen
+from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, asked_for, blas_file, chosen, environment
 from ..errors import Pmm3dError, check_regular
-from ..model.machine import THREAD_COUNTS, Blas, cpu, loaded_blas
+from ..model.machine import Blas, cpu, loaded_blas
 from ..model.orders import ORDERS, Timed
+from ..thread_counts import asked_threads
 from . import trial_cache
 
 FORMAT = 1
@@ -100,15 +101,9 @@ def take_blas(asked: str) -> str:
         return " ".join([chosen().name, *filter(None, [os.environ.get(KERNEL_VARIABLE)])])
     if dtype not in ("", *DTYPES.values()):
         raise Pmm3dError(f"PMM3D_BLAS={asked}: behind the colon is one of {', '.join(DTYPES.values())}")
-    threads = next((int(text) for text in map(os.environ.get, THREAD_COUNTS) if text and text.isdecimal()), 1)
-    choice = recalled(threads, dtype)
-    before = {name: os.environ.get(name) for name in choice.variables}
-    os.environ.update(choice.variables)
-    try:
+    choice = recalled(asked_threads(), dtype)
+    with environment(choice.variables):
         chosen()
-    finally:
-        for name, text in before.items():
-            os.environ.pop(name, None) if text is None else os.environ.update({name: text})
     _check_kernel(asked, choice)
     return " ".join(choice.variables.values())
 

@@ -2,10 +2,11 @@
 MPI requests: what ranks pass is compared, then done by `pmm3d.comm.algorithms`.
 
 In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
-cut into parts, and `counts` are the rows of each rank's part. Without counts the ranks tell each other first and
-raise LayoutError, all of them, if their arrays do not fit together. What can fail on one rank, an `out` that does not
-fit or memory that cannot be had, is agreed on before anything is sent, unless the caller says `agreed` or the grid does
-not check. `out` shares no memory with what comes in, but where it is said; it is returned, or a new array in its place.
+cut into parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and
+dtype before anything is sent; if they differ, every rank raises LayoutError. What can fail on one rank, an `out` that
+does not fit or memory that cannot be had, is agreed on in the same message. With `agreed`, and with counts on a grid
+that does not check, nothing is compared. `out` shares no memory with what comes in, but where it is said; it is
+returned, or a new array in its place.
 In the volumes below |whole| are the bytes of all parts and G is the size of the axis; groups of more than 16 ranks
 whose number has a factor above 7 move up to twice as much (`pmm3d.model.stages`).
 """
@@ -27,6 +28,8 @@ from .out_of_memory import is_out_of_memory
 from .transport import Collective, Link
 
 Answer = TypeVar("Answer")
+MASK = 2**48 - 1
+"""Of checksums: sums of them over the ranks stay below 2^63."""
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
@@ -35,17 +38,20 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
 
     `part` may be the place in `out` where it belongs.
     """
-    known = counts if counts is not None else (yield from _agreed_rows(link, library, part))
-
-    def landing() -> Array:
+    def recv_buffer(known: Counts) -> tuple[Counts, Array]:
         _check_counts(link, known, part.shape[0], own=True)
         whole = _landing(link, library, out, (sum(known), *part.shape[1:]), part)
         own = _parts(whole, known)[link.rank]
         if library.address(own) != library.address(part):
             _check_apart(link, library, part, out)
-        return whole
+        return known, whole
 
-    whole = yield from _prepared(link, landing)
+    call = call_in_words(all_gather, library, part, {"counts": counts})
+    if counts is None:
+        rows, _ = yield from _agreed(link, call, part)
+        known, whole = yield from _prepared(link, lambda: recv_buffer(rows))
+    else:
+        _, (known, whole) = yield from _agreed(link, call, part, lambda: recv_buffer(counts), needed=False)
     return (yield from gather_parts(link, library, part, whole, known))
 
 
@@ -57,10 +63,8 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
     `out` may be strided if it is 2D.
     """
     known = part_sizes(whole.shape[0], link.size) if counts is None else counts
-    if counts is None:
-        yield from _agreed_rows(link, library, whole, same_rows=True)
 
-    def landing() -> Array:
+    def recv_buffer() -> Array:
         if out is None and beta != 0:
             raise LayoutError(f"{link.record}: beta needs out=, the array that it scales")
         _check_counts(link, known, whole.shape[0])
@@ -68,7 +72,8 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
         _check_apart(link, library, whole, out)
         return part
 
-    part = yield from _prepared(link, landing)
+    call = call_in_words(reduce_scatter, library, whole, {"counts": counts, "beta": beta})
+    _, part = yield from _agreed(link, call, whole, recv_buffer, needed=counts is None)
     yield from reduce_parts(link, library, _flat2d(whole), _flat2d(part), known, beta)
     return part
 
@@ -80,16 +85,17 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather); up to 64 KiB in all, every rank
     receives the others' arrays and adds them itself: (G-1) |array| bytes in one round.
     """
-    if not agreed:
-        yield from _agreed_rows(link, library, array, same_rows=True)
-
-    def landing() -> Array:
+    def recv_buffer() -> Array:
         total = _landing(link, library, out, tuple(array.shape), array)
         if library.address(total) != library.address(array):
             _check_apart(link, library, array, out)
         return total
 
-    total = yield from _prepared(link, landing, agreed)
+    if agreed:
+        total = _unless_wrong(link, recv_buffer)
+    else:
+        call = call_in_words(all_reduce, library, array, {"agreed": False})
+        _, total = yield from _agreed(link, call, array, recv_buffer)
     return (yield from sum_arrays(link, library, array, total))
 
 
@@ -103,27 +109,36 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     sizes = part_sizes(array.shape[0], link.size) if counts is None else counts
     incoming = np.zeros(link.size, np.int64)
 
-    def landing() -> Array:
-        if received is not None:
-            if len(received) != link.size or min(received) < 0:
-                raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
-                                  f"{link.size} ranks")
-            incoming[:] = received
+    def recv_buffer() -> Array:
         whole = _landing(link, library, out, (int(incoming.sum()), *array.shape[1:]), array)
         _check_apart(link, library, array, out)
         return whole
 
-    yield from _prepared(link, lambda: _check_counts(link, sizes, array.shape[0]))
-    if received is None:
-        yield from _agreed_rows(link, library, array)
-        outgoing = np.array(sizes, np.int64)
-        incoming[link.rank] = outgoing[link.rank]
+    def told() -> Collective[np.ndarray]:
+        """The rows that each rank sends here."""
+        outgoing, rows = np.array(sizes, np.int64), np.zeros(link.size, np.int64)
+        rows[link.rank] = outgoing[link.rank]
         telling = [(peer, outgoing[peer : peer + 1]) for peer in link.peers()]
-        hearing = [(peer, incoming[peer : peer + 1]) for peer in link.peers()]
+        hearing = [(peer, rows[peer : peer + 1]) for peer in link.peers()]
         yield from link.uncounted(link.exchange_in_windows(NumpyLibrary(), telling, hearing))
-        if link.dry:
-            incoming[:] = sizes[link.rank]
-    whole = yield from _prepared(link, landing)
+        return np.full(link.size, sizes[link.rank], np.int64) if link.dry else rows
+
+    call = call_in_words(all_to_all, library, array, {"received": received})
+    if received is None:
+        yield from _agreed(link, call, array, lambda: _check_counts(link, sizes, array.shape[0]))
+        incoming[:] = yield from told()
+        whole = yield from _prepared(link, recv_buffer)
+    else:
+
+        def known() -> Array:
+            _check_counts(link, sizes, array.shape[0])
+            if len(received) != link.size or min(received) < 0:
+                raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
+                                  f"{link.size} ranks")
+            incoming[:] = received
+            return recv_buffer()
+
+        _, whole = yield from _agreed(link, call, array, known, (sizes, received), needed=False, tell=told)
     parts, places = _parts(array, sizes), _parts(whole, incoming.tolist())
 
     def copy_own() -> None:
@@ -143,10 +158,11 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
     agreed   the caller knows that `out` has the shape of what arrives
     """
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
-    rows = None if agreed else (yield from _agreed_rows(link, library, array, said=f" by {by}"))
+    if not agreed:
+        rows, _ = yield from _agreed(link, call_in_words(shift, library, array, {"by": by, "agreed": False}), array)
 
-    def landing() -> Array:
-        if rows is not None:
+    def recv_buffer() -> Array:
+        if not agreed:
             height = rows[source]
         elif out is not None:
             height = out.shape[0]
@@ -156,7 +172,7 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
         _check_apart(link, library, array, out)
         return arriving
 
-    arriving = yield from _prepared(link, landing, agreed)
+    arriving = yield from _prepared(link, recv_buffer, agreed)
     if source == link.rank:
         arriving[...] = array
     else:
@@ -178,36 +194,68 @@ def call_in_words(operation: Callable[..., Any], library: NumpyLibrary, array: A
 
 
 def compared(link: Link, collective: Collective[Any], call: str, line: str) -> Collective[Any]:
-    """The collective, once all members are known to make the same call; else DisagreementError on each."""
+    """The collective, once all members are known to make the same call; else DisagreementError on each.
+
+    The comparison uses point-to-point messages, which have this call's tag. A collective of MPI would have to be posted
+    in the same order on all members, and a call that waits for its turn (`Transport.in_turn`) comes at any time.
+    """
     record = link.record
     headline = f"call #{record.number} on axis {record.key.axis} is not the same on its ranks."
-    yield from agree(link, str(record), headline, Terms(call, f"{call} at {line}"))
+    yield from agree(link, str(record), headline, Terms(call, f"{call} at {line}"), [])
     return (yield from collective)
 
 
-def _agreed_rows(link: Link, library: NumpyLibrary, array: Array, *, same_rows: bool = False,
-                 said: str = "") -> Collective[list[int]]:
-    """Generator: compare operation, trailing dims, dtype and what is `said`; returns every rank's rows."""
-    kind = f"rows of {tuple(array.shape[1:])} {library.dtype(array)}"
-    called = f"{link.record.key.operation}{said} of {f'{array.shape[0]} ' if same_rows else ''}{kind}"
-    headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, trailing dims and dtype must be the "
-                f"same{', and the rows too' if same_rows else ''}.")
-    terms = Terms(called, called if same_rows else f"{called}, {array.shape[0]} of them", link.wrong)
-    rows = yield from agree(link, str(link.record), headline, terms, [array.shape[0]], LayoutError)
-    return [] if rows is None else rows[:, 0].tolist()
+def _agreed(link: Link, call: str, array: Array, prepare: Callable[[], Answer] = lambda: None,  # type: ignore
+            traffic: tuple[Counts, Counts] | None = None, *, needed: bool = True,
+            tell: Callable[[], Collective[np.ndarray]] | None = None) -> Collective[tuple[list[int], Answer]]:
+    """Generator: compare the call among the ranks; return (every rank's rows, what `prepare` returns).
+
+    If the calls differ, or `prepare` fails on some ranks, all ranks raise, before anything is sent.
+
+    traffic   (rows to each rank, rows from each rank) as the caller knows them, which must fit the other ranks'
+    needed    also where the grid does not check
+    tell      collective that returns the rows that each rank sends here, for the message if the traffic does not fit
+    """
+    if link.size == 1 or not (link.check or needed):
+        return [array.shape[0]], _unless_wrong(link, prepare)
+    answer, error = _tried(link, prepare)
+    headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
+                "must be the same, and for sums the rows too.")
+    terms = Terms(call, f"{call} with {array.shape[0]} row{'s' * (array.shape[0] != 1)}", error)
+    numbers = [array.shape[0], 0 if traffic is None else _balance(link, *traffic)]
+    rows = yield from agree(link, str(link.record), headline, terms, numbers, LayoutError)
+    if traffic is not None and tell is not None and not link.dry and rows[:, 1].sum() & MASK:
+        sent = yield from tell()
+        wrong = [f"rank {peer} sends {rows}, received= says {expected}" for peer, (rows, expected)
+                 in enumerate(zip(sent.tolist(), traffic[1])) if rows != expected]
+        error = LayoutError("; ".join(wrong)) if wrong else None
+        yield from agree(link, str(link.record), "", Terms("", error=error), [])
+    return rows[:, 0].tolist(), answer  # type: ignore[return-value]
+
+
+def _balance(link: Link, sent: Counts, received: Counts) -> int:
+    """A number whose sum over the ranks is 0, modulo MASK + 1, if each rank receives what the others send it."""
+    leaving = sum(hash((link.rank, peer, rows)) for peer, rows in enumerate(sent))
+    coming = sum(hash((peer, link.rank, rows)) for peer, rows in enumerate(received))
+    return (leaving - coming) & MASK
 
 
 def _prepared(link: Link, prepare: Callable[[], Answer], agreed: bool = False) -> Collective[Answer]:
     """Generator: what `prepare` returns; if it fails on some ranks, all raise, unless the caller has `agreed`."""
     if agreed or not link.check or link.size == 1:
         return _unless_wrong(link, prepare)
-    error: Exception | None = None
-    try:
-        answer = _unless_wrong(link, prepare)
-    except Exception as raised:
-        error = OutOfMemoryError(f"{link.record}: out of memory: {raised}") if is_out_of_memory(raised) else raised
+    answer, error = _tried(link, prepare)
     yield from agree(link, str(link.record), "", Terms("", error=error), [])
-    return answer
+    return answer  # type: ignore[return-value]
+
+
+def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+    """(what `prepare` returns, its error)."""
+    try:
+        return _unless_wrong(link, prepare), None
+    except Exception as raised:
+        out_of_memory = is_out_of_memory(raised)
+        return None, OutOfMemoryError(f"{link.record}: out of memory: {raised}") if out_of_memory else raised
 
 
 def _unless_wrong(link: Link, prepare: Callable[[], Answer]) -> Answer:

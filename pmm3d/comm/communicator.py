@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,10 @@ from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
 from .ledger import Ledger
 from .processes import ROW, Processes, first_of_each, row
-from .stacks import this_process
-from .watch import POLL_SECONDS, Watch
+from .stacks import source_line, this_process
+from .watch import HUNG, POLL_SECONDS, Watch, abort_job
 
-MAKING = "making a Grid"
+MAKING, LEAVING = "making a Grid", "leaving"
 
 
 class OwnedComm(MPI.Intracomm):
@@ -68,7 +70,15 @@ class WatchedComm(OwnedComm):
 
 
 def check_communicator(comm: MPI.Intracomm) -> None:
-    """Raises GridError if it is none that this process belongs to, LauncherError under the launcher of another MPI."""
+    """Check a caller's communicator, before MPI is called.
+
+    Raises GridError if MPI is not initialized or already finalized, or if `comm` is no intracommunicator of this
+    process; LauncherError under the launcher of another MPI.
+    """
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        state = "is already finalized" if MPI.Is_initialized() else "is not initialized"
+        raise GridError(f"MPI {state}. Use a Grid after MPI.Init() and before MPI.Finalize(). Importing mpi4py.MPI "
+                        "calls the former, unless mpi4py.rc.initialize is False")
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == MPI.COMM_NULL else f"a {type(comm).__name__}"
         raise GridError(f"comm is an intracommunicator of mpi4py that this process belongs to; got {given}")
@@ -85,35 +95,73 @@ def _check_launcher(comm: MPI.Intracomm) -> None:
                             "Python (python -m pmm3d.launcher), or srun --mpi= with the plugin of this MPI")
 
 
-def duplicates(parent: MPI.Intracomm, timeout: float, debug: bool,
+def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MPI.Intracomm:
+    """Return pmm3d's duplicate of a caller's communicator. Collective.
+
+    The first call makes the duplicate. It is stored as an MPI attribute of `comm` and freed together with `comm`.
+    Nothing else is ever called on `comm`: a probe, a message or a collective could meet one of the caller's.
+
+    timeout   seconds after which the job ends if some ranks have not come; 0: never
+    what      the operation, for the message
+    """
+    duplicate: Any = comm.Get_attr(_attribute())
+    if duplicate is None:
+        duplicate, request = comm.Idup()
+        begun = time.perf_counter()
+        while not request.Test():
+            waited = _pause(begun)
+            if timeout and waited > timeout:
+                where = this_process(MPI.Get_processor_name()).described(comm.rank)
+                abort_job(comm, f"pmm3d: {where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}"
+                                f"; the job is ended. Some of the {comm.size} ranks of the communicator have not come. "
+                                "All of its ranks must make this call: look for a rank that is stopped, has ended, or "
+                                f"does something else. The limit is {timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, "
+                                "0 for none.", HUNG)
+        comm.Set_attr(_attribute(), duplicate)
+    return duplicate
+
+
+@cache
+def _attribute() -> int:
+    """The MPI key of the attribute that holds a communicator's duplicate."""
+
+    def free(comm: MPI.Comm, key: int, duplicate: MPI.Intracomm) -> None:
+        if duplicate != MPI.COMM_NULL and not MPI.Is_finalized():
+            duplicate.Free()
+
+    return MPI.Comm.Create_keyval(delete_fn=free)
+
+
+def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
                made: ExitStack) -> tuple[WatchedComm, MPI.Intracomm, Processes, bool]:
     """(WatchedComm, a communicator for the watchdog, the Process of each rank, whether any asked for debug).
 
-    made   frees them at its end
+    own    `own_duplicate` of the caller's communicator
+    made   frees what is made here at its end
 
     Collective: each rank tells 24 bytes of itself, and the first of each host its name. Ranks that never come are named
     once the time is up.
     """
-    watch = Watch(parent, timeout, False, None)
-    comm = WatchedComm(_duplicate(parent, watch, 1))
+    watch = Watch(own, timeout, False, None)
+    comm = WatchedComm(_duplicate(own, watch, 1))
     made.callback(comm.Free)
     other = _duplicate(comm, watch, 2)
     made.callback(other.Free)
     here = this_process(MPI.Get_processor_name())
     mine, rows = row(here, debug), np.empty(comm.size, ROW)
-    _wait(comm.Iallgather(mine.view(np.uint8), rows.view(np.uint8)), watch, MAKING, parent.size, 3)
+    _wait(comm.Iallgather(mine.view(np.uint8), rows.view(np.uint8)), watch, MAKING, own.size, 3)
     firsts = first_of_each(rows["host"])
     lengths = np.zeros(comm.size, np.int32)
     lengths[firsts] = rows["name_bytes"][firsts]
-    own, text = here.host.encode()[: lengths[comm.rank]], np.empty(lengths.sum(), np.uint8)
-    _wait(comm.Iallgatherv([own, MPI.BYTE], [text, lengths, MPI.BYTE]), watch, MAKING, parent.size, 4)
+    own_name, text = here.host.encode()[: lengths[comm.rank]], np.empty(lengths.sum(), np.uint8)
+    _wait(comm.Iallgatherv([own_name, MPI.BYTE], [text, lengths, MPI.BYTE]), watch, MAKING, own.size, 4)
     names = [part.tobytes().decode() for part in np.split(text, np.cumsum(lengths[firsts])[:-1])]
     return comm, other, Processes(rows, names), bool(rows["debug"].any())
 
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
-    """Wait until all ranks are here; those that do not come are named once the time is up."""
-    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None), "leaving", comm.size, 1)
+    """Wait until all ranks are here; those that do not come are named once the time is up. comm: of pmm3d alone."""
+    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
 
 
 def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracomm:
@@ -127,9 +175,16 @@ def _wait(request: MPI.Request, watch: Watch, what: str, size: int, number: int)
     record = Ledger().begin("all", what, number, range(size))
     watch.begun["all"] = record
     while not request.Test():
-        if time.perf_counter() - begun < POLL_SECONDS:
-            os.sched_yield()
-            continue
-        watch.waits(record, begun)
-        time.sleep(1e-3)
+        if _pause(begun) >= POLL_SECONDS:
+            watch.waits(record, begun)
     watch.done()
+
+
+def _pause(begun: float) -> float:
+    """Yield the core, later sleep 1 ms; return the seconds since `begun`."""
+    waited = time.perf_counter() - begun
+    if waited < POLL_SECONDS:
+        os.sched_yield()
+    else:
+        time.sleep(1e-3)
+    return waited

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +36,14 @@ SLEPT = 1 / 16
 """and then this part of the time waited so far, which a wait may so take longer."""
 HELPER_SECONDS = 4e-4
 """The helper thread tests so often: on 4 Gbit/s links it hid 65% of the waiting, with 1 ms 52%."""
+
+
+class Posted(Protocol):
+    """Persistent requests that may be active (`pmm3d.comm.requests.Exchange`). record: None between two rounds."""
+
+    record: Record | None
+
+    def wait(self) -> None: ...
 
 
 class Pending:
@@ -82,10 +90,11 @@ class Pending:
                     self._requests = next(self._generator)
         except StopIteration as end:
             self._result, self.done = end.value, True
-        except MPI.Exception as error:
-            self._error, self.done = _mpi_error(self.record, error), True
         except Exception as error:
-            self._error, self.done = error, True
+            self._error = _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error
+            self.done = True
+            if any(isinstance(request, MPI.Request) and request != MPI.REQUEST_NULL for request in self._requests):
+                self._engine.abandoned.append(self)
         return self.done
 
 
@@ -95,6 +104,10 @@ class Engine:
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
     guard               who uses the grid;   crowded: whether this host has more ranks than cores
+    posted              exchanges whose persistent requests may be active, in the order of their posting
+    abandoned           collectives that failed while some of their requests were active: MPI may still read or write
+                        their arrays
+    before_next         is called once, before the next collective of any axis begins
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
@@ -103,10 +116,19 @@ class Engine:
         self.guard = Guard()
         self._watch, self._yields = watch, CROWDED_SECONDS if crowded else YIELD_SECONDS
         self._active: list[Pending] = []
+        self.posted: dict[Posted, None] = {}
+        self.abandoned: list[Pending] = []
         self._lock = threading.Lock()
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
         self._closed = False
+        self.before_next: Callable[[], None] | None = None
+
+    def prepare_next(self) -> None:
+        """Call `before_next`, if it was not called yet. What it raises, the collective raises that was to begin."""
+        due, self.before_next = self.before_next, None
+        if due is not None:
+            due()
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
@@ -139,16 +161,17 @@ class Engine:
 
         self._wait(done, pending.record)
 
-    def post(self, requests: list[MPI.Prequest]) -> None:
-        """Start persistent requests, of which `wait_posted` waits for the end."""
+    def post(self, exchange: Posted, requests: list[MPI.Prequest]) -> None:
+        """Start the persistent requests of an exchange, of which `wait_posted` waits for the end."""
         with self._lock:
+            self.posted[exchange] = None
             MPI.Prequest.Startall(requests)
 
     def begun(self, record: Record) -> None:
         """Tell the watchdog of a call whose messages are posted."""
         self._watch.begun[record.key.axis] = record
 
-    def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
+    def wait_posted(self, exchange: Posted, requests: list[MPI.Prequest], record: Record) -> None:
         """Make progress on everything until these requests are complete."""
         def done() -> bool:
             with self._lock:
@@ -159,6 +182,7 @@ class Engine:
             return False
 
         self._wait(done, record)
+        self.posted.pop(exchange, None)
         self.ledger.end(record)
 
     def _wait(self, done: Callable[[], bool], record: Record) -> None:

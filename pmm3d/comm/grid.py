@@ -23,12 +23,11 @@ from ..model.notes import show_notes
 from ..model.ranking import Product
 from ..model.spread import FLAT, Spread
 from . import ending
-from .agreement import Terms, Vote, agree
-from .ahead import Ahead
+from .agreement import Terms, agree
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
-from .communicator import WatchedComm, check_communicator, duplicates
+from .communicator import WatchedComm, check_communicator, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .ledger import Ledger
 from .making_axes import make_axes
@@ -46,7 +45,7 @@ class Grid:
     """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data,
     then in the order named, so that inner axes stay in a node.
 
-    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated and left as it was
+    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
                `pmm3d tune machine` measured here, or else a nominal one (noted by rank 0), or one of the known
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
@@ -57,8 +56,8 @@ class Grid:
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
-    timeout    seconds after which a collective that does not end is explained and ends the job (PMM3D_TIMEOUT, 600;
-               0: never)
+    timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
+               ends unless the wait is for a rank that answers and computes
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
                on for all ranks if it is on for one)
@@ -110,6 +109,7 @@ class Grid:
     default_library: str | NumpyLibrary = "numpy"
     dry_run: DryRun | None = None
     machine: Machine | None = None
+    _tells_idle_ranks = True
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
@@ -118,8 +118,9 @@ class Grid:
                  library: str = "numpy", device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
-        self._parent = MPI.COMM_WORLD if comm is None else comm
-        check_communicator(self._parent)
+        theirs = MPI.COMM_WORLD if comm is None else comm
+        check_communicator(theirs)
+        self._own = own_duplicate(theirs, settings.timeout)
         with ExitStack() as made:
             self._begin(settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
@@ -135,6 +136,8 @@ class Grid:
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.default_library = library
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
+            if isinstance(chosen, Auto) and self._tells_idle_ranks and self.rank == 0:
+                chosen.tell_idle(self.shape)
             self.coords = self.shape.coords(self.rank)
             with self.together("Grid", blas, always=True):
                 with self._waiting("making the axes"):
@@ -147,7 +150,7 @@ class Grid:
 
     def _begin(self, settings: Settings, made: ExitStack) -> None:
         """As much of a grid as ranks need to talk to each other; `made` gives it back, the last made first."""
-        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._parent, settings.timeout,
+        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
                                                                               settings.debug, made)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.hosts = self._processes.hosts
@@ -158,7 +161,6 @@ class Grid:
         self.workspace = Workspace()
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
-        self.ahead = Ahead()
         self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
@@ -276,27 +278,25 @@ class Grid:
             raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
 
     @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[Vote]:
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
         """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
         arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
         always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
 
-        All ranks must enter. Costs one all-reduce of 40 bytes. A Vote is given to the body, which may say something in
-        it; after it the vote has what all said.
+        All ranks must enter. Costs one all-reduce of 24 bytes.
         """
-        vote = Vote()
         with self.engine.guard:
             if not (self._check or always):
-                yield vote
+                yield
                 return
             error = None
             try:
-                yield vote
+                yield
             except Exception as raised:
                 error = self._explained(raised)
-            vote.common = self._concluded(self._agreement(what, arguments, error, vote.mine), error)
+            self._concluded(self._agreement(what, arguments, error), error)
 
     def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
@@ -305,20 +305,18 @@ class Grid:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
-    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None, said: int = 0) -> Pending:
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what, said)
+    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
+        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
         headline = f"{what}: the ranks passed different arguments."
-        return self.everyone.begin(f"agreement on {what}",
-                                   lambda link: agree(link, what, headline, terms, ahead=self.ahead))
+        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
 
-    def _concluded(self, agreement: Pending, error: Exception | None) -> int | None:
-        """What all ranks said."""
+    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
+        """Wait for an agreement."""
         try:
-            said: int | None = agreement.wait()
-            return said
+            agreement.wait()
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
-                told_once(agreed, self._parent, self.size, error is not None)
+                told_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
@@ -401,7 +399,7 @@ class Grid:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is not None:
+        if error is not None and not ending.leaves_in_order(error):
             self._leave(error)
             return
         try:
@@ -416,9 +414,13 @@ class Grid:
             return
         with self.engine.guard:
             ending.raised(self._watch_comm, self._watch, self._explained(error))
-            told_once(error, self._parent, self.size, True)
-            with suppress(Exception):
-                self._complete()
+            told_once(error, self._own, self.size, True)
+            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
+                for axis in self._axes.values():
+                    axis.keep(True)
+            else:
+                with suppress(Exception):
+                    self._complete()
             self._made.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

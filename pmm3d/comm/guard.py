@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
+from mpi4py import MPI
+
 from ..errors import GridError
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -18,7 +20,8 @@ class Guard:
 
     closed   whether the grid is
 
-    Raises GridError at once, before MPI is called, if the grid is closed or another thread is inside. Messages of two
+    Raises GridError at once, before MPI is called, if the grid is closed, MPI is finalized, or another thread is
+    inside. Messages of two
     threads on the same communicators would meet each other's, and wait for ever.
     """
 
@@ -31,9 +34,11 @@ class Guard:
         if self.closed:
             raise GridError("this grid is closed. What uses it belongs inside its with block, or before close(); what "
                             "is to be kept is gathered, or redistributed to another Grid, before")
+        if MPI.Is_finalized():
+            raise GridError("MPI is already finalized: close a Grid, and what uses it, before MPI.Finalize()")
 
     def __enter__(self) -> None:
-        if self.closed:
+        if self.closed or MPI.Is_finalized():
             self.check_open()
         if not self._inside.acquire(blocking=False):
             here, user = threading.current_thread().name, _name_of(self._user)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from .stacks import DEAD, Process
 from .words import ranks_in_words
@@ -134,6 +135,17 @@ class Waits:
                         free.append(other)
         return self.waiters.keys() - set(free)
 
+    def of(self, collective: Collective) -> list[tuple[int, Waiting]]:
+        """The waits in a collective, by rank."""
+        waits = [(rank, self.answers[rank].waiting) for rank in self.waiters[collective]]
+        return [(rank, wait) for rank, wait in waits if wait is not None]
+
+    def undelivered(self) -> set[Collective]:
+        """Collectives that all members have begun, while none of them computes."""
+        idle = {rank for rank, answer in self.answers.items() if answer.waiting is not None}
+        return {collective for collective, lacking in self.lacking.items()
+                if not lacking and idle.issuperset(collective.members)}
+
     def missing(self) -> list[int]:
         """Ranks that a wait lacks and that wait nowhere themselves."""
         lacking = {rank for ranks in self.lacking.values() for rank in ranks}
@@ -148,23 +160,52 @@ class Waits:
         return first
 
 
-def deadlocked(answers: Answers, gone: Gone) -> dict[int, Waiting]:
-    """The waits that can never end, by rank."""
+def endless(answers: Answers, gone: Gone, limit: float = inf) -> dict[int, Waiting]:
+    """The waits without an end, by rank: those that can never end, and of those beyond the limit (seconds) such as
+    lack, directly or through other waits, a rank that does not answer, or whose messages do not arrive.
+
+    Every other wait is for a rank that answers and computes.
+    """
+    certain = Waits(answers, gone)
+    silent = {rank for rank in certain.missing() if rank not in answers}
+    beyond = Waits(answers, {**dict.fromkeys(silent, ""), **gone}).stuck | certain.undelivered()
+    found = dict(wait for collective in certain.stuck for wait in certain.of(collective))
+    return found | {rank: wait for collective in beyond for rank, wait in certain.of(collective)
+                    if wait.seconds >= limit}
+
+
+def longest_wait(answers: Answers) -> Waiting | None:
+    """None if nobody waits."""
+    waits = [answer.waiting for answer in answers.values() if answer.waiting is not None]
+    return max(waits, key=lambda wait: wait.seconds, default=None)
+
+
+def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit: float) -> str:
+    """The note about waits beyond the limit (seconds) for ranks that compute: who waits where, where the others are."""
     waits = Waits(answers, gone)
-    return {rank: wait for collective in waits.stuck for rank in waits.waiters[collective]
-            if (wait := answers[rank].waiting) is not None}
+    late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
+    have = "have" if len(late) > 1 else "has"
+    lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s, for ranks that answer. The job "
+             "goes on.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
+             *_who_is_late(waits, processes), "No fault if these compute. Grid(timeout=) or PMM3D_TIMEOUT above that "
+             "keeps this note away, 0 for none."]
+    return "\n  ".join(lines)
 
 
 def diagnosis(answers: Answers, gone: Gone, processes: Sequence[Process], limit: str) -> str:
     """Who waits where, who never came and where they are, in words."""
     waits = Waits(answers, gone)
-    missing = waits.missing()
-    absentees = set(missing)
-    late = [rank for rank, answer in answers.items() if answer.waiting is None and rank not in absentees]
-    lines = ["pmm3d: the job hangs, and is ended.", *_who_waits(answers), *_who_is_missing(waits, gone, processes)]
-    lines += [f"{processes[rank].described(rank)} has begun it, and does not finish: it is at\n"
-              f"{answers[rank].stack.rstrip()}" for rank in late[:NAMED_RANKS]]
+    lines = ["pmm3d: the job hangs, and is ended.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
+             *_who_is_late(waits, processes)]
     return "\n  ".join([*lines, _verdict(waits, gone), limit])
+
+
+def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
+    """Lines about the ranks that wait nowhere, and that no wait lacks."""
+    absentees = set(waits.missing())
+    late = [rank for rank, answer in waits.answers.items() if answer.waiting is None and rank not in absentees]
+    return [f"{processes[rank].described(rank)} has begun it, and does not finish: it is at\n"
+            f"{waits.answers[rank].stack.rstrip()}" for rank in late[:NAMED_RANKS]]
 
 
 def _who_waits(answers: Answers) -> list[str]:

@@ -15,7 +15,8 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     """An OutOfMemoryError in place of numpy's, cupy's or torch's; any other error as it is."""
     if not is_out_of_memory(error):
         return error
-    held = f"This process holds {in_bytes(resident_memory())}, {in_bytes(workspace.allocated)} of it in work arrays"
+    held_bytes = resident_memory()
+    held = f"This process holds {in_bytes(held_bytes)}, {in_bytes(workspace.allocated)} of it in work arrays"
     free = f"the node has {in_bytes(available_memory())} left{_of_device(error)}"
     predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
     found = OutOfMemoryError(f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
@@ -23,7 +24,7 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
                              f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
                              "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
                              "and the batch system (--mem) may set limits too")
-    found.__cause__ = error
+    found.__cause__, found.held = error, int(held_bytes)
     return found
 
 

@@ -14,7 +14,7 @@ from ..arrays import dtype_named
 from ..errors import DTypeError, GridError
 from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
 from ..model.candidates import PRESETS, Candidate
-from ..model.few_ranks import best_of_few
+from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
 from ..model.planning import PANELS_ACROSS_HOSTS
@@ -27,6 +27,10 @@ CUBE = (4096, 4096, 4096)
 """The product that "auto" and the grids of a message are for, where none is named."""
 
 
+NAMES = ("auto", *PRESETS)
+"""Grids that have a name."""
+NOMINAL = "nominal"
+"""Name of the machine by which grids are chosen until this one is measured."""
 AS_GOOD = 1.03
 """Times the least seconds of a grid up to which another is as good."""
 
@@ -89,13 +93,30 @@ class Auto:
         if self.left == self.ranks:
             best = best_of_few(self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, panels=panels,
                                run=run)
-        others = [candidate for candidate in ranking.candidates if candidate is not best]
-        if note and others:
-            few = "" if best in ranking.candidates else " if its ranks had a core each and did not wait for each other"
-            logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms%s", best.grid,
-                        f"{self.ranks:,}", 1e3 * best.seconds, machine.name, others[0].grid,
-                        1e3 * others[0].seconds, few)
+        if note:
+            self._note(best, [one for one in ranking.candidates if one is not best], machine, cores)
         return self._whole(best)
+
+    def tell_idle(self, chosen: GridShape) -> None:
+        """Warn if the chosen grid leaves ranks idle."""
+        if idle := self.ranks - chosen.size:
+            logger.warning("Grid: auto chose %s, which has %s of the communicator's %s ranks. The other %s %s idle: "
+                           "each makes every call and holds nothing. To use all ranks, name three sizes or a family",
+                           chosen, f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
+
+    def _note(self, best: Candidate, others: Sequence[Candidate], machine: Machine, cores: int) -> None:
+        """Log the choice, its runner-up and the ranks that stay idle. Both times count the cores that there are."""
+        def taken(one: Candidate) -> float:
+            return seconds_on_cores(one, one.grid.size * (self.ranks // self.left), machine, cores)
+
+        if others:
+            after, whole = others[0], self._whole(best)
+            idle = f" ({self.ranks - whole.size:,} of them stay idle)" if whole.size < self.ranks else ""
+            whose = "the nominal machine (pmm3d tune machine measures this one)" if machine.name == NOMINAL \
+                else machine.name
+            logger.info("auto: %s on %s ranks%s, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
+                        best.grid, f"{self.ranks:,}", idle, 1e3 * taken(best), whose, after.grid, 1e3 * taken(after),
+                        f"{cores} core{'s' * (cores > 1)}")
 
     def _whole(self, candidate: Candidate) -> GridShape:
         return GridShape(*candidate.grid[:3], self.data, **self.axes)
@@ -113,8 +134,19 @@ def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int],
     if shape == "auto":
         return Auto(product, dtype, memory, ranks, _left(ranks, {"data": data, **axes}), data, axes)
     if shape not in PRESETS:
-        return _fitting(parse_shape(shape)[:3], data, axes, ranks, product, dtype)
+        return _fitting(_parsed(shape)[:3], data, axes, ranks, product, dtype)
     return _fitting(*_family(shape, data, _left(ranks, axes)), axes, ranks, product, dtype)
+
+
+def _parsed(shape: str) -> GridShape:
+    try:
+        return parse_shape(shape)
+    except GridError:
+        from difflib import get_close_matches
+
+        near = "".join(f'. Did you mean "{name}"?' for name in get_close_matches(shape.lower(), NAMES, 1, 0.5))
+        raise GridError(f'a grid is written GxxGyxGz, as in 2x2x1, or is one of {", ".join(NAMES)}; got {shape!r}{near}'
+                        ) from None
 
 
 def checked_axes(axes: Any, taken: Collection[str]) -> dict[str, int]:

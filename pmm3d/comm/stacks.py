@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -38,15 +39,25 @@ class Process(NamedTuple):
 
 def source_line(frame: FrameType | None) -> str:
     """The user's line that a frame was called from: "solver.py:88 in solve"; ours, if no other code called it."""
-    callers = [caller for caller, _ in traceback.walk_stack(frame)] if frame else []
-    theirs = [caller for caller in callers if _is_users_code(caller)]
+    return _users_line(traceback.walk_stack(frame) if frame else ())
+
+
+def line_of(error: BaseException) -> str:
+    """The user's line in which an error was raised, as `source_line` gives it."""
+    return _users_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+
+
+def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Of frames with their lines, the innermost first."""
+    callers = [*frames]
+    theirs = [caller for caller in callers if _is_users_code(caller[0])]
     if not theirs:
-        ours = [caller for caller in callers if caller.f_code.co_filename.startswith(PACKAGE)]
-        theirs = [caller for caller in ours if not caller.f_code.co_filename.startswith(THIS_ROOM)]
+        ours = [caller for caller in callers if caller[0].f_code.co_filename.startswith(PACKAGE)]
+        theirs = [caller for caller in ours if not caller[0].f_code.co_filename.startswith(THIS_ROOM)]
     if not theirs:
         return "an unknown line"
-    code = theirs[0].f_code
-    return f"{code.co_filename}:{theirs[0].f_lineno} in {code.co_name}"
+    frame, line = theirs[0]
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 def _is_users_code(frame: FrameType) -> bool:
@@ -73,11 +84,13 @@ def this_process(host: str) -> Process:
 
 
 def process_state(pid: int) -> str | None:
-    """Why a process of this machine may be silent; None if it runs as usual or nothing is known."""
+    """Why a process of this machine may be silent; None if it runs as usual or nothing is known of it."""
     if not Path("/proc/self/stat").exists():
         return None
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):  # ENOENT, ESRCH
         return DEAD
+    except OSError:  # as where this process has no file descriptor left
+        return None
     return STATES.get(letter)

@@ -180,6 +180,7 @@ class Link:
 
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them
+    debug    whether the members' calls are compared before this collective
     mode     of the transport on this axis, for arrays of that device: the same to the collective's end
     nccl     the communicator that moves arrays of a device, in the mode of that name
     wrong    with the arrays of this rank, if anything is: the first agreement is to be told
@@ -189,6 +190,7 @@ class Link:
     """
 
     dry: bool = False
+    debug: bool = False
     spread: Spread = FLAT
     afar: Set[int] = frozenset()
 

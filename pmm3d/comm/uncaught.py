@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+import weakref
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from .stacks import line_of
 from .words import ranks_in_words
 
 ARRIVAL_SECONDS = 3.0
 """Ranks that raise the same error come within milliseconds; a rank that computes on does not come for seconds."""
 MARK = "raised_by_all"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
 
 
 def come(arrival: MPI.Request, seconds: float = ARRIVAL_SECONDS) -> bool:
@@ -30,27 +34,41 @@ def come(arrival: MPI.Request, seconds: float = ARRIVAL_SECONDS) -> bool:
 
 
 def told_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
-    """All ranks of comm raise this error: if it leaves the program on all of them, one prints it.
+    """All ranks of comm raise this error: if it leaves the program on all of them, one rank prints it.
 
-    Of two calls for one error the first counts.
+    If the function is called twice for one error, the first call counts. sys.excepthook is replaced while the error
+    exists; afterwards the hook found here is put back.
 
-    size          of comm, which is the user's, and looked at only where the program ends with the error
+    comm          pmm3d's duplicate of the caller's communicator; used only where the program ends with the error
+    size          its number of ranks
     failed_here   whether its cause, and so the traceback worth reading, is on this rank
     """
     if size > 1 and not hasattr(error, MARK):
-        setattr(error, MARK, _Meeting(comm, failed_here))
+        setattr(error, MARK, meeting := _Meeting(comm, failed_here))
         if not isinstance(sys.excepthook, ToldOnce):
             sys.excepthook = ToldOnce(sys.excepthook)
+        sys.excepthook.serve(meeting)
 
 
 class ToldOnce:
-    """A sys.excepthook: errors that bear the mark are printed by one rank, all others as before.
+    """A sys.excepthook: an error that bears the mark is printed by one rank, all others as before.
 
-    It stays when the grid is closed, since an error leaves the `with` of a grid before it leaves the program.
+    The hook is installed for as long as such an error exists. That may be after the grid is closed, because an error
+    leaves the `with` of a grid before it leaves the program.
     """
 
     def __init__(self, before: Any):
-        self._before = before
+        self._before, self._served = before, 0
+
+    def serve(self, meeting: _Meeting) -> None:
+        """Stay installed until the meeting, and with it the error, is gone."""
+        self._served += 1
+        weakref.finalize(meeting, self._one_less).atexit = False
+
+    def _one_less(self) -> None:
+        self._served -= 1
+        if not self._served and sys.excepthook is self:
+            sys.excepthook = self._before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         meeting: _Meeting | None = error.__dict__.pop(MARK, None)
@@ -58,11 +76,20 @@ class ToldOnce:
         if meeting is None or speaker is None:
             self._before(kind, error, trace)
             return
+        interrupted = isinstance(error, KeyboardInterrupt)
         if speaker == meeting.comm.rank:
-            print(f"pmm3d: {ranks_in_words(range(meeting.comm.size))} end with this error:", file=sys.stderr)
-            self._before(kind, error, trace)
+            ranks = ranks_in_words(range(meeting.comm.size))
+            if interrupted:
+                print(f"pmm3d: {ranks} were interrupted (Ctrl-C); rank {speaker} at {line_of(error)}",
+                      file=sys.stderr)
+            else:
+                print(f"pmm3d: {ranks} end with this error:", file=sys.stderr)
+            if not interrupted or self._before is not sys.__excepthook__:
+                self._before(kind, error, trace)
             sys.stderr.flush()
         meeting.part()
+        if interrupted:
+            raise SystemExit(INTERRUPTED)  # in place of the end by a signal, which launchers report at length
 
 
 class _Meeting:

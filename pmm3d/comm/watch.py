@@ -2,12 +2,15 @@
 
 A rank that has waited for long complains to a leader, which asks all ranks where they are. They answer from a thread
 of their own, also while they compute; a rank that does not answer is stopped, dead, or holds Python's interpreter lock.
-The leader is the first rank of a host that answers. It ends the job when a wait has passed the time limit, or before
-that when two inquiries show the same ranks waiting for each other.
+The leader is the first rank of a host that answers.
 
-Where nobody waits, a rank that may lead and has begun no collective for as long as the time limit has all ranks asked
-too: it is noted where they are, then again after twice as long, and the job goes on. If it cannot, since its Python
-does not run, faulthandler prints its stack.
+The leader ends the job if two inquiries in a row find the same waits without an end: ranks that wait for each other, or
+for one that is gone. A wait beyond the time limit is also without an end if it lacks a rank that does not answer, or if
+all members wait in it and its messages do not arrive. If a rank that is lacked answers that it computes, a note says
+where the ranks are, and the job goes on.
+
+If nobody waits, a leader that has begun no collective for as long as the time limit has all ranks asked too. A note
+says where they are, then again after twice as long, and the job goes on.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -48,8 +52,6 @@ LAST_RESORT_SECONDS = 15
 """MPI_Abort ends the job within a second, or hangs: then the process ends itself."""
 LEADERS = 4
 """Ranks that may lead, of as many hosts: that all of them are dead is unlikely."""
-SIGNS = 20
-"""Signs of life within the time limit, to the clock that prints the stack of a rank whose Python stands still."""
 HUNG = 70
 """Exit code of a job that the watchdog ended: EX_SOFTWARE of sysexits.h."""
 
@@ -78,13 +80,20 @@ class Inquiry:
     answers: dict[int, RankStatus] = field(default_factory=dict)
 
 
+class Noted(NamedTuple):
+    """The last wait beyond the time limit that a note told of, and how long it had lasted."""
+
+    collective: hang.Collective | None = None
+    seconds: float = 0.0
+
+
 class Watch:
     """The watchdog of one grid.
 
     comm       a communicator of its own
     timeout    seconds; 0: no watchdog (always so on one rank)
     processes  of the ranks; None while they are not known, when there is no thread and no inquiry before the time
-               limit: the communicator is the user's
+               limit
     bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
     threaded   answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
     """
@@ -107,10 +116,12 @@ class Watch:
         self._complaint: Complaint | None = None
         self._inquiry: Inquiry | None = None
         self._inquiries, self._next_inquiry = 0, 0.0
-        self._noted = float("-inf")
-        self._suspects: dict[int, tuple[str, int]] | None = None
+        self._noted = -inf
+        self._noted_wait = Noted()
+        self._suspects: dict[int, tuple[str, int]] = {}
+        self._looks_late = False
         self._sent: list[MPI.Request] = []
-        self._polled = self._active = self._sign = time.perf_counter()
+        self._polled = self._active = time.perf_counter()
         self._seen: dict[str, Record] = {}
         self._next_note = self.timeout
         self._stop = threading.Event()
@@ -120,7 +131,6 @@ class Watch:
     def start(self) -> None:
         """Answer from now on."""
         if self.threaded:
-            self._give_sign(time.perf_counter())
             self._thread = threading.Thread(target=self._run, name="pmm3d watch", daemon=True)
             self._thread.start()
 
@@ -129,8 +139,6 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
             self._thread = None
-            if self._may_lead:
-                faulthandler.cancel_dump_traceback_later()
 
     def leave(self, why: str) -> None:
         """Tell the leaders that this rank has left the program without closing the grid."""
@@ -149,7 +157,7 @@ class Watch:
         self._waits.pop(threading.get_ident(), None)
 
     def _run(self) -> None:
-        while not self._stop.wait(POLL_SECONDS):
+        while not self._stop.wait(POLL_SECONDS) and not MPI.Is_finalized():
             if self._bind is not None:
                 with suppress(Exception):  # whoever waits is told of it; the others still get their answers
                     self._bind()
@@ -166,7 +174,7 @@ class Watch:
         if self._inquiry is not None:
             self._conclude(self._inquiry, now)
         elif self._suspects and now > self._next_inquiry:
-            self._inquire(False, now)
+            self._inquire(self._looks_late, now)
         self._sent = [request for request in self._sent if not request.Test()]
 
     @property
@@ -177,15 +185,6 @@ class Watch:
         """What was begun since."""
         if self._waits or self.begun != self._seen:
             self._seen, self._active, self._next_note = dict(self.begun), now, self.timeout
-        if self.threaded and not self.ending and now - self._sign > self.timeout / SIGNS:
-            self._give_sign(now)
-
-    def _give_sign(self, now: float) -> None:
-        """Of life: without one faulthandler's clock prints this rank's stacks, with or without its Python."""
-        self._sign = now
-        if self._may_lead and sys.__stderr__ is not None:
-            with suppress(ValueError, OSError):  # it may be closed
-                faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__)
 
     def _handle(self, kind: str, sender: int, content: Any, now: float) -> None:
         if kind == "complaint":
@@ -254,19 +253,27 @@ class Watch:
         self._inquiry = None
         if any(answer.ending for answer in inquiry.answers.values()):
             return
-        stuck = hang.deadlocked(inquiry.answers, self._gone)
-        suspects = {rank: (wait.axis, wait.number) for rank, wait in stuck.items()}
-        if inquiry.late or (suspects and suspects == self._suspects):
+        limit = self.timeout if inquiry.late else inf
+        endless = hang.endless(inquiry.answers, self._gone, limit)
+        suspects = {rank: (wait.axis, wait.number) for rank, wait in endless.items()}
+        if suspects and suspects == self._suspects:
             self._end(inquiry)
-        elif inquiry.idle and now - self._noted > self.timeout / 2:
+        elif not suspects and (inquiry.late or inquiry.idle):
             self._note(inquiry, now)
-        self._suspects, self._next_inquiry = suspects, now + DEBUG_INQUIRY_SECONDS
+        self._suspects, self._looks_late = suspects, inquiry.late
+        self._next_inquiry = now + DEBUG_INQUIRY_SECONDS
 
     def _note(self, inquiry: Inquiry, now: float) -> None:
-        """Nobody waits, and nothing happens."""
+        """Say where the ranks are if they wait beyond the limit for one that computes, or if nobody waits."""
         if text := hang.all_idle(inquiry.answers, self._comm.size, self.timeout):
-            self._noted = now
-            logger.warning(text)
+            if now - self._noted > self.timeout / 2:
+                self._noted = now
+                logger.warning(text)
+        elif (longest := hang.longest_wait(inquiry.answers)) and longest.seconds >= self.timeout:
+            seconds = self._noted_wait.seconds if longest.collective == self._noted_wait.collective else 0.0
+            if longest.seconds >= 2 * seconds:
+                self._noted_wait = Noted(longest.collective, longest.seconds)
+                logger.warning(hang.long_wait(inquiry.answers, self._gone, self._processes, self.timeout))
 
     def _status(self, now: float) -> RankStatus:
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
@@ -301,6 +308,7 @@ def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
     print(text, file=sys.stderr, flush=True)
     _tell_launcher(code)
     time.sleep(0.5)
+    # the process ends: the user's timer of faulthandler, which this replaces, is of no use any more
     faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
     comm.Abort(code)
 

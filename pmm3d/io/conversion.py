@@ -2,99 +2,153 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import isfinite
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DataError, check_regular, needs
 from .disk import sync
+from .table import Columns, Table, is_missing, number
 
 if TYPE_CHECKING:
     import h5py
     import numpy as np
 
 CELLS_AT_ONCE = 2**20
-DELIMITERS = ",;\t|"
 DTYPES = ("float32", "float64")
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-MOST_CHARACTERS = 2**20
-"""Of a line, and the next ones that a quoted cell goes on in."""
+GROUPS = "groups"
+"""The data set of the groups."""
+ENDINGS = (".h5", ".hdf5", ".hdf", "")
+"""Of the names of HDF5 files that are written."""
 
-Columns = str | int | Sequence[str | int] | None
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 Progress = Callable[[int, int], object]
 
 
-def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x", targets: str = "y",
-            target_columns: Columns = None, classes: bool | Sequence[str] = False, chunk_rows: int | None = None,
-            delimiter: str | None = None, encoding: str = "utf-8-sig", dtype: str = "float32",
-            overwrite: bool = False, tell: Progress = lambda done, total: None) -> Shapes:
-    """Write the samples of a CSV file or of a .npz file to an HDF5 file; returns the shapes of inputs and targets.
+class Converted(NamedTuple):
+    """What `convert` found and wrote.
 
-    inputs, targets   names of the two data sets; in a .npz file the arrays of these names
-    target_columns    of a CSV file: a name, an index, or several; the others are the inputs. Left out, the last one
-    classes           the targets are labels: whole numbers from 0 are kept, others (text) numbered in sorted order and
-                      stored as the targets' attribute `class_names`; or all in the order of a list (of another file)
-    chunk_rows        lines of a CSV file in memory at a time; left out, about a million cells
-    delimiter         of a CSV file; left out, the commonest of , ; tab | in its first line, or blanks
-    encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; left out, UTF-8, with or without its mark
-    dtype             of what comes from a CSV file; arrays of a .npz file keep theirs
-    tell              called with the rows done and their number
+    inputs, targets   shapes of the two data sets; targets is None if there are none
+    columns           names of the inputs' columns; of a .npz file and of a CSV file without a header None
+    target_columns    likewise of the targets
+    classes           name -> number of its samples, in the order of the classes' numbers; None without labels
+    """
 
-    The first line of a CSV file is a header if none of its cells is a number. Blank lines are skipped; a cell may be
-    quoted, and then hold delimiters and line breaks. The file is written under another name and gets its own when it is
-    complete.
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...] | None
+    columns: list[str] | None = None
+    target_columns: list[str] | None = None
+    classes: dict[str, int] | None = None
 
-    Raises DataError: a file that is missing, empty, in the way, in another encoding or the target itself; columns of
-    the same name; a cell that is no finite number, with its line and column; lines of different lengths; targets that
-    do not exist or are no labels.
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x",
+            targets: str | None = "y", target_columns: Columns = None, classes: bool | Sequence[str] = False,
+            group_column: str | int | None = None, header: bool | None = None, chunk_rows: int | None = None,
+            delimiter: str | None = None, encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False,
+            tell: Progress = lambda done, total: None) -> Converted:
+    """Write the samples of a CSV file or of a .npz file to an HDF5 file.
+
+    inputs, targets   names of the two data sets; in a .npz file also of the arrays. targets=None: there are no targets,
+                      and all columns are inputs
+    target_columns    of a CSV file: a name, an index, or several; the others are the inputs. None: the last column
+    classes           True: the targets are labels. The classes are numbered from 0: numbers in ascending order, then
+                      texts in sorted order; 1, 01 and 1.0 are one class. A list of names: the classes in this order,
+                      which gives a second file the numbers of the first. The names become the attribute `class_names`
+                      of the targets
+    group_column      of a CSV file: a column that says which rows belong together, as those of one patient. It becomes
+                      the data set `groups` (rows,) of numbers, for `data.groups`
+    header            of a CSV file: whether its first line names the columns; None: by the rule below
+    chunk_rows        records of a CSV file in memory at a time; None: about a million cells
+    delimiter         of a CSV file; None: the most frequent of , ; tab | in its first line, or blanks
+    encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; "utf-8-sig" is UTF-8
+    dtype             of numbers from a CSV file: "float32" or "float64"; arrays of a .npz file keep their type
+    tell              called with the number of records done and of all
+
+    The first line of a CSV file is a header if none of its cells is a number. It is also a header if its numbers are
+    whole and one of its texts is above a number of the second line. It is a sample if its texts are above texts. It is
+    refused without `header` if it may be both: 0, 1, 2, ... (pandas' names of unnamed columns), or 0.5 and texts above
+    numbers. Blank lines are skipped. A cell may be quoted, and then contain delimiters and line breaks.
+
+    Two passes read the CSV file, so its size does not matter. The HDF5 file has a temporary name until it is complete.
+
+    Raises DataError: a file that is missing, empty, in another encoding, or the target itself; a target that exists or
+    whose name does not end in .h5, .hdf5 or .hdf; columns with the same name; a cell that is no finite number, a label
+    that is missing (empty, NaN, NA) or not among `classes`, with line and column; records of different lengths; targets
+    that do not exist or are no labels.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     table = Path(folder, "houses.csv")
         ...     size = table.write_text("rooms,area,price\\n3,70,210\\n5,120,390\\n")
-        ...     convert(table, table.with_suffix(".h5"), target_columns="price")
-        ((2, 2), (2, 1))
+        ...     convert(table, table.with_suffix(".h5"), target_columns="price").columns
+        ['rooms', 'area']
     """
     source, target = Path(source), Path(target)
     labels = None if classes is False else _Labels(None if classes is True else classes)
-    if inputs == targets:
-        raise DataError(f"inputs and targets need two names; got {inputs!r} for both")
-    if dtype not in DTYPES:
-        raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
-    if delimiter is not None and len(delimiter) != 1:
-        raise DataError(f"a delimiter is one character; got {delimiter!r}")
+    _check_options(inputs, targets, dtype, delimiter, target_columns, labels, group_column is not None)
     try:
         check_regular(source)
         _check_target(source, target, overwrite)
         with _completed(target) as file:
             if source.suffix == ".npz":
-                shapes = _write_arrays(source, file, inputs, targets, labels)
+                if (target_columns, group_column, header, delimiter) != (None, None, None, None):
+                    raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
+                                    "group_column, header and delimiter, and name arrays with inputs and targets")
+                done = _write_arrays(source, file, inputs, targets, labels)
             else:
-                table = _Table(source, target_columns, delimiter, encoding, dtype, labels)
-                shapes = table.write(file, inputs, targets, chunk_rows, tell)
+                table = _Conversion(Table(source, header, delimiter, encoding), target_columns, targets, dtype, labels)
+                table.group_by(group_column)
+                done = table.write(file, inputs, chunk_rows, tell)
             if labels is not None:
-                labels.finish(file[targets])
-    except (OSError, csv.Error) as error:
+                file[targets].attrs["class_names"] = labels.names
+                done = done._replace(classes=dict(zip(labels.names, labels.counts())))
+    except OSError as error:
         raise DataError(f"cannot convert {source} to {target}: {error}") from None
-    return shapes
+    return done
+
+
+def _check_options(inputs: str, targets: str | None, dtype: str, delimiter: str | None, target_columns: Columns,
+                   labels: _Labels | None, grouped: bool) -> None:
+    for name in (inputs, *([] if targets is None else [targets])):
+        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise DataError(f"{name!r} cannot name a data set: name it with letters, as in x or fields/velocity")
+    if targets is not None and (f"{targets}/".startswith(f"{inputs}/") or f"{inputs}/".startswith(f"{targets}/")):
+        raise DataError(f"inputs and targets need two names, neither within the other; got {inputs!r} and {targets!r}")
+    if targets is None and (labels is not None or target_columns is not None):
+        raise DataError("there are no targets (--no-targets), so leave out target_columns and classes")
+    if target_columns is not None and not isinstance(target_columns, int) and len(target_columns) == 0:
+        raise DataError("target_columns names no column: leave it out for the last column, or say that there are no "
+                        "targets with targets=None (--no-targets)")
+    if grouped and GROUPS in (inputs, targets):
+        raise DataError(f"{GROUPS!r} is the data set of the groups: name another one for inputs and targets")
+    if dtype not in DTYPES:
+        raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
+    if delimiter is not None and len(delimiter) != 1:
+        raise DataError(f"a delimiter is one character; got {delimiter!r}")
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    if target.exists():
-        if source.exists() and source.samefile(target):
-            raise DataError(f"the target {target} is the source itself, by this name or another: name another file")
-        if not overwrite:
-            raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
-    elif not target.parent.is_dir():
+    if target.exists() and source.exists() and source.samefile(target):
+        raise DataError(f"the target {target} is the source itself, by this name or another: name another file")
+    check_ending(target, ENDINGS)
+    if target.exists() and not overwrite:
+        raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
+    if not target.exists() and not target.parent.is_dir():
         raise DataError(f"there is no folder {target.parent} for {target.name}: make it first (mkdir -p)")
+
+
+def check_ending(target: Path, endings: Sequence[str]) -> None:
+    """Raises DataError if the name of a file that is written promises another format."""
+    if target.suffix.lower() not in endings:
+        raise DataError(f"the name {target.name} ends in {target.suffix}, which is another format: let it end in "
+                        f"{' or '.join(filter(None, endings))}")
 
 
 @contextmanager
@@ -113,213 +167,212 @@ def _completed(target: Path) -> Iterator[h5py.File]:
 
 
 class _Labels:
-    """Numbers for the labels of classes, first in the order they come, in the end in sorted order or as given."""
+    """Classes and their numbers. First `see` each label, then take its number.
 
-    def __init__(self, names: Sequence[str] | None):
-        self._given = None if names is None else [str(name) for name in names]
-        self._numbers = {name: number for number, name in enumerate(self._given or ())}
+    names   of the classes, in the order of their numbers
+    """
 
-    def number(self, text: str) -> int:
-        if not (text := text.strip()):
-            raise DataError("a label is missing")
-        if self._given is not None and text not in self._numbers:
-            raise DataError(f"{text!r} is none of the classes {', '.join(self._given)}")
-        return self._numbers.setdefault(text, len(self._numbers))
+    def __init__(self, given: Sequence[str] | None):
+        self._given = None if given is None else [str(name).strip() for name in given]
+        keys = [_key(name) for name in self._given or ()]
+        self._keys = dict.fromkeys(keys)
+        self._seen: Counter[str | int | float] = Counter()
+        if self._given == [] or "" in (self._given or ()):
+            raise DataError(f"a name of a class is missing in {', '.join(map(repr, self._given or [])) or 'the list'}: "
+                            "write one name for each class, separated by commas")
+        if len(self._keys) < len(keys):
+            raise DataError(f"the class {str(Counter(keys).most_common(1)[0][0])!r} is named twice: name each once")
 
-    def finish(self, dataset: h5py.Dataset) -> None:
-        """Renumber the data set, and store the names."""
-        import numpy as np
+    def see(self, text: str, times: int = 1) -> None:
+        """Count a label. Raises DataError if it is missing or no class."""
+        key = _key(text)
+        if self._given is None and is_missing(text):
+            raise DataError(f"a label is missing (the cell is {text.strip()!r}): remove the line, or list all classes, "
+                            "this one too, with classes=[...] (--class-names)")
+        if self._given is not None and key not in self._keys:
+            raise DataError(f"{text.strip()!r} is none of the classes {', '.join(self._given)}")
+        self._seen[key] += times
 
-        names = self._given or sorted(self._numbers)
-        whole = self._given is None and all(name.isascii() and name.isdigit() for name in names)
-        if self._given is None:
-            lookup = np.array([int(name) if whole else names.index(name) for name in self._numbers], np.int64)
-            for start in range(0, len(dataset), CELLS_AT_ONCE):
-                dataset[start : start + CELLS_AT_ONCE] = lookup[dataset[start : start + CELLS_AT_ONCE]]
-        if not whole:
-            dataset.attrs["class_names"] = names
+    def _ordered(self) -> list[str | int | float]:
+        return list(self._keys) or sorted(self._seen, key=lambda key: (isinstance(key, str), key))
+
+    @property
+    def names(self) -> list[str]:
+        return self._given or list(map(str, self._ordered()))
+
+    def counts(self) -> list[int]:
+        """Number of labels of each class."""
+        return [self._seen[key] for key in self._ordered()]
+
+    def numbers(self) -> Callable[[str], int]:
+        """A function from a label to the number of its class."""
+        numbers = {key: index for index, key in enumerate(self._ordered())}
+        return lambda text: numbers[_key(text)]
 
 
-class _Table:
-    """The lines of a CSV file."""
+def _key(text: str) -> str | int | float:
+    """Equal for labels of one class."""
+    value = number(text)
+    return text.strip() if value is None else value
 
-    def __init__(self, path: Path, target_columns: Columns, delimiter: str | None, encoding: str, dtype: str,
-                 labels: _Labels | None):
-        self._path, self._delimiter, self._encoding, self._dtype = path, delimiter, encoding, dtype
-        self._labels, self._written = labels, _times(path)
-        if not (first := next((text for _, text in self._lines()), "")):
-            raise DataError(f"{path} is empty")
-        commonest = max(DELIMITERS, key=first.count)
-        self._delimiter = delimiter or (commonest if commonest in first else None)
-        cells = self._cells(first)
-        self._header = not any(_is_number(cell) for cell in cells)
-        self._names = cells if self._header else [str(index) for index in range(len(cells))]
-        if twice := [name for name, times in Counter(self._names).items() if times > 1]:
-            places = ", ".join(str(index) for index, name in enumerate(cells) if name == twice[0])
-            raise DataError(f"{path}: the columns {places} have one name, {twice[0]!r}: rename them in the first line, "
-                            "or leave out those that say the same")
-        self._targets = self._indices(target_columns)
-        self._inputs = [index for index in range(len(cells)) if index not in self._targets]
-        if not self._inputs:
-            raise DataError(f"{path}: no columns are left for the inputs; it has {len(cells)}")
+
+class _Conversion:
+    """A CSV file on its way to HDF5."""
+
+    def __init__(self, table: Table, target_columns: Columns, targets: str | None, dtype: str, labels: _Labels | None):
+        self._table, self._dtype, self._labels, self._name = table, dtype, labels, targets
+        self._targets = [] if targets is None else table.indices(target_columns)
+        self._groups, self._group = _Labels(None), -1
+        self._leave_out(self._targets)
         if labels is not None and len(self._targets) > 1:
-            raise DataError(f"{path}: labels are one column; got the target columns {target_columns!r}")
+            raise DataError(f"{table.path}: labels are one column; got the target columns {target_columns!r}")
 
-    def _lines(self, header: bool = False) -> Iterator[tuple[int, str]]:
-        """(number, text) of the lines that are not blank, numbered from 1, each with those in which a quoted cell of it
-        goes on; from the second one on after a header."""
-        return islice(self._whole_lines(), int(header), None)
+    def _leave_out(self, columns: list[int]) -> None:
+        self._inputs = [index for index in range(len(self._table.names)) if index not in columns]
+        if not self._inputs:
+            raise DataError(f"{self._table.path}: no columns are left for the inputs; it has {len(self._table.names)}")
 
-    def _whole_lines(self) -> Iterator[tuple[int, str]]:
-        number = 0
-        try:
-            with open(self._path, encoding=self._encoding) as file:
-                lines = enumerate(file, 1)
-                for number, text in lines:
-                    if number == 1 and "\0" in text:
-                        raise UnicodeError("it holds zeros")
-                    if not text.isspace():
-                        yield number, text if text.count('"') % 2 == 0 else self._whole(number, text, lines)
-        except (UnicodeError, LookupError) as error:
-            raise DataError(f"{self._path} cannot be read as {self._encoding} after line {number} ({error}): name its "
-                            "encoding with encoding= (--encoding), as in latin-1 or utf-16") from None
+    def group_by(self, column: str | int | None) -> None:
+        """Write the groups in a column too, if there is one."""
+        if column is not None:
+            [self._group] = self._table.indices(column)
+            if self._group in self._targets:
+                raise DataError(f"{self._table.path}: the column {column!r} cannot be both the group and a target")
+            self._leave_out([*self._targets, self._group])
 
-    def _whole(self, number: int, text: str, lines: Iterator[tuple[int, str]]) -> str:
-        """The text, and as many lines more as there are until no quote is open."""
-        while self._is_open(text):
-            _, more = next(lines, (0, ""))
-            text += more
-            if not more or len(text) > MOST_CHARACTERS:
-                raise DataError(f"{self._path}, line {number}: a quote is opened and not closed")
-        return text
-
-    def _is_open(self, text: str) -> bool:
-        """Whether the text ends within a quoted cell; in the midst of another cell a quote is a character like others.
-        """
-        if self._delimiter is None:
-            return text.count('"') % 2 == 1
-        try:
-            next(csv.reader([text], delimiter=self._delimiter, strict=True))
-        except csv.Error as error:
-            return "unexpected end" in str(error)
-        return False
-
-    def _cells(self, line: str) -> list[str]:
-        cells = next(csv.reader([line], delimiter=self._delimiter)) if self._delimiter else line.split()
-        return [cell.strip() for cell in cells]
-
-    def _indices(self, columns: Columns) -> list[int]:
-        """Of columns given by name or index."""
-        indices = []
-        for column in [columns] if isinstance(columns, (str, int)) else [-1] if columns is None else columns:
-            if isinstance(column, str) and self._header and column in self._names:
-                indices.append(self._names.index(column))
-            elif isinstance(column, int) and -len(self._names) <= column < len(self._names):
-                indices.append(column % len(self._names))
-            else:
-                has = f"has the columns {', '.join(self._names)}" if self._header else "has no header"
-                raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self._names)}")
-        return indices
-
-    def write(self, file: h5py.File, inputs: str, targets: str, chunk_rows: int | None, tell: Progress) -> Shapes:
-        """Fill two data sets. The lines are counted first: contiguous data sets read fastest. Returns their shapes."""
-        if not (total := sum(1 for _ in self._lines(self._header))):
-            raise DataError(f"{self._path} has no line of data")
+    def write(self, file: h5py.File, inputs: str, chunk_rows: int | None, tell: Progress) -> Converted:
+        """Fill the data sets. A first pass counts records and labels, because contiguous data sets read fastest."""
+        total = self._count()
         x = file.create_dataset(inputs, (total, len(self._inputs)), self._dtype)
-        shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), self._dtype)
-        y = file.create_dataset(targets, shape, kind)
-        step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._names))
-        lines, done = self._lines(self._header), 0
-        while (chunk := list(islice(lines, step))) and _times(self._path) == self._written:
-            values, rows = self._parse(chunk), slice(done, done + len(chunk))
-            x[rows] = values[:, self._inputs]
-            y[rows] = values[:, self._targets].reshape(len(chunk), *y.shape[1:])
-            done += len(chunk)
+        y = None
+        if self._name is not None:
+            shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), self._dtype)
+            y = file.create_dataset(self._name, shape, kind)
+        numbers = None if self._labels is None else self._labels.numbers()
+        groups = None if self._group < 0 else file.create_dataset(GROUPS, (total,), "int64")
+        group_numbers = self._groups.numbers()
+        values, wide = [*self._inputs, *([] if numbers else self._targets)], len(self._inputs)
+        step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._table.names))
+        records, done = self._table.records(), 0
+        while not self._table.changed() and (chunk := list(islice(records, step))):
+            rows = slice(done, done := done + len(chunk))
+            found = self._values(chunk, values)
+            x[rows] = found[:, :wide]
+            if y is not None:
+                y[rows] = [numbers(cells[self._targets[0]]) for _, cells in chunk] if numbers else found[:, wide:]
+            if groups is not None:
+                groups[rows] = [group_numbers(cells[self._group]) for _, cells in chunk]
             tell(done, total)
-        if done != total or _times(self._path) != self._written:
-            raise DataError(f"{self._path} was written to while it was read: convert a copy of it")
-        return x.shape, y.shape
+        if done != total or self._table.changed():
+            raise DataError(f"{self._table.path} was written to while it was read: convert a copy of it")
+        names = self._table.names if self._table.header else None
+        return Converted(x.shape, None if y is None else y.shape, names and [names[index] for index in self._inputs],
+                         names and [names[index] for index in self._targets])
 
-    def _parse(self, chunk: list[tuple[int, str]]) -> np.ndarray:
-        """The numbers in some lines, (lines, columns); labels as their numbers."""
+    def _count(self) -> int:
+        """Number of records; counts the labels too."""
+        total, (column, *_) = 0, self._targets or [0]
+        for line, cells in self._table.records():
+            total += 1
+            if self._labels is not None:
+                with self._at(line, column):
+                    self._labels.see(cells[column])
+            if self._group >= 0:
+                with self._at(line, self._group):
+                    if is_missing(cells[self._group]):
+                        raise DataError("a group is missing: fill in the cell, or remove the line")
+                    self._groups.see(cells[self._group])
+        if not total:
+            raise DataError(f"{self._table.path} has no line of data")
+        return total
+
+    def _values(self, chunk: list[tuple[int, list[str]]], columns: list[int]) -> np.ndarray:
+        """The numbers in some columns, (records, columns)."""
         import numpy as np
 
-        converters: dict[int | str, Any] = {} if self._labels is None else {self._targets[0]: self._labels.number}
+        picked = itemgetter(*columns, columns[0])  # a tuple, also of one column
         try:
-            values = np.loadtxt([text for _, text in chunk], delimiter=self._delimiter, quotechar='"', comments=None,
-                                ndmin=2, converters=converters)
-        except (ValueError, DataError) as error:
-            self._check_cells(chunk)
-            raise DataError(f"{self._path}, lines {chunk[0][0]} to {chunk[-1][0]}: {error}") from None
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(values.astype(self._dtype)).all()
-        if values.shape[1] != len(self._names) or not finite:
-            self._check_cells(chunk)
-        return values
+            flat = [cell for _, cells in chunk for cell in picked(cells)]
+            if "_" in "".join(flat):  # Python reads 1_0 as 10
+                raise ValueError
+            values = np.array(list(map(float, flat))).reshape(len(chunk), -1)[:, :-1]
+            with np.errstate(over="ignore"):
+                values = values.astype(self._dtype)
+            if np.isfinite(values).all():
+                return values
+        except ValueError:
+            pass
+        for line, cells in chunk:
+            for column in columns:
+                with self._at(line, column):
+                    self._check_number(cells[column], column in self._targets)
+        raise AssertionError("a cell is no number")
 
-    def _check_cells(self, chunk: list[tuple[int, str]]) -> None:
-        """Raises DataError for the first cell that cannot be used."""
-        for number, text in chunk:
-            cells = self._cells(text)
-            if len(cells) != len(self._names):
-                raise DataError(f"{self._path}, line {number} has {len(cells)} cells; the first has {len(self._names)}")
-            for column, cell in enumerate(cells):
-                try:
-                    if self._labels is not None and column in self._targets:
-                        self._labels.number(cell)
-                    else:
-                        self._check_number(cell, column in self._targets)
-                except DataError as error:
-                    raise DataError(f"{self._path}, line {number}, column {self._names[column]}: {error}") from None
+    @contextmanager
+    def _at(self, line: int, column: int) -> Iterator[None]:
+        try:
+            yield
+        except DataError as error:
+            unsure = line == 1 and self._table.guessed
+            hint = ". If the first line names the columns, give header=True (--header)" if unsure else ""
+            raise DataError(f"{self._table.path}, line {line}, column {self._table.names[column]}: {error}{hint}") \
+                from None
 
     def _check_number(self, cell: str, is_target: bool) -> None:
-        if not _is_number(cell) and cell and is_target:
-            raise DataError(f"{cell!r} is not a finite number; labels of classes need classes=True (--classes)")
-        if not _is_number(cell) or not isfinite(float(cell)):
-            raise DataError(f"{cell!r} is not a finite number")
-        if self._dtype == "float32" and abs(float(cell)) > LARGEST_FLOAT32:
+        value = number(cell)
+        if value is None and cell.strip() and is_target:
+            raise DataError(f"{cell.strip()!r} is not a finite number; labels of classes need classes=True (--classes)")
+        if value is None or not isfinite(value):
+            raise DataError(f"{cell.strip()!r} is not a finite number")
+        if self._dtype == "float32" and abs(value) > LARGEST_FLOAT32:
             raise DataError(f"{cell} is too large for float32: dtype=\"float64\" (--dtype) holds it")
 
 
-def _times(path: Path) -> tuple[int, int]:
-    """By which a file that is written to is known: its bytes, and when it was."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str, labels: _Labels | None) -> Shapes:
-    """The two arrays of a .npz file, checked. Returns their shapes."""
+def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str | None, labels: _Labels | None) -> Converted:
+    """Check and write the arrays of a .npz file."""
     import numpy as np
 
     with open(source, "rb") as opened:
         if not zipfile.is_zipfile(opened):
             raise DataError(f"{source} is no .npz file")
+    names = [inputs] if targets is None else [inputs, targets]
     with np.load(source) as arrays:
-        for name in (inputs, targets):
+        for name in names:
             if name not in arrays:
                 raise DataError(f"{source} has no array {name!r}; it has {', '.join(map(repr, arrays))}")
         try:
-            x, y = arrays[inputs], arrays[targets]
+            found = {name: arrays[name] for name in names}
         except (ValueError, zipfile.BadZipFile) as error:
             raise DataError(f"cannot read {source}: {error}") from None
-    if labels is not None:
-        y = np.array([labels.number(str(label)) for label in y.reshape(-1)], np.int64)
-    for name, array in ((inputs, x), (targets, y)):
-        if array.size == 0 or array.ndim == 0 or array.dtype.kind not in "fiu":
+    if labels is not None and targets is not None:
+        found[targets] = _numbered(source, targets, found[targets], labels)
+    for name, array in found.items():
+        if array.size == 0 or array.ndim == 0 or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
             raise DataError(f"{source}: array {name!r} is {array.dtype} {array.shape}; needed are rows of real "
-                            "numbers, or labels with classes=True (--classes)")
+                            "numbers of at most 64 bits, or labels with classes=True (--classes)")
         if not np.isfinite(array).all():
             row = np.argwhere(~np.isfinite(array))[0][0]
             raise DataError(f"{source}: row {row} of array {name!r} is not finite")
-    if len(x) != len(y):
-        raise DataError(f"{source}: {inputs!r} has {len(x)} rows, {targets!r} has {len(y)}")
-    file[inputs], file[targets] = x, y
-    return x.shape, y.shape
+    rows = [len(array) for array in found.values()]
+    if min(rows) < max(rows):
+        raise DataError(f"{source}: {inputs!r} has {rows[0]} rows, {targets!r} has {rows[1]}")
+    for name, array in found.items():
+        file[name] = array
+    return Converted(found[inputs].shape, None if targets is None else found[targets].shape)
+
+
+def _numbered(source: Path, name: str, array: np.ndarray, labels: _Labels) -> np.ndarray:
+    """The numbers of an array's labels, (rows,)."""
+    import numpy as np
+
+    if array.size != len(array) if array.ndim else True:
+        raise DataError(f"{source}: labels are one a row; array {name!r} has the shape {array.shape}")
+    values, places, counts = np.unique(array.reshape(-1), return_inverse=True, return_counts=True)
+    texts = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values]
+    for index, text in enumerate(texts):
+        try:
+            labels.see(text, int(counts[index]))
+        except DataError as error:
+            raise DataError(f"{source}: row {np.argmax(places == index)} of array {name!r}: {error}") from None
+    numbers: Iterable[Any] = map(labels.numbers(), texts)
+    return np.array(list(numbers), np.int64)[places.reshape(-1)]

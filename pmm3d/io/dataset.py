@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
 from typing import Any
@@ -12,16 +13,18 @@ import numpy as np
 
 from ..arrays import NumpyLibrary, check_matrix_dtype, library_kind
 from ..comm import Grid
+from ..comm.words import names_in_words
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
 from .loader import Loader, check_at_least
 from .reader import Plan, Rows
 from .source import SourceFile
+from .split import Part, last_rows, random_groups, random_rows
 
 ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
-MOST_CLASSES = 2**20
-"""That labels may make by themselves where there are fewer samples than that."""
+MOST_CLASSES = 1000
+"""Labels may make more classes than samples, up to this number of classes."""
 
 
 class DataSet(AbstractContextManager["DataSet"]):
@@ -29,10 +32,12 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     inputs       name of the samples: numbers, (n,) or (n, ...); dims after the first are flattened to features
     targets      integers (n,) or (n, 1): labels of classes 0, 1, ...; other numbers: vectors, flattened likewise
+    labels       whether the targets are labels; False: integers are values too. None: by the rule above
     dtype        of the inputs and of targets that are vectors; labels are int64
     library      of the batches' arrays, as in DistMatrix; the grid's if left out
-    classes      number of classes; left out, it is that of the attribute `class_names` of the targets or 1 + the
-                 largest label, for which each rank reads its share of the labels
+    classes      number of classes; None: that of the attribute `class_names` of the targets, or 1 + the largest label,
+                 for which each rank reads its share of the labels. A list of names, as of another file: the labels get
+                 its numbers, by the names in the attribute; without the attribute they keep their own
     cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
                  only this rank's columns) if that takes no more bytes. So is a contiguous one, if that takes no more
                  than 16 MiB either
@@ -41,6 +46,7 @@ class DataSet(AbstractContextManager["DataSet"]):
                  virtual data sets), and soft links. Left out, they are refused, with what they lead to
 
     samples, features, outputs (columns of the targets; 1 for labels), classes (None for vectors)
+    class_names   of the labels, in the order of their numbers; None for vectors and without names
     fingerprint   of what is in the data sets, by their names, shapes, types, names of classes and values (all if they
                   are few, else those of some rows); the same on every rank and grid
 
@@ -60,13 +66,14 @@ class DataSet(AbstractContextManager["DataSet"]):
     """
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
-                 dtype: Any = "float32", library: str | NumpyLibrary | None = None, classes: int | None = None,
-                 cache_bytes: int = 2**28, links: bool = False):
+                 dtype: Any = "float32", library: str | NumpyLibrary | None = None,
+                 classes: int | Sequence[str] | None = None, labels: bool | None = None, cache_bytes: int = 2**28,
+                 links: bool = False):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest, fingerprint = -1, ""
-        with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, cache_bytes,
-                           links):
+        with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
+                           cache_bytes, links):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
             self.file = SourceFile(self.path, bool(links))
@@ -75,7 +82,9 @@ class DataSet(AbstractContextManager["DataSet"]):
             if len(self.targets) != self.samples:
                 raise DataError(f"{self.path}: {inputs!r} has {self.samples} rows, {targets!r} has {len(self.targets)}")
             self.features, self.outputs = prod(self.inputs.shape[1:]), prod(self.targets.shape[1:])
-            self.labelled = self.targets.dtype.kind in "iu" and self.outputs == 1
+            self.labelled = labels is not False and self.targets.dtype.kind in "iu" and self.outputs == 1
+            self.class_names = self._names()
+            self.numbering: np.ndarray | None = None
             self.classes = self._known_classes(classes)
             if self.labelled and self.classes is None:
                 largest = self._largest_label()
@@ -87,20 +96,56 @@ class DataSet(AbstractContextManager["DataSet"]):
             self.classes = max(grid.comm.allgather(largest)) + 1
         self.fingerprint: str = grid.comm.bcast(fingerprint)
 
-    def _known_classes(self, classes: int | None) -> int | None:
+    def _names(self) -> list[str] | None:
+        names = self.targets.attrs.get("class_names") if self.labelled else None
+        if names is not None and (np.ndim(names) != 1 or len(names) == 0):
+            raise DataError(f"{self.path}: the attribute class_names of data set {self.targets.name[1:]!r} is no "
+                            f"list of names: {names!r}. Write one name for each class, or remove it")
+        return None if names is None else list(map(text_of, names))
+
+    def _known_classes(self, classes: int | Sequence[str] | None) -> int | None:
         """As given or by the names in the file; None where only the labels say it, or for vectors."""
         if classes is None:
-            names = self.targets.attrs.get("class_names") if self.labelled else None
-            if names is not None and (np.ndim(names) != 1 or len(names) == 0):
-                raise DataError(f"{self.path}: the attribute class_names of data set {self.targets.name[1:]!r} is no "
-                                f"list of names: {names!r}. Write one name for each class, or remove it")
-            return None if names is None else len(names)
+            return None if self.class_names is None else len(self.class_names)
         if not self.labelled:
             raise DataError(f"{self.path}: classes is {classes!r}, but the targets are no labels: data set "
                             f"{self.targets.name[1:]!r} holds {self.targets.dtype}, {self.targets.shape}")
+        if isinstance(classes, (list, tuple)):
+            self._number_by(list(map(str, classes)))
+            return len(classes)
         if not isinstance(classes, (int, np.integer)) or classes < 1:
             raise DataError(f"classes is a number of at least 1; got {classes!r}")
         return int(classes)
+
+    def _number_by(self, names: list[str]) -> None:
+        """Have the labels take the numbers of these classes."""
+        numbers = {name: number for number, name in enumerate(names)}
+        own = self.class_names or []
+        if unknown := [name for name in own if name not in numbers]:
+            raise DataError(f"{self.path}: the class {unknown[0]!r} is none of {names_in_words(names)}, the classes of "
+                            f"the other file. Remove its samples, or convert both with the same --class-names")
+        if own and own != names:
+            self.numbering = np.array([numbers[name] for name in own], np.int64)
+
+    def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray:
+        """The classes of these rows' labels. Raises DataError for a label that is below 0 or no class."""
+        self.check_labels(labels, rows)
+        return labels if self.numbering is None else self.numbering[labels]
+
+    def class_counts(self, *parts: Part) -> np.ndarray:
+        """Number of samples of each class, (parts, classes) int64; of labels only. Collective."""
+        counts = np.zeros((len(parts), self.classes or 0), np.int64)
+        low, high = part_range(self.samples, self.grid.size, self.grid.rank)
+        with self.grid.together("DataSet.class_counts", *map(str, parts), always=True):
+            for start in range(low, high, ROWS_AT_ONCE):
+                rows = np.arange(start, min(start + ROWS_AT_ONCE, high))
+                with self.file.unchanged():
+                    labels = self.targets[start : start + len(rows)].reshape(-1)
+                labels = self.renumbered(labels, slice(start, start + len(rows)))
+                for index, part in enumerate(parts):
+                    counts[index] += np.bincount(labels[part.has(rows)], minlength=counts.shape[1])
+        total: np.ndarray = self.grid.comm.allreduce(counts)
+        return total
 
     def _largest_label(self) -> int:
         """Of this rank's share of the labels; in a dry run, whose other ranks read none, of all."""
@@ -116,43 +161,73 @@ class DataSet(AbstractContextManager["DataSet"]):
             if (largest := max(largest, int(labels.max()))) >= max(self.samples, MOST_CLASSES):
                 raise DataError(f"{self.path}: data set {self.targets.name[1:]!r} has the label {largest}, which "
                                 f"makes {largest + 1} classes of {self.samples} samples: number the classes 0, 1, ..., "
-                                "give classes= if there are so many, or store floating point targets")
+                                "give classes= (data.classes) if there are so many, or take the targets as values: "
+                                "labels=False (training.loss = \"mse\")")
         return largest
 
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None:
         """Raises DataError for a label in these rows that is below 0 or no class."""
         labels = labels.reshape(-1)
-        wrong = (labels < 0) | (self.classes is not None and labels >= self.classes)
+        most = self.classes if self.numbering is None else len(self.numbering)
+        wrong = (labels < 0) | (most is not None and labels >= most)
         if wrong.any():
-            row, known = wrong.argmax(), "at least 0" if self.classes is None else f"0 to {self.classes - 1}"
+            row, known = wrong.argmax(), "at least 0" if most is None else f"0 to {most - 1}"
             raise DataError(f"{self.path}: row {np.r_[rows][row]} of data set {self.targets.name[1:]!r} is the "
                             f"label {labels[row]}; labels are {known}")
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split_inputs: str | None = "y",
                split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2,
-               rows: tuple[int, int] | slice | None = None) -> Loader:
+               rows: tuple[int, int] | slice | Part | None = None) -> Loader:
         """A Loader of batches of the samples; collective.
 
         batch_size     rows of a batch, over all ranks; the last of an epoch has fewer, or is left out (drop_last)
-        shuffle        by a permutation of all rows that depends on the seed and the epoch alone. A batch holds its
-                       samples in the order of the file
+        shuffle        by a permutation of the rows that depends only on the seed and the epoch. It is computed, not
+                       stored: its memory is that of a batch. A batch has its samples in the order of the file
         split_inputs, split_targets   the axis over which the columns are split, or None; see `batch_layout`
         prefetch       batches that a thread reads ahead
-        rows           (start, stop) or a slice: the part of the samples to use, for instance to hold some out
+        rows           the samples to use: (start, stop), a slice, or a part of `split`; None: all
 
         Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
         """
         with self.grid.together("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets, drop_last,
-                                prefetch, rows):
+                                prefetch, str(rows)):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch)
             check_at_least(0, seed=seed)
-            start, stop = _row_range(rows, self.samples)
-            if drop_last and stop - start < batch_size:
-                raise DataError(f"drop_last leaves no batch: {stop - start} rows, batch_size {batch_size}")
-            plan = Plan(self.samples, [start, stop], int(batch_size), bool(shuffle), int(seed), bool(drop_last))
-            loader = Loader(self, plan, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch)
+            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples))
+            if drop_last and len(part) < batch_size:
+                raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}")
+            plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),
+                        bool(drop_last), part.split, "feistel" if shuffle else "none")
+            loader = Loader(self, plan, part, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch)
         self._loaders.add(loader)
         return loader
+
+    def split(self, share: float, *, seed: int = 0, groups: str | None = None, last: bool = False) -> tuple[Part, Part]:
+        """(the rows to train on, the rows that are held out), for `loader(rows=)`; collective.
+
+        share    of the samples that are held out, rounded to whole rows; at least 0 and below 1
+        seed     the rows are chosen at random by this seed, equally on every grid
+        groups   name of a data set of numbers, (n,) or (n, 1): all rows with the same number are on the same side. Each
+                 rank reads it, and keeps 16 bytes a row
+        last     the last rows of the file are held out
+
+        Raises DataError, on every rank, for other shares, both groups and last, and groups that cannot be read.
+        """
+        with self.grid.together("DataSet.split", share, seed, groups, last):
+            check_at_least(0, seed=seed)
+            if not 0 <= share < 1:
+                raise DataError(f"the share that is held out is at least 0 and below 1; got {share!r}")
+            if groups is None:
+                return last_rows(self.samples, share) if last else random_rows(self.samples, share, seed)
+            if last:
+                raise DataError("groups are held out at random: leave out last=True, or groups")
+            found = self.file.dataset(groups)
+            if found.shape not in ((self.samples,), (self.samples, 1)):
+                raise DataError(f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group "
+                                f"for each of the {self.samples} samples")
+            with self.file.unchanged():
+                numbers = found[...].reshape(-1)
+            return random_groups(numbers, share, seed, groups)
 
     def close(self) -> None:
         for loader in self._loaders:
@@ -161,6 +236,11 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def text_of(name: Any) -> str:
+    """A text from an attribute, which may be bytes."""
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:

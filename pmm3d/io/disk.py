@@ -121,6 +121,20 @@ def not_following(path: str, flags: int) -> int:
 
 
 @contextmanager
+def written(path: Path) -> Iterator[Any]:
+    """A new HDF5 file, an h5py.File, that is on the disk when the body is done."""
+    from ..product.new_hdf5 import NewHdf5  # who only replaces small files needs no matrices
+
+    with file_errors(path, "written"):
+        new = NewHdf5(path)
+        try:
+            yield new.file
+            new.complete()
+        finally:
+            new.abandon()
+
+
+@contextmanager
 def file_errors(path: Path, doing: str) -> Iterator[None]:
     """What goes wrong with a file in this context becomes a CheckpointError that names it."""
     try:

@@ -17,6 +17,7 @@ from ..errors import DataError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
 from .reader import Columns, Plan, Reader, Samples
+from .split import Part, completed
 
 Shards = tuple[Array, Array]
 """This rank's of the inputs and of the targets of a batch."""
@@ -51,9 +52,9 @@ class Loader(AbstractContextManager["Loader"]):
         [(4, 8), (4, 8), (2, 8)]
     """
 
-    def __init__(self, data: Samples, plan: Plan, layouts: tuple[Layout, Layout], prefetch: int):
+    def __init__(self, data: Samples, plan: Plan, part: Part, layouts: tuple[Layout, Layout], prefetch: int):
         self.data, self.epoch, self.batch = data, 0, 0
-        self._plan, self._layouts, self._ahead = plan, layouts, prefetch
+        self._plan, self._part, self._layouts, self._ahead = plan, part, layouts, prefetch
         numbers = "float32" if data.dtype == "bfloat16" else data.dtype
         self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
         self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
@@ -64,7 +65,8 @@ class Loader(AbstractContextManager["Loader"]):
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
         box = layout.box((self._plan.size(0), width), self.data.grid.shape, self.data.grid.coords)
-        return Columns(dataset, self._plan.rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
+        rows = self._plan.rows if self._part.order is None else [0, self._plan.samples]
+        return Columns(dataset, rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
 
     def __len__(self) -> int:
         return self._plan.batches
@@ -125,7 +127,7 @@ class Loader(AbstractContextManager["Loader"]):
         library, data, length = self.data.library, self.data, len(self)
         if self._reader is None:
             batches = (divmod(number, length) for number in count(self.epoch * length + self.batch))
-            self._reader = Reader(data, self._plan, self._layouts[0], self._inputs, self._targets, batches,
+            self._reader = Reader(data, self._plan, self._part, self._layouts[0], self._inputs, self._targets, batches,
                                   self._ahead, self._work)
             self._end = weakref.finalize(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
@@ -151,8 +153,13 @@ class Loader(AbstractContextManager["Loader"]):
         return {"epoch": self.epoch, "batch": self.batch, **asdict(self._plan), "data": self.data.fingerprint}
 
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
-        """Go on where `state` was taken; collective. Raises DataError if it belongs to other batches than these, or to
-        other data; with other_data=True the epoch is then begun anew instead, with the data that are here."""
+        """Go on where `state` was taken; collective.
+
+        Raises DataError if the state belongs to other batches than these, or to other data. So do the states of
+        versions that shuffled by another rule. With other_data=True the epoch begins anew instead, with the data and
+        the batches of this loader.
+        """
+        state = completed(state)
         with self.data.grid.together("Loader.load_state", state, other_data):
             if missing := [key for key in self.state() if key not in state and key != "data"]:
                 raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}")

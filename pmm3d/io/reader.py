@@ -15,7 +15,9 @@ from ..arrays import NumpyLibrary, Workspace
 from ..comm import Grid
 from ..errors import DataError, needs
 from ..layout import Layout
+from .permutation import Permutation
 from .source import SourceFile
+from .split import Part
 
 with needs("io", "data sets"):
     import h5py
@@ -34,7 +36,11 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows of `samples` make which batch: the same on all ranks, and a part of a loader's state."""
+    """Which rows of `samples` make which batch: the same on all ranks, and a part of a loader's state.
+
+    rows        positions start and stop in the order of the `Part`;   split   how this order was made
+    shuffling   by which rule epochs are shuffled: rules of earlier versions give other batches
+    """
 
     samples: int
     rows: list[int]
@@ -42,6 +48,8 @@ class Plan:
     shuffle: bool
     seed: int
     drop_last: bool
+    split: str = "none"
+    shuffling: str = "none"
 
     @property
     def batches(self) -> int:
@@ -71,7 +79,7 @@ class Samples(Protocol):
     cache_bytes: int
     fingerprint: str
 
-    def check_labels(self, labels: np.ndarray, rows: Rows) -> None: ...
+    def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray: ...
 
 
 class Reader:
@@ -80,10 +88,10 @@ class Reader:
     The thread is a daemon, and waits for one batch at most when it is to stop: a program that ends does not wait for
     what nobody will take."""
 
-    def __init__(self, data: Samples, plan: Plan, layout: Layout, inputs: Columns, targets: Columns,
+    def __init__(self, data: Samples, plan: Plan, part: Part, layout: Layout, inputs: Columns, targets: Columns,
                  batches: Iterator[tuple[int, int]], ahead: int, work: Workspace):
         self._data, self._plan, self._layout, self._inputs, self._targets = data, plan, layout, inputs, targets
-        self._order, self._shuffled = np.empty((plan.rows[1] - plan.rows[0]) * plan.shuffle, np.int64), -1
+        self._part = part
         self._ready: SimpleQueue[Arrays | Exception] = SimpleQueue()
         self._slots, self._work, self._stopped = Semaphore(ahead), work, False
         self._thread = Thread(target=self._run, args=(batches,), name="pmm3d loader", daemon=True)
@@ -124,7 +132,7 @@ class Reader:
                 self._targets.read(rows, y)
             self._check_finite(x, self._inputs, rows)
             if data.labelled:
-                data.check_labels(y, rows)
+                y[...] = data.renumbered(y, rows)
             else:
                 self._check_finite(y, self._targets, rows)
         return x, y
@@ -137,19 +145,16 @@ class Reader:
                         f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
 
     def _rows(self, epoch: int, batch: int) -> Rows:
-        """This rank's rows of a batch."""
-        first, size = batch * self._plan.batch_size, self._plan.size(batch)
+        """This rank's rows of a batch. The memory is that of the batch: no permutation of all rows is stored."""
+        plan, part, first = self._plan, self._part, batch * self._plan.batch_size
+        size = plan.size(batch)
         box = self._layout.box((size, self._data.features), self._data.grid.shape, self._data.grid.coords)
-        start, stop = self._plan.rows
-        if not self._plan.shuffle:
-            return slice(start + first + box.r0, start + first + box.r1)
-        if self._shuffled != epoch:
-            self._order.fill(1)
-            self._order[0] = start
-            self._order.cumsum(out=self._order)  # start:stop, in the memory that is there
-            np.random.default_rng([self._plan.seed, epoch]).shuffle(self._order)
-            self._shuffled = epoch
-        rows = np.sort(self._order[first : first + size])[box.r0 : box.r1]
+        if not plan.shuffle and part.order is None:
+            return slice(part.start + first + box.r0, part.start + first + box.r1)
+        positions = np.arange(first, first + size)
+        if plan.shuffle:
+            positions = Permutation(len(part), plan.seed, epoch)(positions)
+        rows = np.sort(part.rows(part.start + positions))[box.r0 : box.r1]
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
         return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 

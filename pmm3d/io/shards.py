@@ -27,10 +27,9 @@ from mpi4py import MPI
 from ..errors import CheckpointError, needs
 from ..layout import EMPTY, Box
 from ..product import DistMatrix
-from .disk import Checksums, checksums, file_errors, sync, verify
+from .disk import Checksums, checksums, file_errors, sync, verify, written
 from .manifest import Manifest, checked_manifest, checked_sums, parsed
 from .matrices import Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
-from .new_hdf5 import written
 
 with needs("io", "checkpoints"):
     import h5py

@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 
 from ..errors import DataError, check_regular, needs
+from ..product.files import check_all_written
 from .elsewhere import elsewhere, located, parts_of
 
 with needs("io", "data sets"):
@@ -71,27 +72,10 @@ class SourceFile:
                     self._identities[file] = _identity(file)
             dataset = self.h5.get(name)
             for part in parts_of(self.h5, dataset) if isinstance(dataset, h5py.Dataset) and dataset.shape else ():
-                self._check_written(part)
+                check_all_written(self.path, part)
             return dataset
         except (OSError, RuntimeError, KeyError, ValueError) as error:
             raise DataError(f"{self.path}: cannot open data set {name!r}: {error}") from None
-
-    def _check_written(self, dataset: h5py.Dataset) -> None:
-        """Raises DataError for rows that were declared and never written: HDF5 makes values up for them."""
-        declared = prod(dataset.shape) * dataset.dtype.itemsize
-        unit, there = "bytes", dataset.id.get_storage_size()
-        if dataset.is_virtual:
-            declared = prod(dataset.shape)
-            unit, there = "elements", sum(source.vspace.get_select_npoints() for source in dataset.virtual_sources())
-        elif dataset.external:
-            there = sum(min(size, max(0, os.path.getsize(file) - offset)) for file, offset, size in dataset.external)
-        elif dataset.chunks:
-            declared = prod(-(-extent // chunk) for extent, chunk in zip(dataset.shape, dataset.chunks))
-            unit, there = "chunks", dataset.id.get_num_chunks()
-        if there < declared:
-            raise DataError(f"{self.path}: data set {dataset.name[1:]!r} declares the shape {dataset.shape}, which "
-                            f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or "
-                            "declare only those that there are")
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

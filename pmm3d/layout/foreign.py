@@ -206,6 +206,34 @@ class Blocks:
         """
         return cls((0, *accumulate(counts)), (0, cols), tuple((rank,) for rank in range(len(counts))), order)
 
+    @classmethod
+    def of_boxes(cls, boxes: Sequence[Sequence[int]], shape: tuple[int, int], order: str = "C") -> Blocks:
+        """One rectangle of the matrix a rank: rank r has the rows boxes[r][0] to boxes[r][1] and the columns
+        boxes[r][2] to boxes[r][3], counted from 0, the ends not included. Where the edges of other ranks' rectangles
+        cross that of a rank, it is several blocks.
+
+        Raises LayoutError if the rectangles overlap, or leave out an element, or are not within the matrix.
+
+            >>> Blocks.of_boxes([(0, 3, 0, 4), (3, 5, 0, 1), (3, 5, 1, 4)], (5, 4)).extents(0)
+            [(3, 1), (3, 3)]
+        """
+        row_cuts, col_cuts = (_edges(boxes, size, dim) for dim, size in enumerate(shape))
+        owners = [[-1] * (len(col_cuts) - 1) for _ in row_cuts[1:]]
+        if 0 in shape:
+            return cls(row_cuts, col_cuts, tuple((0,) * len(row) for row in owners), order)
+        for rank, (r0, r1, c0, c1) in enumerate(boxes):
+            for row in range(row_cuts.index(r0), row_cuts.index(r1)):
+                for col in range(col_cuts.index(c0), col_cuts.index(c1)):
+                    if (other := owners[row][col]) >= 0:
+                        raise LayoutError(f"element ({row_cuts[row]}, {col_cuts[col]}) is in the blocks of rank "
+                                          f"{other} and of rank {rank}: the blocks must not overlap")
+                    owners[row][col] = rank
+        for row, owned in enumerate(owners):
+            if -1 in owned:
+                raise LayoutError(f"element ({row_cuts[row]}, {col_cuts[owned.index(-1)]}) is in no rank's block: the "
+                                  "blocks must cover the matrix")
+        return cls(row_cuts, col_cuts, tuple(map(tuple, owners)), order)
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.row_cuts[-1], self.col_cuts[-1]
@@ -242,6 +270,16 @@ class Blocks:
     def check_ranks(self, size: int) -> None:
         if (most := max(self._tiles, default=0)) >= size:
             raise LayoutError(f"blocks are on ranks up to {most}; the communicator has {size}")
+
+
+def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int) -> tuple[int, ...]:
+    """Where rectangles begin and end along a dim, with both ends of the dim. Raises LayoutError."""
+    for rank, box in enumerate(boxes):
+        low, high = box[2 * dim : 2 * dim + 2]
+        if not 0 <= low <= high <= size:
+            raise LayoutError(f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low} to {high}, counted "
+                              f"from 0, of {size}")
+    return tuple(sorted({0, size, *(edge for box in boxes for edge in box[2 * dim : 2 * dim + 2])})) if size else (0, 0)
 
 
 def _two_numbers(name: str, value: Any, least: int) -> tuple[int, int]:

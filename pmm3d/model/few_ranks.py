@@ -32,7 +32,7 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
         >>> few(64, 8), few(512, 8), few(512, 2), few(4096, 2)
         ('1x1x1', '2x2x2', '1x1x2', '2x2x2')
     """
-    seconds = _seconds(best, ranks, machine, cores)
+    seconds = seconds_on_cores(best, ranks, machine, cores)
     candidates = {}
     for number in _numbers(ranks, machine.ranks_per_node, cores):
         on_one_node = number <= machine.ranks_per_node
@@ -42,7 +42,7 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
         except GridError:
             continue
         candidates[number] = ranking.candidates[0]
-    taken = {number: _seconds(candidate, number, machine, cores) for number, candidate in candidates.items()}
+    taken = {number: seconds_on_cores(candidate, number, machine, cores) for number, candidate in candidates.items()}
     fastest = min(taken, key=lambda number: (taken[number], -number), default=0)
     return candidates[fastest] if fastest and WORTH * taken[fastest] < seconds else best
 
@@ -53,8 +53,12 @@ def _numbers(ranks: int, per_node: int, cores: int) -> list[int]:
     return sorted(number for number in powers | {cores, per_node} if 0 < number <= ranks // 2)
 
 
-def _seconds(candidate: Candidate, ranks: int, machine: Machine, cores: int) -> float:
-    """With so many ranks at work, besides the agreement, which all ranks make."""
+def seconds_on_cores(candidate: Candidate, ranks: int, machine: Machine, cores: int) -> float:
+    """Seconds of a candidate if its ranks take turns on the cores of a node, without the agreement of all ranks.
+
+    ranks   that are at work, of all nodes
+    cores   that the ranks of a node have between them
+    """
     busy, terms = min(ranks, machine.ranks_per_node), candidate.terms
     measured = max(1.0, machine.ranks_per_node / cores) if machine.key else 1.0
     slower = max(1.0, busy / cores) / measured

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..thread_counts import THREAD_COUNTS as THREAD_COUNTS
+from ..thread_counts import cores as cores
 from .environment import tasks_on_node
 
 AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
 WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
-
-THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,18 @@ class Blas:
 
 
 def loaded_blas(file: str = "") -> Blas:
-    """The BLAS that does the products on the host: of that file, or SciPy's."""
+    """The BLAS that multiplies on the host, if it is loaded: the one of that file, or SciPy's.
+
+    numpy and SciPy carry a BLAS each. SciPy's is loaded with the first product: before, this returns numpy's.
+    `blas_of` and `blas_choice.blas_here` load it first.
+    """
     from threadpoolctl import threadpool_info
 
     found = [library for library in threadpool_info() if library["user_api"] == "blas"]
     if file:
         found = [library for library in found if os.path.realpath(library["filepath"]) == file]
-    scipy_first = sorted(found, key=lambda library: "scipy_openblas-" not in library["filepath"])
+    scipy_first = sorted(found, key=lambda library: ("scipy_openblas-" not in library["filepath"],
+                                                     "openblas64_" in library["filepath"]))
     if not scipy_first:
         return Blas(Path(file).name or "unknown", "", "", 0)
     library = scipy_first[0]
@@ -127,12 +132,16 @@ def loaded_blas(file: str = "") -> Blas:
 
 
 def blas_of(library: Any) -> Blas:
-    """The BLAS that multiplies a library's arrays: on a device cuBLAS, which has no threads; on the host torch has its
-    own, unless PMM3D_BLAS names another; for all else `loaded_blas`."""
+    """The BLAS that multiplies a library's arrays, which this loads if it is not loaded yet.
+
+    On a device it is cuBLAS, which has no threads. On the host torch has a BLAS of its own, unless PMM3D_BLAS names
+    another. All other arrays are multiplied by SciPy's, or by the one that PMM3D_BLAS names.
+    """
     if not library.on_host:
         return _cublas(library)
-    if library.name != "torch" or library.blas_file:
-        return loaded_blas(library.blas_file)
+    file = library.blas_file
+    if library.name != "torch" or file:
+        return loaded_blas(file)
     torch = library.xp
     name = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return Blas(f"{name[1] if name else 'BLAS'} of torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),
@@ -146,13 +155,6 @@ def _cublas(library: Any) -> Blas:
     cuda = library.xp.cuda
     number = cuda.cublas.getVersion(cuda.device.get_cublas_handle())
     return Blas("cuBLAS", f"{number // 10000}.{number // 100 % 100}.{number % 100}", "", 0)
-
-
-def cores() -> frozenset[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def peak_memory() -> int:

@@ -79,7 +79,7 @@ def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     with grid.ledger.holding("weights"):
         copy = Parameter(Facts.of(parameter.stored).on(grid), parameter.precision)
     copy._learn(parameter.requires_grad)
-    copy.name, copy.accumulated.owners = parameter.name, set(parameter.accumulated.owners)
+    copy.name, copy.accumulated.wants_split = parameter.name, parameter.accumulated.wants_split
     return copy
 
 

@@ -53,7 +53,6 @@ def brought(form: Form, part: Part) -> Coming:
         return formed(form, found, wanted)
     if found.layout == wanted:
         return Coming(found.array)
-    Parallel.of(form.grid).gradients.agree()
     with form.grid.ledger.phase("relayout"):
         return Coming(None, [relayout(form.grid, found.array, form.shape, found.layout, wanted)])
 
@@ -63,8 +62,6 @@ def formed(form: Form, product: Product, wanted: Layout) -> Coming:
     sum over one axis."""
     grid = form.grid
     kind, axis = route(product.layout, wanted, grid.shape)
-    if kind != "stay":
-        Parallel.of(grid).gradients.agree()
     if kind == "all_reduce":
         return _summed_in_strips(form, product, axis)
     if kind == "reduce_scatter" and Parallel.of(grid).overlap.decomposes(grid.axis(axis), grid.hosts):

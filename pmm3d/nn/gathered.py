@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from ..arrays import Array
 from ..comm import Grid, Pending
@@ -32,19 +32,23 @@ class Weight(Protocol):
 
 @dataclass(eq=False)
 class Gathered:
-    """What there is of a weight's gathered block, of the values of one version: a gather under way, or the block if it
-    is kept. number: in the order of first use; following: the weight that was needed next the last time, and in which
-    phase, by the phase of the pass; promise: the `unchanged` in which it was gathered. copy: what the ranks of the node
-    share of it."""
+    """A weight's gathered block, of the values of one version: a gather under way, or the block if it is kept.
+
+    number     in the order of first use;   used   `_pauses` at the last use
+    following  by the phase of the pass: the weight that was needed next the last time, and in which phase. A strong
+               reference: all ranks must gather the same weight ahead, also one that is garbage on some of them
+    promise    the `unchanged` in which it was gathered;   copy   what the ranks of the node share of it
+    """
 
     number: int
+    used: int = 0
     version: int = -1
     nbytes: int = 0
     pending: Pending | None = None
     copy: OneCopy | None = None
     block: Array = None
     promise: object = None
-    following: dict[str, tuple[ref[Weight], str]] = field(default_factory=dict)
+    following: dict[str, tuple[Weight, str]] = field(default_factory=dict)
 
 
 class Weights:
@@ -63,7 +67,7 @@ class Weights:
         """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
         collect garbage at different moments, and must keep the same weights."""
         self._numbers, self._pauses = count(), 0
-        self._last: tuple[ref[Gathered], str] | None = None
+        self._last: tuple[Gathered, str] | None = None
         self.budget: int | None = None
         self._promise: object = None
         grid.at_close(self._gathered.clear)
@@ -76,9 +80,10 @@ class Weights:
         if self._grid.z.size == 1:
             return weight.shard
         gathered = self._of(weight)
-        if self._last is not None and (before := self._last[0]()) is not None:
-            before.following[self._last[1]] = ref(weight), phase
-        self._last = ref(gathered), phase
+        if self._last is not None:
+            before, its_phase = self._last
+            before.following[its_phase] = weight, phase
+        self._last, gathered.used = (gathered, phase), self._pauses
         self._drop_unusable(gathered, phase)
         block = gathered.block
         if block is None:
@@ -95,8 +100,8 @@ class Weights:
         return block
 
     def pause(self) -> None:
-        """What comes next is not known: the values may change before it, unless `unchanged` says that they do not.
-        Weights out of use are let go."""
+        """A pass is over: the values may change before the next one, unless `unchanged` says that they do not. Weights
+        out of use are let go: after the same pass on all ranks."""
         self._last = None
         if self._promise is None:
             for gathered in self._gathered.values():
@@ -104,9 +109,12 @@ class Weights:
         self._pauses += 1
         oldest = self._pauses - IDLE_PAUSES
         self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
-        for gathered in self._gathered.values():
+        for gathered in list(self._gathered.values()):
             if gathered.number not in self._kept:
                 gathered.block = gathered.copy = None
+            for phase, (weight, _) in list(gathered.following.items()):
+                if self._gathered[weight].used < oldest:
+                    del gathered.following[phase]
 
     def unchanged(self) -> AbstractContextManager[None]:
         """In this context no values change: what is gathered, and kept, serves all forward passes in it."""
@@ -128,9 +136,8 @@ class Weights:
             gathered.block = None
 
     def _prefetch(self, weight: Weight, gathered: Gathered, phase: str) -> None:
-        noted, next_phase = gathered.following.get(phase, (lambda: None, phase))
-        following = noted()
-        if following is not None and following is not weight:
+        following, next_phase = gathered.following.get(phase, (weight, phase))
+        if following is not weight:
             ahead = self._of(following)
             next_pass = phase == "forward" and ahead.number <= gathered.number
             if next_pass and self._promise is None:

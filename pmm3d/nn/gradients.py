@@ -58,7 +58,7 @@ class Accumulated:
     array     shaped like the parameter's shard;   state   how far it is
     sums      axes over which the ranks' arrays are still to be added
     split     whether, once summed, each rank along data holds its own part only (ZeRO-1)
-    owners    for each optimizer of the parameter, whether it needs that part only
+    wants_split   whether the optimizer that was made last for the parameter needs that part only
     pending   the last collective that writes to the array
     to_come   how often the backward pass under way will still add to it
     waiting   queues of `defer_weights` that hold parts of it
@@ -73,7 +73,7 @@ class Accumulated:
     split: bool = False
     pending: Pending | None = None
     to_come: int = 0
-    owners: set[bool] = field(default_factory=set)
+    wants_split: bool = False
     waiting: set[object] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
 
@@ -153,11 +153,14 @@ class Accumulated:
 
 
 class Leaf(Protocol):
-    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None."""
+    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None;
+    written: counts of what was written to its values."""
 
     name: str
-    version: int
     shape: tuple[int, int]
+
+    @property
+    def written(self) -> tuple[object, ...]: ...
 
     @property
     def accumulated(self) -> Accumulated | None: ...
@@ -176,12 +179,14 @@ class Gradients:
         self._in_turn: list[tuple[str, Sequence[int]]] = []
         self._partials = Partials(grid)
         self._open: dict[Accumulated, None] = {}
-        self.begin(True, Overlap(), Counter(), lambda: None)
+        self.begin(True, Overlap(), Counter(), None)
 
-    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated], agreed: Callable[[], None]) -> None:
+    def begin(self, sync: bool, overlap: Overlap, uses: Counter[Accumulated],
+              agreed: Callable[[], None] | None) -> None:
         """A backward pass begins, which brings so many parts to each gradient; they are summed in it or in a later
-        one. agreed: to be called before the first message; raises if the ranks do not sum the same."""
-        self._sync, self._overlap, self._agreed = sync, overlap, agreed
+        one. agreed: called before the first collective of the pass, whoever begins that; raises if the ranks do not
+        sum the same."""
+        self._sync, self._overlap, self._grid.engine.before_next = sync, overlap, agreed
         self._bucket: list[Accumulated] = []
         self._bucket_bytes = 0
         self._expected = list(uses)
@@ -211,7 +216,6 @@ class Gradients:
             self._put(record)
 
     def _scatter(self, record: Accumulated, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
-        self.agree()
         cols, counts = out.shape[1], record.form.counts(axis.name)
         partial = self._partials.take(record.message, (sum(counts), cols))
         _fill(part, partial, 0)
@@ -225,7 +229,6 @@ class Gradients:
 
     def _bring(self, record: Accumulated, part: Gradient | Product, landed: Layout, beta: int, adds: bool) -> None:
         """By way of an array of its own: what takes more than one step, or is not added on this rank."""
-        self.agree()
         form = record.message
         array = None if isinstance(part, Product) else part.array
         if array is None or form.dtype != record.of.dtype:
@@ -239,7 +242,7 @@ class Gradients:
 
     def finish(self) -> None:
         """The backward pass is over: sum what is not under way, and wait for all."""
-        self.agree()
+        self._grid.engine.prepare_next()
         used = list(self._open)
         summed = used if self._sync else []
         for name in self._grid.shape.names:
@@ -260,7 +263,7 @@ class Gradients:
         self._rehearse(used)
         if self._sync:
             self._open = {}
-        self.begin(self._sync, self._overlap, Counter(), lambda: None)
+        self.begin(self._sync, self._overlap, Counter(), None)
 
     def forget(self, record: Accumulated) -> None:
         """There is no gradient any more."""
@@ -274,12 +277,7 @@ class Gradients:
         for record in (*self._expected, *self._open):
             record.state, record.pending = State.BROKEN, None
         self._open, self._work, self._in_turn = {}, {}, []
-        self.begin(self._sync, self._overlap, Counter(), lambda: None)
-
-    def agree(self) -> None:
-        """Before the first message of a backward pass: all ranks do the same in it. Raises if not."""
-        agreed, self._agreed = self._agreed, lambda: None
-        agreed()
+        self.begin(self._sync, self._overlap, Counter(), None)
 
     def _rehearse(self, used: list[Accumulated]) -> None:
         """Have what is noted, and what each two sums take that follow each other: the second is begun before the first
@@ -304,7 +302,7 @@ class Gradients:
         record.state = State.SUMMING
         if "data" not in record.sums:
             return
-        record.split = record.owners == {True}
+        record.split = record.wants_split
         if self._bucket and _kind(self._bucket[0]) != _kind(record):
             self._flush()
         self._bucket.append(record)
@@ -319,7 +317,6 @@ class Gradients:
 
     def _sum(self, axis: Axis, members: list[Accumulated], phase: str) -> None:
         """Start the sum of some gradients along an axis, once what they wait for is done."""
-        self.agree()
         before = list(dict.fromkeys(member.pending for member in members if member.pending is not None))
         arrays = [member.array for member in members]
         counts = [member.data_counts for member in members] if members[0].split else None

@@ -21,7 +21,7 @@ from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, scaled
 from .pointwise import in_one_kernel
-from .statistics import across, added, log_sum_exp, share, total
+from .statistics import across, added, log_sum_exp, merged, share, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -334,10 +334,13 @@ def r2(prediction: Tensor, target: Matrix) -> float:
 
 
 class R2:
-    """`r2` over several batches: add each, then ask for the value. Sums are kept in float64."""
+    """`r2` over several batches: add each, then ask for the value. The spread of the target is merged from the means and
+    squared deviations of batches and ranks (`statistics.merged`), in float64: a large mean costs no digits."""
 
     def __init__(self) -> None:
-        self._rows, self._sums = 0, np.zeros((3, 1))
+        self._rows, self._error = 0, 0.0
+        self._own = np.zeros((3, 1))
+        """Of each column of this rank's targets: how many rows, their mean, their squared deviations from it."""
         self._like: Form | None = None
 
     def add(self, prediction: Tensor, target: Matrix) -> R2:
@@ -345,10 +348,14 @@ class R2:
         if library.has_data:
             wanted = np.asarray(library.to_numpy(aligned), np.float64)
             error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
-            self._sums = self._sums + np.stack([wanted.sum(0), (wanted**2).sum(0), (error**2).sum(0)])
+            first = wanted[:1].sum(0)
+            mean = first + (wanted - first).sum(0) / max(1, len(wanted))
+            batch = np.stack([np.full_like(mean, len(wanted)), mean, ((wanted - mean) ** 2).sum(0)])
+            self._own = _together(np.stack([np.broadcast_to(self._own, batch.shape), batch]))
+            self._error += float((error**2).sum())
         else:
             library.passed("r2", aligned, prediction.shard)
-            self._sums = np.ones((3, aligned.shape[1]))
+            self._own = np.ones((3, aligned.shape[1]))
         self._rows += prediction.shape[0]
         self._like = prediction.form
         return self
@@ -357,8 +364,17 @@ class R2:
         """Of all batches taken in; NaN without rows. Collective."""
         if self._like is None or not self._rows:
             return float("nan")
-        grid, layout = self._like.grid, self._like.layout
-        sums = total(grid, self._sums.copy(), layout.rows)
-        spread = (sums[1] - sums[0] ** 2 / self._rows).sum()
-        error, spread = total(grid, np.array([sums[2].sum(), spread]), layout.cols)
+        form, grid, has_data = self._like, self._like.grid, self._like.library.has_data
+        own = across(form, self._own, 0, lambda parts, _: _together(parts) if has_data else parts[0])
+        [error] = total(grid, np.array([self._error]), form.layout.rows)
+        error, spread = total(grid, np.array([error, own[2].sum()]), form.layout.cols)
         return float(1 - error / spread) if spread else float("nan")
+
+
+def _together(parts: np.ndarray) -> np.ndarray:
+    """One (3, columns) of several: rows, mean and squared deviations of all of them."""
+    filled = parts[parts[:, 0].any(1)]
+    if not len(filled):
+        return parts[0]
+    rows = filled[:, 0].sum(0)
+    return np.stack([rows, *merged(np, filled[:, 0], rows[0], filled[:, 1], filled[:, 2])])

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from ..comm import Grid
 from ..errors import NoGridError, Pmm3dError
@@ -96,13 +95,12 @@ class Module:
         """Return the parameters by their paths in this module, in order. One used twice has its first path.
 
         The outermost module that was asked, or called, gives a parameter its `name`: the path in that module. A part of
-        it that is asked later leaves the name as it is.
+        it that is asked later, in which the path has fewer steps, leaves the name as it is.
 
         Raises Pmm3dError for parameters that are held where they are not found, and for two of one path.
         """
-        named, names, modules = dict[str, Parameter](), dict[Parameter, str](), set[Module]()
+        named, names = dict[str, Parameter](), dict[Parameter, str]()
         for prefix, module in self.named_modules():
-            modules.add(module)
             module._named = True
             _check_nothing_hides(module)
             for name, child in module.children():
@@ -112,9 +110,8 @@ class Module:
                         raise Pmm3dError(f"{type(module).__name__}: two parameters are named {name!r}: the keys of a "
                                          "dict must differ as text, and from the names of attributes")
         for child, name in names.items():
-            owner = None if child.owner is None else child.owner()
-            if owner is None or owner in modules:
-                child.name, child.owner = name, ref(self)
+            if name.count(".") >= child.name.count("."):
+                child.name = name
         return named
 
     def parameters(self) -> list[Parameter]:

@@ -54,7 +54,8 @@ class Optimizer:
     decay_vectors    whether weight_decay acts on vectors (biases, gains) too; of groups that have none of their own
     shard_over_data  ZeRO-1: each rank along data keeps the state of, and changes, only its part of each parameter;
                      gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
-                     all-reduce, 1/Gdata of the state, bitwise the same weights
+                     all-reduce, 1/Gdata of the state, bitwise the same weights. If a parameter has several optimizers,
+                     the one that was made last decides; another one gathers what it needs, at more bytes
     groups           dicts of "params" and of all options; may be changed between steps, by all ranks
     group            the first, or the one that is being changed: `lr` and the like are its
     steps            how many there were
@@ -98,10 +99,10 @@ class Optimizer:
         self.shard_over_data = shard_over_data and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
-        self._noted, self._left = 0, dict[Parameter, tuple[int, int, int]]()
+        self._noted, self._left = 0, dict[Parameter, tuple[object, ...]]()
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
-            parameter.accumulated.owners.add(self._splits(parameter))
+            parameter.accumulated.wants_split = self._splits(parameter)
 
     def __init_subclass__(cls) -> None:
         """What a class says of its update does not hold for one that comes before it, be it from a mixin: that is what
@@ -173,7 +174,7 @@ class Optimizer:
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
-        self._left.update((parameter, _versions(parameter)) for parameter in filled)
+        self._left.update((parameter, parameter.written) for parameter in filled)
         self._note_memory()
         self.zero_grad()
 
@@ -350,7 +351,7 @@ class Optimizer:
             changed = [weight, *states, *([] if remainder is None else [remainder]), *([gradient] * (factor != 1))]
             library.passed(type(self).__name__.lower(), gradient, *changed, *changed)
             return
-        written = self._left.get(parameter) != _versions(parameter)
+        written = self._left.get(parameter) != parameter.written
 
         def change(chunk: slice) -> None:
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],
@@ -429,10 +430,3 @@ class Optimizer:
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""
         return self.shard_over_data and "data" not in parameter.layout.splitting
-
-
-def _versions(parameter: Parameter) -> tuple[int, int, int]:
-    """They count what is written to a parameter: by who counts up its version, by products and `redistribute` whose
-    `out` its value is, and by torch's operations on its shard. What other libraries write to its memory is not seen:
-    the remainder stays."""
-    return parameter.version, parameter.stored.fills, getattr(parameter.shard, "_version", 0)

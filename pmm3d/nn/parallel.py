@@ -40,7 +40,7 @@ class Parallel:
         self.used: Uses = []
         self.scale: float | None = None
         self.passes = 0
-        self._compared = ""
+        self._compared = self._problem = ""
 
     @property
     def digest(self) -> int:
@@ -62,35 +62,49 @@ class Parallel:
         return grid.attached[cls]
 
     @contextmanager
-    def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None) -> Iterator[None]:
-        """A backward pass that brings so many parts to each leaf; at its end all gradients are there. scale: what the
-        loss is multiplied with. Raises DisagreementError, on every rank, if the ranks' networks or scales differ."""
+    def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None,
+                 problem: str = "") -> Iterator[None]:
+        """A context for a backward pass that brings so many parts to each leaf; after it all gradients are there.
+
+        scale     factor of the loss; None if the gradient was given
+        problem   why this rank cannot begin the pass; "" if it can
+
+        Raises, on every rank, DisagreementError if the ranks' networks or scales differ, and Pmm3dError if a rank has a
+        problem. If all ranks have the same problem, nothing is changed.
+        """
         grid, memory = self.grid, self.grid.ledger.memory
-        agreed = self._agreement(uses, scale)
+        agreed = self._agreement(uses, scale, problem)
+        if scale is not None and not 0 < scale < inf:
+            problem = problem or f"backward: the scale is a positive number; got {scale!r}"
         records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
-        self.passes += 1
-        for record in records:
-            record.scales |= set() if scale is None else {scale}
         memory["recompute saves"] = 0
         with grid.ledger.phase("backward"):
             self.gradients.begin(sync and self.deferred is None, self.overlap, records, agreed)
             try:
-                yield
-                self.gradients.finish()
+                if problem:
+                    grid.engine.prepare_next()
+                else:
+                    self.passes += 1
+                    for record in records:
+                        record.scales |= set() if scale is None else {scale}
+                    yield
+                    self.gradients.finish()
             except BaseException:
                 self.gradients.abandon()
                 raise
             finally:
                 self.weights.pause()
+        if problem:
+            raise Pmm3dError(problem)
         memory["arrays, most at once"] = grid.workspace.most_lent
 
-    def _agreement(self, uses: Counter[Leaf], scale: float | None) -> Callable[[], None]:
-        """Begins to compare the ranks' parameters, and the scale. The function that is returned waits, and raises, on
-        every rank, if not all use the same as often: their sums would not match. Raises for a scale that is none."""
-        self.scale = scale
+    def _agreement(self, uses: Counter[Leaf], scale: float | None, problem: str) -> Callable[[], None]:
+        """Begins to compare parameters, scale and problem among the ranks. The function that is returned waits, and
+        raises, on every rank, if they differ: the ranks' sums would not match."""
+        self.scale, self._problem = scale, problem
         self.used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
                      for leaf, times in uses.items()]
-        text = ", ".join(f"{name} {times}" for name, times in self.used)
+        text = problem + ", ".join(f"{name} {times}" for name, times in self.used)
         if self.trusting and text == self._compared:
             return lambda: None
         compared = self.grid.compared("backward", text, scale)
@@ -102,9 +116,6 @@ class Parallel:
                 self.explain()
             self._compared = text
 
-        if scale is not None and not 0 < scale < inf:
-            conclude()
-            raise Pmm3dError(f"backward: the scale is a positive number; got {scale!r}")
         return conclude
 
     def explain(self) -> None:
@@ -114,6 +125,8 @@ class Parallel:
             if scale != self.scale:
                 raise DisagreementError(f"backward: the loss is scaled by {self.scale!r} on rank {self.grid.rank}, by "
                                         f"{scale!r} on rank 0: ranks scale and step alike, or their weights part")
+            if self._problem:
+                raise Pmm3dError(self._problem)
             if mine != others:
                 difference = _difference(Counter(dict(mine)), Counter(dict(others)))
                 raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import ref
-
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
@@ -21,7 +18,7 @@ class Parameter(Tensor):
     vector; a table.
 
     precision    of what types it, its gradient and its master weights are; None: `Precision.named` of its own type
-    name         its path in the network, as in "2.weight";   owner: a weak reference to the network, which named it
+    name         its path in the network, as in "2.weight"
     version      counts the changes of its values
     accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
     requires_grad   whether backward passes compute its gradient; see `requires_grad_`
@@ -37,7 +34,6 @@ class Parameter(Tensor):
     """
 
     has_state = False
-    owner: ref[Any] | None = None
     accumulated: Accumulated
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
@@ -143,5 +139,5 @@ class Parameter(Tensor):
     def _become(self, value: DistMatrix, precision: Precision) -> None:
         self._take(value)
         self.node, self.precision = Node(self.form, leaf=self) if self.requires_grad else None, precision
-        self.accumulated = Accumulated(self.form, precision, owners=self.accumulated.owners)
+        self.accumulated = Accumulated(self.form, precision, wants_split=self.accumulated.wants_split)
         self.version += 1

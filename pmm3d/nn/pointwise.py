@@ -31,18 +31,21 @@ class Pointwise(NamedTuple):
     into: tuple[Callable[..., Array], Callable[..., Array]] | None = None
 
 
+# Small results keep their relative accuracy: expit(-x) instead of 1 - expit(x), ndtr instead of 1 + erf,
+# (1 - y) (1 + y) instead of 1 - y y.
+
+
 def _logistic(x: Array, library: NumpyLibrary) -> Array:
-    return 0.5 * (1 + library.xp.tanh(0.5 * x))
+    return library.special("expit")(x)
 
 
 def _silu_slope(g: Array, x: Array, library: NumpyLibrary) -> Array:
-    gate = _logistic(x, library)
-    return g * (gate * (1 + x * (1 - gate)))
+    return g * (_logistic(x, library) * (1 + x * _logistic(-x, library)))
 
 
 def _normal(x: Array, library: NumpyLibrary) -> Array:
     """The normal distribution function."""
-    return 0.5 * (1 + library.special("erf")(x * sqrt(0.5)))
+    return library.special("ndtr")(x)
 
 
 def _gelu_slope(g: Array, x: Array, library: NumpyLibrary) -> Array:
@@ -50,11 +53,15 @@ def _gelu_slope(g: Array, x: Array, library: NumpyLibrary) -> Array:
     return g * (_normal(x, library) + x * density)
 
 
+def _tanh_slope(g: Array, y: Array, library: NumpyLibrary) -> Array:
+    return g * ((1 - y) * (1 + y))
+
+
 RELU = Pointwise(lambda x, library: library.xp.maximum(x, 0), lambda g, out, _: g * (out > 0), True, "relu",
                  (lambda x, out=None: np.maximum(x, 0, out=out),
                   lambda g, kept, out=None: np.multiply(g, kept > 0, out=out)))
-TANH = Pointwise(lambda x, library: library.xp.tanh(x), lambda g, out, _: g * (1 - out * out), True, "tanh",
-                 (np.tanh, lambda g, kept, out=None: np.multiply(g, 1 - kept * kept, out=out)))
+TANH = Pointwise(lambda x, library: library.xp.tanh(x), _tanh_slope, True, "tanh",
+                 (np.tanh, lambda g, kept, out=None: np.multiply(g, (1 - kept) * (1 + kept), out=out)))
 SIGMOID = Pointwise(_logistic, lambda g, out, _: g * (out * (1 - out)), True, "sigmoid")
 SILU = Pointwise(lambda x, library: x * _logistic(x, library), _silu_slope, False, "silu")
 GELU = Pointwise(lambda x, library: x * _normal(x, library), _gelu_slope, False, "gelu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import nan, prod
+from types import ModuleType
 
 import numpy as np
 
@@ -87,14 +88,23 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
         own = xp.stack([mean, xp.sum(deviation, axis=1)])
 
     def combine(gathered: Array, counts: Sequence[int]) -> Array:
-        sizes = _column(form, tuple(counts))
-        means, squares = gathered[:, 0], gathered[:, 1]
-        mean = xp.sum(means * sizes, axis=0) / max(1, sum(counts))
-        return xp.stack([mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)])
+        return xp.stack(merged(xp, _column(form, tuple(counts)), sum(counts), gathered[:, 0], gathered[:, 1]))
 
     with form.grid.ledger.passing("layer_norm"):
         mean, squares = across(form, own, 1, combine)
         return mean[:, None], (squares / form.shape[1])[:, None]
+
+
+def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
+    """(mean, sum of squared deviations from it) of all parts together, from those of each part (Chan, Golub, LeVeque
+    1983).
+
+    sizes            of the parts, (parts, 1) or (parts, n); total: their sum
+    means, squares   of each part, (parts, n). The first part must not be empty
+    """
+    centre = means[0]
+    mean = centre + xp.sum((means - centre) * sizes, axis=0) / max(1, total)
+    return mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)
 
 
 def _column(form: Form, counts: tuple[int, ...]) -> Array:

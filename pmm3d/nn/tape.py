@@ -78,8 +78,8 @@ class Node:
     form      of the result;   number: nodes are numbered as they are made
     parents   the nodes of what went in, None where no gradient is needed
     rule      None for a leaf, and once a backward pass has used it
-    leaves    those of the parents, with the versions of their values: kept, so that what is summed does not depend on
-              when a rank's garbage is collected
+    leaves    (leaf, its `written`) of the parents: references, because garbage collection on one rank must not decide
+              which gradients are summed
     kept      what the rule needs, as `Tape.pack` left it;   unpack: the tape's, when it was packed
     leaf      a weak reference to the tensor that a gradient ends in
     """
@@ -91,15 +91,14 @@ class Node:
         self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
         self.leaf, tape = None if leaf is None else ref(leaf), Tape.of(form.grid)
         self.number, self.unpack = next(tape.numbers), tape.unpack
-        self.leaves = [(leaf, leaf.version) for leaf in map(_leaf_of, parents) if leaf is not None]
+        self.leaves = [(leaf, leaf.written) for leaf in map(_leaf_of, parents) if leaf is not None]
 
-    def check(self) -> None:
-        """Raises Pmm3dError if a backward pass cannot come here."""
+    @property
+    def problem(self) -> str:
+        """Why a backward pass cannot come here; "" if it can."""
         if self.used:
-            raise Pmm3dError(USED)
-        for leaf, version in self.leaves:
-            if leaf.version != version:
-                raise Pmm3dError(CHANGED)
+            return USED
+        return CHANGED if any(leaf.written != written for leaf, written in self.leaves) else ""
 
     @property
     def used(self) -> bool:
@@ -154,17 +153,17 @@ def outside(last: Node | None, first: int) -> list[Node]:
     return found
 
 
-def uses(last: Node) -> Counter[Leaf]:
-    """How often a backward pass from this node will bring something to each leaf. Raises Pmm3dError if a part of the
-    tape was used already."""
-    found: Counter[Leaf] = Counter()
+def uses(last: Node) -> tuple[Counter[Leaf], str]:
+    """How often a backward pass from this node will bring something to each leaf; and why there can be no such pass, ""
+    if there can."""
+    found, problem = Counter[Leaf](), ""
     for node in reachable(last):
-        node.check()
+        problem = problem or node.problem
         for end in [node] if node is last and node.leaf else node.parents:
             leaf = _leaf_of(end)
             if leaf is not None:
                 found[leaf] += 1
-    return found
+    return found, problem
 
 
 def propagate(last: Node, gradient: Array, first: int = 0) -> dict[int, Coming]:

@@ -17,6 +17,7 @@ from ..comm import Pending
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
+from ..product.checks import contents
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, elementwise
 from .contract import Gradient, Part
@@ -99,6 +100,15 @@ class Tensor:
     def box(self) -> Box:
         return self._value.box
 
+    @property
+    def written(self) -> tuple[object, ...]:
+        """Numbers of which one changes if the values are written: how often code counted up `version`, and how often
+        the value was the `out` of a product or of `redistribute`; torch's version of the shard, and its address. Writes
+        by other libraries change none of them. With PMM3D_DEBUG=1 a digest of the shard is added, which does."""
+        shard = self.shard
+        counts = self.version, self._value.fills, getattr(shard, "_version", 0), self.form.library.address(shard)
+        return (*counts, contents(self.shard)) if self.grid.debug else counts
+
     def made(self, local: Array, parents: Sequence[Tensor | Node], rule: Rule, *, keep: Sequence[Array] = (),
              shape: tuple[int, int] | None = None, layout: Layout | None = None,
              pending: Pending | None = None) -> Tensor:
@@ -146,10 +156,11 @@ class Tensor:
         node = self.node
         if node is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
-        counted = uses(node)
+        counted, problem = uses(node)
         start = self._start(gradient, scale)
         scaled = None if gradient is not None else float(scale)
-        with _overflowing(counted, scale), self.tape.parallel.backward(self.tape.syncing, counted, scaled):
+        with _overflowing(counted, scale), self.tape.parallel.backward(
+                self.tape.syncing, counted, scaled, problem):
             if node.leaf is None:
                 propagate(node, start)
             else:

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from ..comm import Grid
 from ..comm.communicator import check_communicator
+from ..comm.ending import leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, OnGrid, whole_number
 from ..layout.foreign import Tiled
@@ -37,6 +38,12 @@ class Closes(Protocol):
 
 
 Plan = TypeVar("Plan", bound=Closes)
+
+
+class ProductGrid(Grid):
+    """A grid of a BlacsContext: the caller did not ask for it, so idle ranks are no news."""
+
+    _tells_idle_ranks = False
 
 
 class BlacsContext:
@@ -169,9 +176,10 @@ class BlacsContext:
         base = self.grid
         comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
         try:
-            return Grid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product, dtype=dtype,
-                        timeout=base.transport.timeout, check=base.engine.check, debug=base.debug, log=base.ledger.log,
-                        trace=base.ledger.trace, device_transport=base.transport.asked)
+            return ProductGrid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product,
+                               dtype=dtype, timeout=base.transport.timeout, check=base.engine.check,
+                               debug=base.debug, log=base.ledger.log, trace=base.ledger.trace,
+                               device_transport=base.transport.asked)
         finally:
             comm.Free()
 
@@ -199,7 +207,7 @@ class BlacsContext:
                  trace: TracebackType | None) -> None:
         if self._owned:
             self.grid.__exit__(kind, error, trace)
-        else:
+        elif leaves_in_order(error):  # else the end of the grid's block closes it: one rank cannot close it alone
             self.close()
 
 

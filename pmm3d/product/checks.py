@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Complex, Real
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from ..arrays import Array, dtype_named, library_of
 from ..comm import Grid
-from ..comm.agreement import Vote
-from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ..comm.agreement import exchanged
+from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
 from ..model.orders import BY_COLUMNS, BY_ROWS
 from ..model.planning import AUTO, OVERLAPS
@@ -22,7 +23,7 @@ DIGESTED_BYTES = 2**20
 """Of an array whose contents are compared, at a time."""
 
 
-def together(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[Vote]:
+def together(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
     """`Grid.together`, once it is known that there is a Grid."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")
@@ -59,6 +60,38 @@ def contents(array: Any) -> str:
     except Exception:
         return "unknown contents"
     return f"contents {digest.hexdigest()}"
+
+
+def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], remedy: str, *,
+                   spread: float = 0.0, along: Sequence[str] = ()) -> None:
+    """Raise DisagreementError, on every rank that calls, if two ranks of one group have different numbers.
+
+    group    the ranks with the same group must hold the same data; a rank is compared with no other group
+    numbers  a digest of that data, or sums of it: as many on each rank; whole numbers below 2^53
+    remedy   the last sentence of the message
+    spread   relative difference that is allowed
+    along    the axes whose ranks call, and are compared; all ranks of the grid if left out
+
+    Collective: an all-gather of 8 bytes for rank, group and each number.
+    """
+    found = np.array([[grid.rank, group, *numbers]], np.float64)
+    for axis in [grid.axis(name) for name in along] or [grid.everyone]:
+        mine = found.reshape(-1)
+        gathering = lambda link, mine=mine: exchanged(link, mine, len(mine))
+        found = axis.begin(f"agreement on {what}", gathering).wait().reshape(-1, 2 + len(numbers))
+    first: dict[float, np.ndarray] = {}
+    for row in found:
+        other = first.setdefault(row[1], row)
+        if not np.allclose(row[2:], other[2:], rtol=spread, atol=0, equal_nan=True):
+            error = DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
+                                      f"their data differ. {remedy}")
+            with nullcontext() if along else grid.together(what, always=True):
+                raise error
+
+
+def digest_of(array: Any) -> int:
+    """A digest of the elements of an array: a whole number below 2^53. Never raises."""
+    return int(hashlib.blake2b(contents(array).encode(), digest_size=6).hexdigest(), 16)
 
 
 def compared_dtype(dtype: Any) -> Any:
@@ -186,7 +219,7 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
                           "nothing is repeated along rows or columns")
     if b.dtype != a.dtype or b.library != a.library:
         raise DTypeError(f"{what}: the matrix is {a.dtype} of {a.library.kind}, {name} {b.dtype} of {b.library.kind}; "
-                         "convert them to one type and one array library")
+                         "convert them to one type, a.astype(dtype), and one array library")
 
 
 def check_written(what: str, matrix: StoredMatrix) -> None:

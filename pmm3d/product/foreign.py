@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_of
 from ..comm import Grid
+from ..comm.agreement import exchanged
 from ..comm.guard import one_thread
 from ..errors import DTypeError, LayoutError
 from ..layout import BlockCyclic, Blocks, Layout, OnGrid
@@ -40,9 +43,7 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
     move = planned(grid, tiled, on_grid, found, library)
     if move.in_place:
         here = _in_place(given, on_grid, grid.rank, library, found)
-        with grid.together(what, always=True) as vote:
-            vote.mine = int(here is not None)
-        if vote.common == 1:
+        if _on_all_ranks(grid, what, here is not None):
             return cls(grid, here if order == "C" else here.T, tiled.shape, layout, order).keep_one()
     with grid.together(what, always=True):
         memory = library.empty(_stored_shape(on_grid, grid.rank), found)
@@ -88,6 +89,12 @@ def _in_place(arrays: list[Array], on_grid: OnGrid, rank: int, library: NumpyLib
     stored = array if on_grid.order == "C" else array.T
     fits = tuple(stored.shape) == _stored_shape(on_grid, rank)
     return stored if fits and library_of(array).plain(stored) is stored else None
+
+
+def _on_all_ranks(grid: Grid, what: str, here: bool) -> bool:
+    """Whether `here` is true on every rank of the grid. Collective."""
+    rows = grid.everyone.begin(what, lambda link: exchanged(link, np.array([here], np.int64), 1)).wait()
+    return bool(rows.all())
 
 
 def _stored_shape(on_grid: OnGrid, rank: int) -> tuple[int, int]:

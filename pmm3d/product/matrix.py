@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from numbers import Number
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from ..arrays import (
     Array,
     NumpyLibrary,
     check_matrix_dtype,
+    copy_into,
     dtype_named,
     library_kind,
     library_of,
@@ -20,16 +23,18 @@ from ..arrays import (
 )
 from ..comm import Grid
 from ..comm.guard import one_thread
-from ..errors import DataError, GridError, LayoutError, Pmm3dError, check_regular, needs
+from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import EMPTY, Layout, Whole
 from ..model.move import Move
 from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
     check_order,
+    check_replicas,
     check_root,
     compared_dtype,
     contents,
+    digest_of,
     evaluated,
     signature_of,
     together,
@@ -211,7 +216,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
                    order: str = "C") -> DistMatrix:
         """From each rank's shard, which is used in place if it lies in that order, "C" by rows or "F" by columns
-        (Fortran), without gaps, and copied if not; integers (int64) are labels, as in `from_global`."""
+        (Fortran), without gaps, and copied if not; integers (int64) are labels, as in `from_global`.
+
+        Ranks along an axis that does not split the matrix must pass the same shard. With PMM3D_DEBUG=1 they are
+        compared: DisagreementError, on every rank."""
         with together(grid, "DistMatrix.from_local", shape, layout, order, *array_signature(local)[1:]):
             check_order(order, as_it_lies=True)
             library = grid.library(library_of(local))
@@ -225,20 +233,30 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
             local = library.plain(local) if order == "C" else library.plain(local.T).T
+        if grid.debug:
+            part = *box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
+            check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(local)],
+                           "Ranks that an axis does not split hold the same shard")
         return cls(grid, local, shape, layout, order)
 
     @classmethod
     def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
                   layout: Layout = Layout.A, library: Library | None = None, order: str = "C",
                   shared: bool = False) -> DistMatrix:
-        """From a 2D array in a .npy file or a data set in an HDF5 file; each rank reads its own slice, no other."""
+        """From a 2D array in a .npy file or a data set in an HDF5 file. Each rank reads its own part.
+
+        Raises DataError for other files, and for a data set of which parts were never written: HDF5 makes up their
+        elements. If the data set has a fill value that its writer set, these elements have that value.
+        """
+        from .files import opened
+
         shape = 0, 0
         look_up(grid, "DistMatrix.from_file", order)
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), order, shared):
             check_order(order, shared)
             library = grid.library(library)
             grid.transport.check_place(library)
-            with _opened(path, dataset) as source:
+            with opened(path, dataset) as source:
                 shape = tuple(source.shape)
                 box = shards(shape, layout, grid).box(grid.rank)
                 dtype = check_matrix_dtype(source.dtype.name, library)
@@ -249,6 +267,66 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if shared:
             return cls._in_window(grid, "DistMatrix.from_file", axis, shape, layout, dtype, library, local)
         return cls(grid, local, shape, layout)._in_order(order).keep_one()
+
+    def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
+        """Write the matrix to a .npy file or, with the name of a data set, to an HDF5 file. Collective.
+
+        overwrite   replace a file that exists, with all that it contains
+
+        Rank 0 writes, 64 MiB of rows at a time, under another name, and renames the file when it is complete. Partial
+        sums are summed first. `from_file` reads the file, on any grid.
+
+        Raises, on every rank: DataError if the file exists or cannot be written, DTypeError for bfloat16.
+
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+            ...     path = grid.comm.bcast(folder) + "/a.npy"
+            ...     DistMatrix.identity(grid, 2).to_file(path)
+            ...     DistMatrix.from_file(grid, path).gather()
+            array([[1., 0.],
+                   [0., 1.]])
+        """
+        from .files import write_matrix
+
+        write_matrix(self, path, dataset, overwrite)
+
+    @classmethod
+    def full(cls, grid: Grid, shape: Shape, value: complex, *, dtype: Any = "float64", layout: Layout = Layout.A,
+             library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
+        """Every element is `value`, a number. Raises DTypeError for a value that `dtype` cannot hold."""
+        with together(grid, "DistMatrix.full", value):
+            if not isinstance(value, Number):
+                raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
+        return cls.from_function(grid, shape, lambda i, j: value, dtype=dtype, layout=layout, library=library,
+                                 order=order, shared=shared)
+
+    @classmethod
+    def zeros(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
+              library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
+        """Every element is 0."""
+        return cls.full(grid, shape, 0, dtype=dtype, layout=layout, library=library, order=order, shared=shared)
+
+    @classmethod
+    def ones(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
+             library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
+        """Every element is 1."""
+        return cls.full(grid, shape, 1, dtype=dtype, layout=layout, library=library, order=order, shared=shared)
+
+    def astype(self, dtype: Any) -> DistMatrix:
+        """Return a copy of another element type, in the same layout and order. Nothing moves.
+
+        Elements are rounded to the new type; for int64 (labels) their fractions are cut off. Raises DTypeError, on
+        every rank, for types that the array library lacks, and for complex elements in a real type.
+        """
+        with self.grid.together("astype", self.signature, compared_dtype(dtype)):
+            kind = check_matrix_dtype(dtype_named(dtype), self.library, labels=True)
+            if self.dtype.startswith("complex") and not kind.startswith("complex"):
+                raise DTypeError(f"astype: {kind} cannot hold the imaginary parts of {self.dtype}. Take a part of each "
+                                 "element first: a.elementwise(numpy.real)")
+            stored = self.library.empty(tuple(self.stored.shape), kind)
+        made = self.over(stored, self.layout, self.grid)
+        copy_into(self.library, self.stored, stored)
+        return made
 
     @classmethod
     def random(cls, grid: Grid, shape: Shape, *, seed: int = 0, dtype: Any = "float64", layout: Layout = Layout.A,
@@ -375,24 +453,3 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
 def _contents(grid: Grid, array: Any) -> tuple[str, ...]:
     return (contents(array),) if getattr(grid, "debug", False) else ()
-
-
-@contextmanager
-def _opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
-    """A sliceable 2D source with .shape: the array of a .npy file or a data set of an HDF5 file."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise DataError(f"DistMatrix.from_file: the path is a str or a Path; got {path!r}")
-    check_regular(path)
-    if str(path).endswith(".npy"):
-        try:
-            source = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            raise DataError(f"{path} is no .npy file of numbers: {error}") from None
-        yield source
-        return
-    with needs("io", "HDF5 files"):
-        import h5py
-    with h5py.File(path, "r") as file:
-        if not isinstance(dataset, str) or not isinstance(file.get(dataset), h5py.Dataset):
-            raise Pmm3dError(f"{path}: name one of its data sets: {', '.join(map(repr, file))}; got {dataset!r}")
-        yield file[dataset]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import is_
 from typing import Generic, TypeVar
 
-from ..arrays import Array, Slab
+from ..arrays import Array, Slab, scale
 from ..comm.guard import one_thread
 from ..layout import Layout
 from ..model.orders import BY_COLUMNS, BY_ROWS
@@ -15,11 +16,11 @@ from ..model.plan import Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
-from .kept import KeptProducts, RecentPlans
 from .orders import look_up, order_of_result
 from .overlapping import way_of
 from .panels import OperandPanels, ResultStrips, met
 from .posted import Factors, Posted, can_post
+from .recent_plans import RecentPlans
 from .redistribute import move_into
 from .relayout import summed
 from .shared import SharedSums, axes_in_node
@@ -54,6 +55,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
                     rows where C is summed over ranks
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
+    As in BLAS, A and B do not count if alpha is 0: C = beta C, and nothing is sent. If beta is 0, C is not read.
+
     Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
     play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
     redistributed first, phase "redistribute" of the ledger; one of partial sums is brought to its sum before that, in
@@ -82,17 +85,10 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     grid, a, b = grid_of(a, b), summed(a), summed(b)
     options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
-    kept = KeptProducts.of(grid)
-    key = kept.key((a, b, out), options)
-    if key is not None and kept.find(key):
-        known: Matrix = kept.repeat(key, passed)
-        return known
     look_up(grid, "matmul", order)
     with ExitStack() as borrowed:
-        with grid.together("matmul", *passed) as vote:
+        with grid.together("matmul", *passed):
             product = Prepared(a, b, out, options, borrowed)
-            vote.mine = kept.wish(key, product)
-        kept.heard(vote, key, product, borrowed)
         product.share()
         product.multiply()
     return product.out
@@ -110,16 +106,36 @@ class Prepared(Generic[Matrix]):
         self.tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
         if out is None:
             out = _new_by_columns(a, b, options)
-        turned = out is not None and out.order == BY_COLUMNS
-        self.first, self.second = (b.T, a.T) if turned else (a, b)
-        self.plan, self.mine = _planned(self.first, self.second, out.T if out is not None and turned else out, *how)
+        self._given, turned = (a, b), out is not None and out.order == BY_COLUMNS
+        first, second, c = (b.T, a.T, out.T) if out is not None and turned else (a, b, out)
+        self.plan, self.mine = _planned(first, second, c, *how)
         nbytes = 0 if self.mine is None else self.mine.own_work
-        work = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
+        self._slab = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
         self.out = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
+        self._sums = SharedSums.of(a.grid)
+        self.bind()
+
+    def bind(self) -> None:
+        """Take A, B and C from the memory that they have now. Nothing is sent."""
+        (a, b), work, turned = self._given, self._slab.again(), self.out.order == BY_COLUMNS
+        self._bound = self._memory()
+        self.first, self.second = (b.T, a.T) if turned else (a, b)
         self.c: StoredMatrix = self.out.T if turned else self.out
         self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
             (self.first, self.plan.a_layout), (self.second, self.plan.b_layout), (self.c, self.plan.c_layout)))
-        self.work, self._sums = work.rest(), SharedSums.of(a.grid)
+        self.work = work.rest()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
+        torch by `matrix.local.data = tensor`."""
+        (arrays, addresses), (now, there) = self._bound, self._memory()
+        return all(map(is_, arrays, now)) and addresses == there
+
+    def _memory(self) -> tuple[list[Array], list[int]]:
+        """The shards, and their addresses. numpy never changes the address of an array, and takes 1 us to tell it."""
+        arrays, library = [matrix.memory for matrix in (*self._given, self.out)], self.out.library
+        return arrays, [] if library.name == "numpy" else [library.address(array) for array in arrays]
 
     def share(self) -> None:
         """Have the memory for partial sums that ranks share, if there is to be any. Collective, once all ranks are
@@ -131,18 +147,26 @@ class Prepared(Generic[Matrix]):
     def can_post(self) -> bool:
         """Whether its messages are the same each time; the same on all ranks."""
         in_place = all(native is matrix for native, matrix in zip(self.natives, (self.first, self.second, self.c)))
-        return can_post(self.plan, in_place, self.first)
+        return self.alpha != 0 and can_post(self.plan, in_place, self.first)
 
-    def posted(self, held: ExitStack, number: int = 0) -> Posted | None:
-        """The product with persistent requests, if it `can_post`; None on a rank that has no part in it."""
+    def posted(self, held: ExitStack, plan: int) -> Posted | None:
+        """Return the product with persistent requests, if it `can_post`; None on a rank that has no part in it.
+
+        plan   its number, the same on all ranks
+        """
         if self.mine is None:
             return None
         a, b, c = self.natives
         factors = Factors(a, b, c, self.alpha, self.beta, self.tf32)
-        return Posted(self.mine, factors, self.work.again(), held, number)
+        return Posted(self.mine, factors, self.work.again(), held, plan)
 
     def multiply(self) -> None:
-        """Collective."""
+        """Collective. As in BLAS, A and B do not count if alpha is 0: then nothing is sent."""
+        if self.alpha == 0:
+            with self.out.grid.ledger.phase("multiply"):
+                scale(self.out.library, self.out.stored, self.beta)
+            self.out.fills += 1
+            return
         matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
         rest = self.work.again()
         for matrix, taken, read in zip(matrices, self.natives, (True, True, self.beta != 0)):

@@ -38,7 +38,6 @@ class OperandPanels:
         self._grid, self.phase = matrix.grid, phase
         self.in_place, self._counts = part.in_place, part.counts
         self._shard, self.library = _lying(matrix, turned, part.in_place), matrix.library
-        self._in_rows = (matrix.order == "C") != turned  # whether the rows of the turned shard are contiguous
         self.turned, self._along, self._cuts = turned, contracted ^ turned, cuts
         self._along_axis = matrix.grid.axis(axis)
         self.axis: Axis | None = self._along_axis if part.gathered else None
@@ -93,7 +92,7 @@ class OperandPanels:
         width = depth if self._along == 1 else self._shard.shape[1]
         whole = self._buffer(panel, (sum(counts), width))
         part = pieces[0] if len(pieces) == 1 else None
-        if part is None or not self._in_rows or width < self._shard.shape[1]:
+        if part is None or not self.library.is_contiguous(part):
             start, stop = offsets(counts)[self.axis.index :][:2]
             part = self._packed(pieces, whole[start:stop])
         return part, whole, counts
@@ -206,12 +205,7 @@ class ResultStrips:
             beta = 0 if self._plan.reduces or self._widened else self.beta
         grid, library, c = self._grid, self.library, self._sums[strip][rows]
         with grid.ledger.phase("multiply"), grid.ledger.computing("gemm"), grid.engine.background():
-            if a.shape[1]:
-                library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32, conjugated=self._conjugated)
-            elif beta == 0:
-                c[...] = 0
-            elif beta != 1:
-                c *= beta
+            library.gemm(a, b, c, self._alpha, beta, self._work, tf32=self._tf32, conjugated=self._conjugated)
 
     def bound(self, a: Array, b: Array) -> Callable[[], None]:
         """`add` to the first strip the first time, of arrays on the host that stay where they are."""

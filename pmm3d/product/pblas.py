@@ -8,17 +8,20 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..arrays import Array
+from ..comm.ending import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, Placement, whole_number
+from ..layout import BlockCyclic, GridShape, OnGrid, Placement, itemsize, whole_number
 from ..model.plan import native
 from .blacs import BlacsContext, Descriptor
 from .checks import array_signature, compared_dtype, scalar
 from .matrix import DistMatrix
 from .multiply import matmul
 from .redistribution import check_leading, check_targets, part_of
-from .repeated import PendingProduct
+from .repeated import MatmulPlan, PendingProduct
 from .tiles import TileMove, checked_arrays
 
+SMALL_BYTES = 2**25
+"""Bytes of A, B and C together up to which a repeated product holds its buffers: a larger one waits for its bytes."""
 DTYPES = "float32", "float64", "complex64", "complex128"
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
@@ -125,6 +128,9 @@ class PgemmPlan:
             self._library = self._base.library(library)
         (m, n, k), dtype = self._form.sizes, self._form.dtype
         self._multiplies = min(m, n, k) > 0
+        self._is_small = (m * k + k * n + m * n) * itemsize(dtype) <= SMALL_BYTES
+        self._product: MatmulPlan[DistMatrix] | None = None
+        self._alpha: complex = 0
         placed = partial(_placed, self._form.parts, self._form.operations)
         moves = lambda shape: [*zip(self._form.parts, placed(shape))]
         self.grid, ranks = context.product_grid(self._form, (n, m, k), dtype, moves)
@@ -181,9 +187,25 @@ class PgemmPlan:
             self._matrices[2].memory[...] = 0
         else:
             a, b = (OPERATIONS[form](matrix) for form, matrix in zip(self._form.operations, self._matrices))
-            matmul(a, b, alpha=call.alpha, out=self._matrices[2])
+            self._multiply(a, b, call.alpha)
         with self._base.ledger.phase("redistribute"):
             self._back.start(self._library, self._held[2], call.c, call.beta).wait()
+
+    def _multiply(self, a: DistMatrix, b: DistMatrix, alpha: complex) -> None:
+        """C = alpha A B on the product's grid; by a MatmulPlan if the product is small and alpha is the last call's."""
+        again, self._alpha = self._is_small and alpha == self._alpha, alpha
+        if not again:
+            self._close_product()
+            matmul(a, b, alpha=alpha, out=self._matrices[2])
+            return
+        if self._product is None:
+            self._product = MatmulPlan(a, b, alpha=alpha, out=self._matrices[2])
+        self._product()
+
+    def _close_product(self) -> None:
+        if self._product is not None:
+            self._product.close()
+            self._product = None
 
     def _array(self, name: str, array: Any, cyclic: BlockCyclic, descriptor: Descriptor) -> list[Array]:
         what = f"pgemm: {name}"
@@ -197,6 +219,7 @@ class PgemmPlan:
         if self._pending is not None:
             self._pending.wait()
         self.closed = True
+        self._close_product()
         self._matrices, self._held = [], []
 
     def __enter__(self) -> PgemmPlan:
@@ -204,7 +227,8 @@ class PgemmPlan:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        if self._pending is None or leaves_in_order(error):  # else the end of the grid's block closes it
+            self.close()
 
 
 def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,

@@ -41,42 +41,22 @@ def can_post(plan: ProductPlan, in_place: bool, a: StoredMatrix) -> bool:
 
 
 class Posted:
-    """This rank's part of a product that `can_post`. `held` frees the requests.
+    """This rank's part of a product that `can_post`. `held` frees the requests. number: of the plan, the same on all
+    ranks."""
 
-    number   of the messages that bring operands, where they may go ahead of an agreement (`Ahead`); 0: they may not
-    """
-
-    def __init__(self, plan: RankPlan, factors: Factors, work: Slab, held: ExitStack, number: int = 0):
+    def __init__(self, plan: RankPlan, factors: Factors, work: Slab, held: ExitStack, number: int):
         a, b, c = factors[:3]
         self._panels = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
         conjugated = self._panels[0].conjugated, self._panels[1].conjugated
         self._strips = ResultStrips(plan, c, factors.alpha, factors.beta, factors.tf32, conjugated, work)
         self._gathers = [Gather(panels, held, number) for panels in self._panels]
         self._add = self._strips.bound(*(gather.panel for gather in self._gathers))
-        self._reduction = Reduction(plan, factors, self._strips, held) if plan.reduces else None
-
-    @property
-    def exchanges(self) -> list[Exchange]:
-        """That bring operands."""
-        return [gather.exchange for gather in self._gathers if gather.exchange is not None]
+        self._reduction = Reduction(plan, factors, self._strips, held, number) if plan.reduces else None
 
     def begin(self) -> None:
         """Begin to bring the operands together; `finish` follows."""
         for gather in self._gathers:
             gather.begin()
-            gather.post()
-
-    def post(self) -> None:
-        """Begin to bring the operands together before it is known that all ranks do: `posted`, or a withdrawal,
-        follows."""
-        for gather in self._gathers:
-            gather.post()
-
-    def posted(self) -> None:
-        """All ranks have posted: multiply."""
-        for gather in self._gathers:
-            gather.begin()
-        self.finish()
 
     def finish(self) -> None:
         """Multiply what comes together, and add up."""
@@ -109,15 +89,11 @@ class Gather:
         held.callback(self.exchange.free)
 
     def begin(self) -> None:
-        if self.exchange is not None:
-            self.exchange.begin()
-
-    def post(self) -> None:
         if self.exchange is None:
             return
         if self._packs:
             self._panels.to_gather(0)
-        self.exchange.post()
+        self.exchange.begin()
         if not self._packs:
             self._own[...] = self._part
 
@@ -138,7 +114,7 @@ def _turned(panels: OperandPanels, panel: Array) -> Array:
 class Reduction:
     """The sum of C over the ranks along k, added up in their order."""
 
-    def __init__(self, plan: RankPlan, factors: Factors, strips: ResultStrips, held: ExitStack):
+    def __init__(self, plan: RankPlan, factors: Factors, strips: ResultStrips, held: ExitStack, number: int):
         self._partial, self._out, landing = strips.posted()
         self._library, self._beta = factors.c.library, factors.beta
         axis, edges = factors.c.grid.axis(plan.plan.roles[1]), offsets(plan.c_counts)
@@ -149,11 +125,10 @@ class Reduction:
         self._parts = [*landed[: axis.index], own, *landed[axis.index :]]
         self._exchange = axis.repeated("reduce_scatter", "reduce C", self._library,
                                        [(peer, rows[peer]) for peer in peers],
-                                       [(peer, self._parts[peer]) for peer in peers])
+                                       [(peer, self._parts[peer]) for peer in peers], number)
         held.callback(self._exchange.free)
 
     def run(self) -> None:
         self._exchange.begin()
-        self._exchange.post()
         self._exchange.wait()
         sum_in_order(self._library, self._parts, self._out, self._beta)

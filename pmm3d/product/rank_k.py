@@ -76,13 +76,9 @@ def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | N
         with grid.together(what, a.signature, signature_of(out), alpha, beta, uplo):
             alpha, beta = (_checked_scalar(what, name, value, a) for name, value in (("alpha", alpha), ("beta", beta)))
             _check(what, a, beta, out, uplo)
-        lower = _lower(summed(a), alpha, hermitian, None if beta != 0 else out)
-        if out is None or beta == 0:
-            out = lower
-        else:
-            if uplo == "U":
-                _mirror(out, False, hermitian)
-            out.scale(beta).add(lower)
+        if out is not None and beta != 0 and uplo == "U":
+            _mirror(out, False, hermitian)
+        out = _lower(summed(a), alpha, beta, hermitian, out)
         _mirror(out, True, hermitian)
     return out
 
@@ -103,18 +99,19 @@ def _check(what: str, a: StoredMatrix, beta: complex, out: Any, uplo: Any) -> No
         raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x {a.shape[0]}")
 
 
-def _lower(a: Matrix, alpha: complex, hermitian: bool, out: Matrix | None) -> Matrix:
-    """alpha A A^T, below the diagonal and in the blocks on it; what is above those is whatever it was."""
+def _lower(a: Matrix, alpha: complex, beta: complex, hermitian: bool, out: Matrix | None) -> Matrix:
+    """C = alpha A A^T + beta C below the diagonal, and in the blocks on the diagonal. Elements above are arbitrary."""
     rows, depth = a.shape
     halvings = [number for number in range(1, MOST_HALVINGS + 1) if rows >> number >= LEAST_ROWS]
-    if not halvings or depth < LEAST_DEPTH:
-        return matmul(a, _turned(a, hermitian), alpha=alpha, out=out)
+    if not halvings or depth < LEAST_DEPTH or alpha == 0:
+        return matmul(a, _turned(a, hermitian), alpha=alpha, beta=beta, out=out)
     c = type(a)(*_room(a)) if out is None else out
     every = slice(None)
     for mine, others in _blocks(0, rows, len(halvings)):
         left = a.submatrix(mine, every, Layout.A)
         right = left if mine == others else a.submatrix(others, every, Layout.B.T)
-        c.set_submatrix(mine, others, matmul(left, _turned(right, hermitian), alpha=alpha))
+        block = None if beta == 0 else c.submatrix(mine, others, Layout.C)
+        c.set_submatrix(mine, others, matmul(left, _turned(right, hermitian), alpha=alpha, beta=beta, out=block))
     return c
 
 

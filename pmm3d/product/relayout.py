@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
 from ..comm import Grid, Pending
@@ -250,6 +250,16 @@ def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
 
 class Submatrices(StoredMatrix):
     """Copies of rows and columns."""
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError("a DistMatrix is not indexed. a.submatrix(slice(0, 3), slice(None)) is a copy of rows and "
+                        "columns (a collective call), a.local the shard of this rank, a.gather() the whole array")
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise TypeError("a DistMatrix is not indexed. a.set_submatrix(slice(0, 3), slice(None), b) writes rows and "
+                        "columns (a collective call), a.local[...] = array the shard of this rank")
+
+    __iter__ = None
 
     @one_thread
     def submatrix(self: Matrix, rows: slice, cols: slice, layout: Layout | None = None) -> Matrix:

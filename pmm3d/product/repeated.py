@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from ..errors import GridError
+from ..comm.ending import leaves_in_order
+from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared
 from .orders import look_up
-from .relayout import summed
+from .stored import StoredMatrix
 
 Result = TypeVar("Result")
 
@@ -54,14 +55,19 @@ class PendingProduct(Generic[Result]):
 
 
 class MatmulPlan(Generic[Matrix]):
-    """C = alpha A B + beta C of these matrices, again and again: `matmul` without what can be done once.
+    """Repeated product C = alpha A B + beta C of the same matrices, checked and planned once.
 
-    Arguments, what travels, the result, its bits and the errors are those of `matmul`; collective. Arguments are
-    checked and agreed on here; buffers, and where nothing is redistributed the requests of MPI, are the plan's until it
-    is closed, or its grid is. A call reads what A, B and C hold then, posts, multiplies and returns C, and compares
-    nothing: all ranks must make it. Changing the memory of a matrix in place is fine; a plan is bound to the matrices.
+    Arguments, messages, result, bits and errors are those of `matmul`. Making a plan and calling it are collective.
+    The plan holds buffers until it is closed, or its grid is. If no operand is redistributed, the plan holds persistent
+    requests of MPI too. A call compares nothing among the ranks: all ranks must make it.
+
+    A call multiplies the elements that A, B and C hold at that time. They may be changed in place, the shard may be
+    replaced (`a.local = array`), and so may torch's storage of the shard (`a.local.data = tensor`). The new shard has
+    the same shape and type.
 
     out   C, the same at every call; made by the plan if left out
+
+    Raises, besides what `matmul` does, LayoutError for an operand of partial sums.
 
         >>> from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
         >>> with Grid() as grid:
@@ -80,17 +86,19 @@ class MatmulPlan(Generic[Matrix]):
     def __init__(self, a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
                  panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
                  overlap: str | None = None, order: str | None = None):
-        self._grid, a, b = grid_of(a, b), summed(a), summed(b)
+        self._grid = grid_of(a, b)
         options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
         passed = signature_of(a), signature_of(b), signature_of(out), *options
         look_up(self._grid, "MatmulPlan", order)
         with ExitStack() as held, self._grid.engine.guard:
             with self._grid.together("MatmulPlan", *passed):
+                _check_not_partial(a, b)
                 self._product = Prepared(a, b, out, options, held)
             self._product.share()
             self._posts = self._product.can_post
             with self._grid.together("MatmulPlan", self._posts):
-                self._posted = self._product.posted(held) if self._posts else None
+                self._number, self._requests = self._grid.everyone.number, ExitStack()
+                self._posted = self._product.posted(self._requests, self._number) if self._posts else None
             self._held = held.pop_all()
         self.closed = self._under_way = False
         self._pending: PendingProduct[Matrix] | None = None
@@ -117,6 +125,10 @@ class MatmulPlan(Generic[Matrix]):
             raise GridError("this plan is closed: make another one, or use matmul")
         if self._under_way:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
+        if not self._product.is_bound:
+            self._product.bind()
+            self._requests.close()
+            self._posted = self._product.posted(self._requests, self._number) if self._posts else None
         if self._posted is not None:
             self._posted.begin()
         self._under_way = True
@@ -146,6 +158,7 @@ class MatmulPlan(Generic[Matrix]):
             self._pending.wait()
         if not self.closed:
             self.closed = True
+            self._requests.close()
             self._held.close()
 
     def __enter__(self) -> MatmulPlan[Matrix]:
@@ -153,4 +166,13 @@ class MatmulPlan(Generic[Matrix]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        if not self._under_way or leaves_in_order(error):  # else the end of the grid's block closes it
+            self.close()
+
+
+def _check_not_partial(*operands: StoredMatrix) -> None:
+    """Raises LayoutError for partial sums: a plan would multiply their sum as it was when the plan was made."""
+    for name, matrix in zip("ab", operands):
+        if isinstance(matrix, StoredMatrix) and matrix.layout.on(matrix.grid.shape).sums:
+            raise LayoutError(f"MatmulPlan: {name} is of partial sums, {matrix.layout}. Pass their sum, "
+                              f"{name}.redistribute({name}.layout.summed), or use matmul in each call")

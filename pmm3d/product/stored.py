@@ -57,7 +57,15 @@ class StoredMatrix:
         if self.window is not None and array is not self.memory:
             raise LayoutError("the shard of a matrix in shared memory stays where it is: write into it, "
                               "matrix.local[...] = array")
-        self.memory = array
+        library = library_of(array)
+        if library != self.library or library.dtype(array) != self.dtype or array.shape != self.memory.shape:
+            raise LayoutError(f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
+                              f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
+                              "it, or make a new matrix: DistMatrix.from_local")
+        stored = array if self.order == "C" else array.T
+        if not library.is_contiguous(stored):
+            stored = library.copy(stored)
+        self.memory = stored if self.order == "C" else stored.T
 
     def part(self, within: tuple[slice, slice]) -> Array:
         """A part of the shard, by its rows and columns there: of a conjugated view a copy, else a view."""

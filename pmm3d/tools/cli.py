@@ -49,11 +49,11 @@ def _leave() -> None:
 
     if not MPI.Is_initialized():
         return
-    from ..comm.communicator import all_leave
+    from ..comm.communicator import LEAVING, all_leave, own_duplicate
     from .ranks import time_limit
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    all_leave(MPI.COMM_WORLD, time_limit())
+    all_leave(own_duplicate(MPI.COMM_WORLD, time_limit(), LEAVING), time_limit())
     faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True)
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from enum import Enum
 from inspect import cleandoc
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..model.environment import task_rank
 from .bench.collectives.command import collectives_command
 from .bench.command import bench_command
@@ -26,11 +28,14 @@ from .terminal import complaining, say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
                   help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
                        "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench")
 NOT_FINISHED = 75
 """Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
+
+ENDED = (f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process "
+         "with non-zero status: Open MPI does so in a box. It is no failure.")
 
 
 class Accepted(Enum):
@@ -40,8 +45,19 @@ class Accepted(Enum):
     DATA = "data"
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        say(f"pmm3d {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _pmm3d() -> None:
+def _pmm3d(version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+                                                 help="Print the version and end.")] = False) -> None:
+    """Commands take the same options on all ranks."""
+
+
+def _tune() -> None:
     """Commands take the same options on all ranks."""
 
 
@@ -95,7 +111,10 @@ def train_command(
             if comm.rank == 0:
                 say(as_toml(loaded))
             return
-        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()))
+        again = f"pmm3d train {shlex.quote(str(config))} --resume auto"
+        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()), again)
+        if not finished and comm.rank == 0:
+            say(ENDED)
     if not finished:
         raise typer.Exit(NOT_FINISHED)
 
@@ -145,7 +164,7 @@ for command in (plan_command, simulate_command, train_command, predict_command, 
 tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                        pretty_exceptions_enable=False,
                        help="Measure what plans and products go by: this machine, its BLASes.")
-tune_app.callback()(_pmm3d)
+tune_app.callback()(_tune)
 for tuning in (machine_command, blas_command):
     tune_app.command(tuning.__name__.removesuffix("_command"), help=_in_paragraphs(tuning.__doc__ or ""))(tuning)
 app.add_typer(tune_app, name="tune")

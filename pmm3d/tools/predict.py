@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,32 +15,42 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from ..errors import DataError
+from ..io.conversion import ENDINGS, check_ending, convert
+from ..io.disk import sync
 from .outputs import check_writable
 from .ranks import all_ranks, on_first
 from .terminal import say
+
+CONVERTED = (".csv", ".tsv", ".txt", ".npz")
+LINES_AT_ONCE = 2**14
 
 
 def predict_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run, whose newest good checkpoint is taken, or "
                                              "that of a checkpoint.")],
-    file: Annotated[Path, typer.Argument(help="HDF5 file with the samples; it needs no targets.")],
-    out: Annotated[Path, typer.Option(help="The HDF5 file to write.")],
-    inputs: Annotated[str | None, typer.Option(help="Name of the samples' data set. Left out: data.inputs of the "
-                                                    "run.")] = None,
+    file: Annotated[Path, typer.Argument(help="File with the samples: HDF5, .npz, or .csv, .tsv or .txt without "
+                                              "targets.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .h5 (HDF5) or .csv.")],
+    inputs: Annotated[str | None, typer.Option(help="Name of the samples' data set, or of their array in a .npz file. "
+                                                    "Left out: data.inputs of the run; x of a .npz file.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at a time, over all ranks. Left out: "
                                                                "data.batch_size of the run.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Write what the network of a training run says of samples.
+    """Compute the outputs of a trained network for samples.
 
-    The network is made as the run's configuration says, which its checkpoints hold. OUT gets a data set `outputs` with
-    a row a sample; for classes also `probabilities`, and `classes` with the number of the most probable one, whose
-    attribute class_names has their names. It appears only when it is complete. On any number of ranks; on the run's
-    grid if it fits them.
+    The checkpoint contains the configuration, from which the network is made. An HDF5 file OUT gets a data set
+    `outputs` with a row for each sample. For classes it also gets `probabilities`, and `classes` with the number of the
+    most probable class, whose attribute class_names has the names. A CSV file OUT gets a line for each sample: the
+    outputs, or the most probable class and the probability of each. OUT appears when it is complete. The command runs
+    on any number of ranks, on the run's grid if that has as many.
 
     [bold]Examples[/]
 
     pmm3d predict runs/digits new.h5 --out predicted.h5
+
+    pmm3d predict runs/flowers new.csv --out predicted.csv
 
     pmm3d predict runs/digits new.h5 --out p.h5 --inputs images --batch-size 4096
 
@@ -46,23 +59,78 @@ def predict_command(
     with all_ranks() as comm:
         from ..nn.training.predict import Asked, check_files, predict
 
-        asked = Asked(run, file, out, inputs, batch_size, overwrite)
+        with ExitStack() as temporary:
 
-        def first() -> None:
-            check_files(asked)
-            check_writable(out)
+            def first() -> Asked:
+                check_ending(out, (*ENDINGS, ".csv"))
+                asked = Asked(run, file, out, inputs, batch_size, overwrite)
+                check_files(asked)
+                check_writable(out)
+                if file.suffix.lower() in CONVERTED:
+                    made = _beside(out, "samples", temporary)
+                    _convert(file, made, inputs or "x")
+                    asked = replace(asked, source=made, origin=file, inputs=inputs or "x")
+                return replace(asked, target=_beside(out, "outputs", temporary)) if out.suffix == ".csv" else asked
 
-        on_first(comm, first)
-        with _bar(comm.rank == 0) as tell:
-            done = predict(comm, asked, tell)
+            asked = on_first(comm, first)
+            with _bar(comm.rank == 0) as tell:
+                done = predict(comm, asked, tell)
+            if asked.target != out:
+                on_first(comm, lambda: _write_csv(asked.target, out))
         if comm.rank == 0:
             sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in done.shapes.items())
             say(f"wrote {out}: {', '.join(sizes)}; by {done.checkpoint} on grid {done.grid}")
 
 
+def _beside(out: Path, what: str, temporary: ExitStack) -> Path:
+    """The name of an HDF5 file in the folder of OUT, which is removed at the end."""
+    path = out.with_name(f".{out.name}.{os.getpid()}.{what}.h5")
+    temporary.callback(path.unlink, missing_ok=True)
+    return path
+
+
+def _convert(file: Path, target: Path, inputs: str) -> None:
+    """Write the samples of a CSV or .npz file to HDF5. Raises DataError."""
+    try:
+        convert(file, target, inputs=inputs, targets=None, dtype="float64")
+    except DataError as error:
+        raise DataError(f"{error}. pmm3d convert {file} FILE.h5 --no-targets has options for that; predict from "
+                        "FILE.h5 then") from None
+
+
+def _write_csv(source: Path, out: Path) -> None:
+    """Write predictions in HDF5 as CSV: outputs, or the most probable class and the probability of each class."""
+    import h5py
+    import numpy as np
+
+    from ..io.dataset import text_of
+
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        with h5py.File(source) as file, open(partial, "w", newline="", encoding="utf-8") as written:
+            lines, columns, classes = csv.writer(written), file["outputs"].shape[1], file.get("classes")
+            names = [f"output {column}" for column in range(columns)]
+            if classes is not None:
+                names = list(map(text_of, classes.attrs.get("class_names", range(columns))))
+            lines.writerow(names if classes is None else ["class", *names])
+            values = file["outputs" if classes is None else "probabilities"]
+            for start in range(0, len(values), LINES_AT_ONCE):
+                rows = slice(start, start + LINES_AT_ONCE)
+                texts = np.asarray(values[rows]).astype(str).tolist()
+                chosen = None if classes is None else classes[rows].tolist()
+                lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
+        sync(partial)
+        os.replace(partial, out)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 @contextmanager
 def _bar(speaks: bool) -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True, disable=not speaks) as progress:
+    shown = speaks and sys.stderr.isatty()
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not shown) as progress:
         bar = progress.add_task("predicting", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)

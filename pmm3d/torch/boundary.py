@@ -13,18 +13,30 @@ from ..layout import Layout
 from ..layout.layout import layout_of
 from ..nn.compute import stacked
 from ..nn.statistics import total
+from ..product.checks import check_replicas
 from ..product.relayout import relayout
-from .held import ROWS
+from .held import COLUMNS, ROWS, digest
 from .operation import Passes
+
+FIRST_BATCHES = 4
+"""Calls of `input_rows` whose data the ranks compare: inputs and labels of two batches."""
+LIKE_LOSSES = 1e-3
+"""Relative difference between sums of losses that rounding may make."""
+SAME_BATCH = ("All ranks must pass the same batch: seed the DataLoader's generator alike "
+              "(generator=torch.Generator().manual_seed(0)), and draw no batch from a rank's own random numbers")
+OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
+                "same labels (input_rows cuts a batch that all ranks hold), and all columns of the model's output")
 
 
 def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a batch that all ranks hold: its first dim cut over the axes data and z.
+    """Return this rank's rows of a batch that all ranks hold: its first dim is cut over the axes data and z.
 
-    x   (m, ...) of any type; the same on all ranks
+    x   (m, ...) of any type; the same on all ranks. The ranks compare x in the first calls (inputs and labels of the
+        first batches), with PMM3D_DEBUG=1 in each call
 
-    Returns (m / Gdata / Gz, ...), some ranks a row more than others where that is no whole number; the same on the
-    ranks along x and y. The gradient of x, if it needs one, comes back whole, on every rank.
+    Returns (m / Gdata / Gz, ...); if m is no multiple of Gdata Gz, some ranks have one row more. Ranks along x and y
+    get the same rows. If x needs a gradient, every rank gets the whole gradient. Collective. Raises, on every rank,
+    LayoutError if x has no rows, DisagreementError if the ranks pass different x.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="megatron") as grid:
@@ -33,6 +45,8 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or not x.dim():
         raise LayoutError(f"input_rows: a torch tensor whose first dim are the rows of a batch; got {x!r}")
+    if Passes.of(grid).compares("input_rows", FIRST_BATCHES):
+        check_replicas(grid, "input_rows", 0, [digest([x])], SAME_BATCH)
     box = layout_of(ROWS).box((x.shape[0], 1), grid.shape, grid.coords)
     rows = slice(box.r0, box.r1)
     made: torch.Tensor = _Rows.apply(grid, rows, x) if x.requires_grad else x[rows]  # type: ignore[no-untyped-call]
@@ -57,20 +71,33 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
 
 def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
-    """The mean over the rows of all ranks, as a tensor of no dims; the same on every rank.
+    """Return the mean over the rows of all ranks, as a tensor of no dims; the same on every rank.
 
-    losses   any shape: those of this rank's rows, as of `cross_entropy(..., reduction="none")`
+    losses   any shape: those of this rank's rows, as of `cross_entropy(..., reduction="none")`; the same on all ranks
+             along x and y. These ranks compare their sums in the first call, with PMM3D_DEBUG=1 in each call
 
-    So the loss of a batch is right whatever rows each rank has, none included. Of as many rows on each rank the plain
-    mean of a rank's own rows trains alike. Each rank receives 16 bytes from others along data and z. Collective.
+    The result is right for any number of rows on each rank, also for none. If all ranks have the same number of rows,
+    the plain mean of a rank's own rows trains the same. Each rank receives 16 bytes from others along data and z.
+    Collective. Raises DisagreementError, on every rank, if ranks along x or y have different losses.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     mean(grid, input_rows(grid, torch.arange(5.0)))
         tensor(2.)
     """
+    passes = Passes.of(grid)
+    if passes.compares("mean"):
+        check_replicas(grid, "mean", passes.row_group(), _sums_of(losses), OTHER_LABELS, spread=LIKE_LOSSES,
+                       along=() if torch.is_grad_enabled() else COLUMNS)
     made: torch.Tensor = _Mean.apply(grid, losses)  # type: ignore[no-untyped-call]
     return made
+
+
+def _sums_of(losses: torch.Tensor) -> list[float]:
+    """How many losses there are, and two sums of them, of which one depends on their order."""
+    flat = losses.detach().to(torch.float64).reshape(-1)
+    weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
+    return [len(flat), float(flat.sum()), float(flat @ weights)]
 
 
 def whole_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:

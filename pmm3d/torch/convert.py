@@ -17,13 +17,16 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
-from .held import MARK, ROWS, Held, digest
-from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread
-from .operation import Passes, is_added
+from ..product.checks import check_replicas
+from .held import COLUMNS, MARK, ROWS, Held, digest, is_added
+from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread, split_columns
+from .operation import Passes
 from .plan import Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+SAME_ROWS = ("Ranks along x and y hold the same rows of a batch: seed the DataLoader's generator alike on all ranks "
+             "(generator=torch.Generator().manual_seed(0)), and let input_rows cut the rows")
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -163,15 +166,19 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
     of which it is a part."""
     passes = Passes.of(grid)
     entering, leaving = _scaled(passes.partners), _scaled(1 / passes.partners)
+    shares_rows = passes.partners < grid.size
     draws = any(isinstance(part, Dropout3D) and part.p for part in module.modules())
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         _hold(module, grid, passes, label)
-        if not passes.under_way:
+        first = passes.begin_forward()
+        if first:
             passes.parallel.weights.pause()
         if draws and module.training:
             state = crc32(torch.get_rng_state().numpy().data)
             grid.compared("dropout's random numbers (torch.manual_seed)", state)()
+        if shares_rows and first:
+            _compare_inputs(module, passes, f"{label}input", (args, kwargs))
         return mapped(args, entering), mapped(kwargs, entering)
 
     def after(module: nn.Module, args: Any, out: Any) -> Any:
@@ -180,6 +187,26 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
     _hold(module, grid, passes, label)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
+
+
+def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) -> None:
+    """Compare what ranks that hold the same rows and columns were given: in the first call of a module in training, and
+    in the first one in evaluation. Raises DisagreementError on every rank, in evaluation on those along x and y: the
+    others need not call then. Collective over these ranks."""
+    trains = module.training and torch.is_grad_enabled()
+    if not passes.compares(f"{what} {trains}"):
+        return
+    found = list[torch.Tensor]()
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(given, noted)
+    spread = [part for part in module.modules() if isinstance(part, Spread)]
+    split = next((axis for tensor in found if (axis := split_columns(spread, tensor))), "")
+    check_replicas(passes.grid, "the model's input", passes.row_group(split), [digest(found)], SAME_ROWS,
+                   along=() if trains else COLUMNS)
 
 
 def _hold(module: nn.Module, grid: Grid, passes: Passes, label: str) -> None:

@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from weakref import ref
+from typing import Any
 from zlib import crc32
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ..arrays.numpy_library import dtype_name
 from ..arrays.torch_rounding import ON_DEVICE, TF32
 from ..comm import Grid
+from ..errors import Pmm3dError
 from ..layout import Layout
 from ..nn.gradients import State
 from ..nn.parallel import Parallel
@@ -22,6 +25,8 @@ from ..product import DistMatrix
 
 ROWS = ("data", "z")
 """The axes that split the rows of a batch, major to minor."""
+COLUMNS = ("x", "y")
+"""The axes whose ranks hold the same rows."""
 MARK = "_pmm3d"
 """The attribute of a torch parameter that has its `Held`."""
 
@@ -53,10 +58,18 @@ class Held:
         local = self.weight.local
         return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
 
+    def is_reached(self) -> bool:
+        """Whether the backward pass under way goes to this parameter."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.requires_grad and is_added(self, get_gradient_edge(tensor).node)
+
     def resume(self) -> None:
-        """A backward pass is to add to the gradient: that is what `.grad` has now, whoever put it there."""
+        """A backward pass is to add to the gradient. Its start value is what `.grad` has now, whoever put it there.
+        `.grad` is None until the end of the pass: if the pass ends with an error, no half of a sum is there."""
         tensor, record = self.tensor(), self.weight.accumulated
         grad = None if tensor is None else tensor.grad
+        if tensor is not None:
+            tensor.grad = None
         if grad is not None and grad is self._given and record.state in (State.OPEN, State.SUMMED):
             return
         Parallel.of(self.weight.grid).gradients.forget(record)
@@ -84,6 +97,25 @@ class Held:
     def replicas(self) -> int:
         """How many ranks hold each element."""
         return self.weight.layout.replicas(self.weight.grid.shape)
+
+
+def reached(node: Any) -> bool | None:
+    """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
+    torch.autograd.grad is to bring the gradient of."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
+def is_added(held: Held, node: Any) -> bool:
+    """Whether the pass under way adds to `.grad` of a parameter, whose node that is. Raises Pmm3dError if it is to be
+    brought by torch.autograd.grad."""
+    found = reached(node)
+    if found is None:
+        raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
+                         "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
+    return found
 
 
 def precision_of(tensor: torch.Tensor) -> Precision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from ..arrays import library_of
 from ..arrays.random import fill_kept
 from ..comm import Grid
 from ..errors import CheckpointError, DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import FIRST, Box, Layout
+from ..layout import FIRST, Box, Coords, Layout
 from ..layout.layout import layout_of
 from ..nn.compute import Form, stacked
 from ..nn.dense import OTHER, linear, weight_layout
@@ -49,9 +50,11 @@ class Spread(OnGrid):
     home       the shape and layout of each, as `pmm3d.nn` stores it: a weight (inputs, outputs), a vector (1, outputs)
     matrices   the names of those that are matrices to torch too
     path       of the module in the whole, or a name of its own
+    takes      of the input: the axis that splits its columns, how many columns all ranks have, columns of a unit
     """
 
     matrices: tuple[str, ...] = ()
+    takes: tuple[str, int, int]
 
     def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], dtype: Any, device: Any):
         super().__init__(grid)
@@ -174,6 +177,7 @@ class Linear3D(Spread):
         self.in_features, self.out_features = in_features, out_features
         self.role, self.unit, self.gather = role, unit, gather
         self._input = layout_of(ROWS, (k,), (), (1, units[0]))
+        self.takes = k, in_features, units[0]
         if not bias:
             self.register_parameter("bias", None)
         if initial:
@@ -189,8 +193,7 @@ class Linear3D(Spread):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.check_type(x)
-        grid, (k,), unit = self.grid, self._input.cols, self._input.units[1]
-        x = taken(self, x, k, self.in_features, unit)
+        grid, k, x = self.grid, self.takes[0], taken(self, x)
         held = tuple(self.held(name) for name in self.home)
         run = lambda operand: linear(operand, *(each.weight for each in held))
         call = Call(Passes.of(grid), run, self._input, self.in_features, held, torch.is_grad_enabled())
@@ -219,14 +222,14 @@ class LayerNorm3D(Spread):
         layout = Layout((), axis)
         names = ["weight"] * affine + ["bias"] * (affine and bias)
         super().__init__(grid, {name: ((1, features), layout) for name in names}, dtype, device)
-        self.features, self.axis, self.eps = features, axis, eps
+        self.features, self.axis, self.eps, self.takes = features, axis, eps, (axis, features, 1)
         with torch.no_grad():
             for name in names:
                 self.get_parameter(name).fill_(name == "weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.check_type(x)
-        x = taken(self, x, self.axis, self.features, 1)
+        x = taken(self, x)
         held = {name: self.held(name) for name in self.home}
 
         def run(operand: Tensor) -> Tensor:
@@ -278,10 +281,24 @@ class Dropout3D(OnGrid):
         return f"p={self.p}, axis={self.axis!r}"
 
 
-def taken(layer: Spread, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
-    """This rank's columns of what came: as they are, or, of all columns, its part."""
-    grid, layout = layer.grid, layout_of((), (axis,), (), (1, unit))
-    own, first = (layout.box((1, columns), grid.shape, rank).shape[1] for rank in (grid.coords, FIRST))
+def split_columns(layers: Sequence[Spread], x: torch.Tensor) -> str:
+    """The axis that splits the columns of a model's input x, "" if a rank has all columns. The width of x tells, by the
+    first of the model's layers that takes an input of this width."""
+    width = x.shape[-1] if x.dim() and x.is_floating_point() else -1
+    takes = (layer.takes for layer in layers if width in (layer.takes[1], own_width(layer)))
+    axis, columns, _ = next(takes, ("", width, 1))
+    return axis if width != columns else ""
+
+
+def own_width(layer: Spread, coords: Coords | None = None) -> int:
+    """Columns of the layer's input that a rank has: this rank, or the one at these coordinates."""
+    grid, (axis, columns, unit) = layer.grid, layer.takes
+    return layout_of((), (axis,), (), (1, unit)).box((1, columns), grid.shape, coords or grid.coords).shape[1]
+
+
+def taken(layer: Spread, x: torch.Tensor) -> torch.Tensor:
+    """This rank's columns of the input: as they are, or cut from all columns."""
+    grid, (axis, columns, unit), own, first = layer.grid, layer.takes, own_width(layer), own_width(layer, FIRST)
     width = x.shape[-1] if x.dim() else -1
     whole = width == columns != own
     if first == columns and grid.axis(axis).size > 1:  # on the first rank both look alike, on others its part is empty

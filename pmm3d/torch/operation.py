@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,17 +24,20 @@ from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
-from .held import ROWS, Held
+from .held import ROWS, Held, is_added, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
+REENTRANT = ("a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does "
+             "with use_reentrant=True. Pass use_reentrant=False")
 
 
 class Passes:
     """torch's backward passes over what runs on a grid. `Passes.of(grid)`.
 
-    A pass begins with the first gradient that it brings here, and at its end, when torch's engine has been everywhere,
-    all gradients are summed and in `.grad`.
+    A pass begins with the first gradient that it brings here. At its end torch's engine calls `end`: all gradients are
+    summed and in `.grad`. After an error torch calls nothing: the pass is abandoned when the next forward or backward
+    pass begins, which is the same moment on all ranks.
 
     partners   ranks that hold other rows of a batch, this one included
     numbers    of what is made on the grid, the same on all ranks: parameters of two modules have two names
@@ -43,9 +47,12 @@ class Passes:
         self.grid, self.parallel = grid, Parallel.of(grid)
         self.partners = grid.shape.along(ROWS)
         self.numbers = count(1)
-        self._uses: Counter[Leaf] = Counter()
+        self._uses: Counter[Held] = Counter()
         self._open: AbstractContextManager[None] | None = None
+        self._id = NO_PASS
+        """torch's number of the pass under way, or of the last one. Numbers grow."""
         self._taken: Counter[Held] = Counter()
+        self._calls: Counter[str] = Counter()
 
     @classmethod
     def of(cls, grid: Grid) -> Passes:
@@ -53,24 +60,48 @@ class Passes:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
-    @property
-    def under_way(self) -> bool:
-        return self._open is not None
+    def compares(self, what: str, times: int = 1) -> bool:
+        """Whether the ranks compare the data of this call: the first calls of each kind, all calls with PMM3D_DEBUG=1.
+        Ranks that make the same calls get the same answer."""
+        self._calls[what] += 1
+        return self.grid.debug or (self.grid.engine.check and self._calls[what] <= times)
+
+    def row_group(self, split: str = "") -> int:
+        """Number of the group of ranks that hold the same rows of a batch; with the axis that splits the columns, the
+        same columns too."""
+        grid = self.grid
+        place = [grid.axis(axis).index for axis in ROWS] + [grid.axis(split).index if split else -1]
+        return crc32(repr(place).encode())
+
+    def begin_forward(self) -> bool:
+        """A forward pass begins. Returns False if it computes something again inside a backward pass. Otherwise a
+        backward pass that is still open ended with an error: it is abandoned."""
+        if torch._C._current_graph_task_id() != NO_PASS:
+            return False
+        self.abandon()
+        return True
 
     def used(self, held: Sequence[Held]) -> None:
         """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it. What
         is computed again in a backward pass is no new use."""
         if torch._C._current_graph_task_id() == NO_PASS:
-            self._uses.update(each.weight for each in held)
+            self._uses.update(held)
 
     def begin(self) -> None:
-        """A gradient is here: of a pass that is under way, or of a new one."""
+        """A gradient is here: of the pass that is under way, or of a new one."""
+        number = torch._C._current_graph_task_id()
+        if number < self._id:
+            raise Pmm3dError(REENTRANT)
+        if number != self._id:
+            self.abandon()
+            self._id = number
         if self._open is None:
-            uses, self._uses = self._uses, Counter()
+            used, self._uses = self._uses, Counter()
+            uses = Counter[Leaf]({held.weight: times for held, times in used.items() if held.is_reached()})
             opened = self.parallel.backward(Tape.of(self.grid).syncing, uses)
             opened.__enter__()
             self._open = opened
-            torch.autograd.Variable._execution_engine.queue_callback(_End(self))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
     def receive(self, held: Held, part: Part) -> None:
         """A part of a parameter's gradient."""
@@ -80,11 +111,14 @@ class Passes:
         self._taken[held] += 1
         held.weight.receive(part)
 
-    def end(self) -> None:
-        """torch's engine has been everywhere. What it found is compared: forward passes that are alike may end in
-        losses of other layers, whose gradients must not be added up."""
+    def end(self, number: int) -> None:
+        """torch's engine has been everywhere in the pass of this number. What it found is compared: forward passes that
+        are alike may end in losses of other layers, whose gradients must not be added up."""
+        if number != self._id:
+            raise Pmm3dError(REENTRANT)
         opened, taken = self._open, self._taken
-        assert opened is not None
+        if opened is None:
+            return
         try:
             if self.grid.size > 1:
                 found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
@@ -100,8 +134,9 @@ class Passes:
             raise
         _each(taken, Held.give)
 
-    def abandon(self, error: BaseException) -> None:
-        """The pass ended with an error, here or in another part of torch's graph."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """The open pass, if there is one, ended with an error, here or in another part of torch's graph. Local."""
+        error = error or Pmm3dError("a backward pass of torch ended with an error")
         opened, taken, self._open, self._taken = self._open, self._taken, None, Counter()
         if opened is not None:
             try:
@@ -115,41 +150,6 @@ class Passes:
 def _each(held: Iterable[Held], action: Callable[[Held], None]) -> None:
     for each in held:
         action(each)
-
-
-class _End:
-    """What torch's engine calls at the end of a pass; it lets go of it, uncalled, if the pass ends with an error."""
-
-    def __init__(self, passes: Passes):
-        self._passes: Passes | None = passes
-
-    def __call__(self) -> None:
-        passes, self._passes = self._passes, None
-        if passes is not None:
-            passes.end()
-
-    def __del__(self) -> None:
-        if self._passes is not None:
-            self._passes.abandon(Pmm3dError("a backward pass of torch ended with an error"))
-
-
-def reached(node: Any) -> bool | None:
-    """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
-    torch.autograd.grad is to bring the gradient of."""
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return None
-
-
-def is_added(held: Held, node: Any) -> bool:
-    """Whether the pass under way adds to `.grad` of a parameter, whose node that is. Raises Pmm3dError if it is to be
-    brought by torch.autograd.grad."""
-    found = reached(node)
-    if found is None:
-        raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
-                         "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
-    return found
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ class Call:
         return Tensor(value, requires_grad=self.records and x.requires_grad)
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        self.passes.begin_forward()
         made: torch.Tensor = _Operation.apply(self, x, *tensors)  # type: ignore[no-untyped-call]
         if made.requires_grad:
             self.passes.used(self.held)

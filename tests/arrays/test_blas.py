@@ -91,9 +91,9 @@ def test_arrays_without_a_dim_of_stride_one_are_refused():
         gemm(np.broadcast_to(a[0, :1], (4, 4)), c, c.copy())
 
 
-def test_dims_beyond_the_integers_of_blas_are_refused():
+def test_dims_beyond_the_integers_of_blas_are_told():
     far = (0, (1, 2**31), (2**31, 1))
-    with pytest.raises(ValueError, match=r"1 x 1 x 2147483648 .* exceeds 2\^31 - 1"):
+    with pytest.raises(blas.TooLarge):
         blas.gemm("float32", far, (0, (2**31, 1), (1, 1)), (0, (1, 1), (1, 1)), 1, 0)
 
 

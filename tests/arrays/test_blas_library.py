@@ -120,6 +120,19 @@ def test_one_that_a_rank_cannot_load_is_refused_by_all_and_said_once(job):
     assert done.returncode != 0 and done.stderr.count("PMM3D_BLAS=nonesuch: no such BLAS") == 1, done.stderr
 
 
+@pytest.mark.parametrize("own", [None, "20"])
+def test_the_environment_is_left_as_it_was(monkeypatch, own):
+    """OpenBLAS reads how long its threads spin when it is loaded."""
+    name, seen = blas_library.SHORT_SPIN[0], []
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PMM3D_BLAS", raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    monkeypatch.setattr(blas_library, "scipy_blas", lambda: seen.append(os.environ[name]))
+    blas_library.chosen.__wrapped__()
+    assert seen == [own or "16"] and os.environ.get(name) == own
+
+
 def test_the_address_space_is_looked_at_here_too():
     code = """
 import resource

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import standin_blas
 import torch
-from samples import integers, to_library, to_numpy
+from samples import host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DTypeError
-from pmm3d.arrays import Workspace, cublas, library_named
+from pmm3d.arrays import Workspace, blas, cublas, library_named
+from pmm3d.arrays.blas_library import chosen
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.arrays.torch_rounding import Rounding
 from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
@@ -197,9 +198,23 @@ def test_threads_that_want_float32_and_tf32_take_turns(monkeypatch, settings):
     assert seen == ["tf32", "none"] and settings[0].fp32_precision == "none"
 
 
+def test_what_another_thread_sets_meanwhile_stays(monkeypatch, settings):
+    torch.set_float32_matmul_precision("medium")
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: torch.set_float32_matmul_precision("high")
+                        or addmm(*args, **options))
+    TorchLibrary().gemm(*(torch.ones(2, 2) for _ in range(3)), 1, 0, None)
+    assert [setting.fp32_precision for setting in settings] == ["tf32", "tf32"]
+
+
 def test_a_setting_that_cannot_be_put_back_keeps_nobody_waiting():
     class Setting:
-        fp32_precision = property(lambda self: "bf16", lambda self, value: None if value != "bf16" else 1 / 0)
+        value = "bf16"
+
+        def __setattr__(self, name, value):
+            vars(self)["value"] = value if value != "bf16" else 1 / 0
+
+        fp32_precision = property(lambda self: self.value)
 
     rounding, setting = Rounding(), Setting()
     rounding.hold(setting, "ieee")
@@ -242,3 +257,47 @@ def test_what_torch_and_cublas_are_asked_for(monkeypatch):
         assert reads == ["CUBLAS_OP_C" if dtypes[0] == "complex64" else "CUBLAS_OP_T", "CUBLAS_OP_N"]
         assert (of_b, of_c, sums) == (("C32F", "C32F", "CUBLAS_COMPUTE_32F_FAST_TF32") if dtypes[0] == "complex64"
                                       else ("16F", "32F", "CUBLAS_COMPUTE_32F"))
+
+
+NOT_NUMBERS = [(0, 3), (1, 0)]
+"""(alpha, k) of products whose factors do not count."""
+
+
+@pytest.mark.parametrize("library, dtype", CASES, ids=str)
+@pytest.mark.parametrize("alpha, k", NOT_NUMBERS)
+def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, k):
+    """As in BLAS: with alpha = 0 or k = 0, C = beta C. With beta = 0 C is not read."""
+    face = library_named(library)
+    nan = lambda *shape: to_library(np.full(shape, np.nan, "float32").astype(host_dtype(dtype)), library, dtype)
+    work = Workspace() if face.on_host else None
+    c = nan(4, 5)
+    face.gemm(nan(4, k), nan(k, 5), c, alpha, 0, work)
+    assert not to_numpy(c, library).any()
+    values = integers((4, 5), dtype)
+    c = to_library(values, library, dtype)
+    face.gemm(nan(4, k), nan(k, 5), c, alpha, 3, work)
+    assert np.array_equal(to_numpy(c, library), 3 * values)
+    c = nan(4, 5)
+    ones = [to_library(np.ones(shape, host_dtype(dtype)), library, dtype) for shape in ((4, 3), (3, 5))]
+    face.gemm(*ones, c, 1, 0, work)
+    assert (to_numpy(c, library) == 3).all()
+
+
+@pytest.mark.parametrize("library, dtype", [(library, dtype) for library, dtype in CASES if dtype != "float16"],
+                         ids=str)
+def test_sizes_beyond_the_integers_of_a_blas_are_multiplied_in_pieces(library, dtype, monkeypatch):
+    """Of a BLAS whose integers end at 6: m, n, k and leading dimensions."""
+    monkeypatch.setattr(blas, "LP64_LARGEST", 6)
+    monkeypatch.setattr(blas, "chosen", lambda: chosen()._replace(largest=6))
+    face = library_named(library)
+    work = Workspace() if face.on_host else None
+    for forms in product([in_rows, in_columns], repeat=3):
+        for m, n, k in ((4, 4, 5), (8, 3, 2), (3, 8, 2), (2, 3, 15), (9, 13, 7)):
+            a, b, c = (form(lambda shape, seed=seed: to_library(integers(shape, dtype, seed, -2, 2), library, dtype),
+                            *shape)[1] for seed, (form, shape) in enumerate(zip(forms, ((m, k), (k, n), (m, n)))))
+            expected = 2 * (to_numpy(a, library) @ to_numpy(b, library)) - to_numpy(c, library)
+            face.gemm(a, b, c, 2, -1, work)
+            assert np.array_equal(to_numpy(c, library), expected)
+            if face.on_host and dtype not in LOW_PRECISION:
+                face.bound_gemm(a, b, c, 2, 0, work)()
+                assert np.array_equal(to_numpy(c, library), 2 * (to_numpy(a, library) @ to_numpy(b, library)))

@@ -63,3 +63,14 @@ def test_every_library(library, dtype):
         wanted[place] = values[np.ix_(at(rows, False), at(cols, False))] + beta * wanted[place]
         copy_strided(library_named(library), source, target, [rows], [cols], beta)
         assert (to_numpy(target, library) == wanted).all()
+
+
+@pytest.mark.parametrize("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
+def test_low_precision_with_beta_is_rounded_once(library, dtype):
+    random = np.random.default_rng(1)
+    source, target = (to_library(random.standard_normal((64, 64)).astype("float32"), library, dtype) for _ in range(2))
+    wide = [to_numpy(array, library).astype("float32") for array in (source, target)]
+    wanted = to_library(np.float32(0.1) * wide[1] + wide[0], library, dtype)
+    everything = [Strided(0, 0, 64)]
+    copy_strided(library_named(library), source, target, everything, everything, 0.1)
+    assert (to_numpy(target, library) == to_numpy(wanted, library)).all()

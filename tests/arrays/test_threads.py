@@ -11,6 +11,7 @@ from pmm3d import DistMatrix, Grid, nn
 from pmm3d.arrays import LoneThread, NumpyLibrary, library_named, random, sum_in_order, threads
 from pmm3d.layout import Box
 from pmm3d.nn import optim
+from pmm3d.thread_counts import THREAD_COUNTS
 
 
 @pytest.fixture(params=[1, 3])
@@ -97,7 +98,7 @@ def test_a_fork_has_threads_of_its_own(number):
 
 
 def test_threads_are_those_of_the_blas(monkeypatch):
-    for name in threads.COUNTS:
+    for name in THREAD_COUNTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
     count = threads.blas_threads.__wrapped__

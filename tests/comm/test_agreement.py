@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pmm3d import DisagreementError, Grid, GridError, Pmm3dError
-from pmm3d.comm import agreement
+from pmm3d import DisagreementError, Grid, GridError, OutOfMemoryError, Pmm3dError
+from pmm3d.comm import agreement, out_of_memory
 from pmm3d.comm.agreement import MOST_CHARACTERS, MOST_TEXTS, Terms, agree
 from pmm3d.layout import offsets
 
@@ -118,6 +118,21 @@ def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails
     said = f"sharing failed on {grid.size - 1} of {grid.size} ranks. {others}: GridError: bad luck$"
     text = fails(GridError, said, call)
     assert text.count("bad luck") == 1
+
+
+@pytest.mark.parallel([4])
+def test_ranks_without_memory_share_a_line_and_the_fullest_explains(grid, fails, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "resident_memory", lambda: 10**9 + 10**8 * (grid.rank == 2))
+    text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The one that holds "
+                                   r"the most: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
+                 lambda: _fill(grid))
+    assert text.count("Use more ranks") == text.count("Predicted for a rank") == text.count("no room") == 1
+
+
+def _fill(grid):
+    with grid.together("filling"):
+        if grid.rank:
+            raise MemoryError(f"no room for {10 + grid.rank} rows")
 
 
 @pytest.mark.parallel([1, 2])

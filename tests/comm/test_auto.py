@@ -1,12 +1,13 @@
 """Grid("auto"): by which machine it goes, what it says, and that its prices are those of the replayed dry run."""
 
 import logging
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pmm3d import DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d import BlacsContext, DistMatrix, Grid, GridError, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.replay import tasks
@@ -135,14 +136,50 @@ def test_one_rank_has_no_choice():
         auto(1, memory=1000).chosen(None, 16, on_hosts("a"), False)
 
 
+def test_both_times_of_the_note_count_the_cores_and_idle_ranks_are_said(caplog):
+    """The runner-up is not priced as if each of its ranks had a core, which would make it look faster."""
+    with caplog.at_level(logging.INFO, "pmm3d.comm"):
+        auto(8, (1024, 1024, 1024)).chosen(None, 2, on_hosts("a" * 8), True)
+        auto(8, (4096, 4096, 4096)).chosen(None, 2, on_hosts("a" * 8), True)
+    notes = [record.getMessage() for record in caplog.records]
+    few, all_ranks = (re.fullmatch(r"auto: (\S+) on 8 ranks(.*), (\S+) ms by the model of .*; next (\S+), (\S+) ms; "
+                                   "both on 2 cores a node", note) for note in notes)
+    assert few[1] == "1x1x2" and few[2] == " (6 of them stay idle)" and all_ranks[2] == ""
+    assert all(float(found[3]) < 1.1 * float(found[5]) for found in (few, all_ranks)), notes
+
+
 @pytest.mark.parallel([2, 4])
 def test_the_choice_and_the_runner_up_are_noted_once(comm, caplog):
     with caplog.at_level(logging.INFO, "pmm3d.comm"), Grid(comm, product=(512, 512, 512)) as grid:
         notes = [record.getMessage() for record in caplog.records if record.getMessage().startswith("auto: ")]
         assert len(notes) == (comm.rank == 0)
         for note in notes:
-            assert note.startswith(f"auto: {grid.shape} on {comm.size} ranks, ") and "nominal; next " in note
+            assert note.startswith(f"auto: {grid.shape} on {comm.size} ranks") and "ms by the model of the nominal machine (pmm3d tune " in note
     assert len(set(comm.allgather(tuple(grid.shape)))) == 1
+
+
+@pytest.mark.parallel([4])
+def test_idle_ranks_are_told_of_once(comm, caplog):
+    """For what the program asked; the grids of a BlacsContext are its own affair."""
+    for asked, warned in ((lambda: Grid(comm, "auto", product=(8, 8, 8)), True), (lambda: Grid(comm, (1, 1, 4)), False),
+                          (lambda: BlacsContext(comm, (1, 1)), False)):
+        caplog.clear()
+        with asked() as made:
+            if isinstance(made, BlacsContext):
+                desc = made.descriptor(8, 8, 8, 8)
+                pgemm("N", "N", 8, 8, 8, 1.0, desc.empty(), 1, 1, desc, desc.empty(), 1, 1, desc, 0.0, desc.empty(), 1,
+                      1, desc)
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == (warned and comm.rank == 0)
+        assert all("auto chose 1x1x1, which has 1 of the communicator's 4 ranks. The other 3" in line for line in told)
+
+
+def test_a_name_that_is_almost_one_is_told():
+    for name, near in (("dpp", "ddp"), ("FSPD", "fsdp"), ("megatorn", "megatron"), ("atuo", "auto")):
+        with pytest.raises(GridError, match=f'auto, ddp, fsdp, hsdp, megatron; got .{name}.. Did you mean "{near}"'):
+            chosen_shape(name, 1, {}, 4, None, "float64", None)
+    with pytest.raises(GridError, match="got '2x2'$"):
+        chosen_shape("2x2", 1, {}, 4, None, "float64", None)
 
 
 @pytest.mark.parallel([3])

@@ -1,8 +1,10 @@
 """The reasoning of the watchdog, on made-up ranks."""
 
+import errno
 import pickle
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +17,10 @@ from pmm3d.comm.hang import (
     absent,
     all_idle,
     as_range,
-    deadlocked,
     diagnosis,
+    endless,
+    long_wait,
+    longest_wait,
 )
 from pmm3d.comm.stacks import DEAD, Process, process_state, source_line, stack_of
 from pmm3d.comm.words import ranks_in_words
@@ -49,22 +53,22 @@ def test_who_has_begun_another_operation_in_its_place_is_absent():
     assert absent(answers[3].waiting, answers) == [0, 1, 2]
 
 
-def test_ranks_that_wait_for_each_other_are_deadlocked():
+def test_ranks_that_wait_for_each_other_are_endless():
     on_x, on_y = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     answers = by_rank(waits(0, "shift", axis="x", members=on_x[0]), waits(1, "shift", axis="y", members=on_y[1]),
                       waits(2, "shift", axis="y", members=on_y[0]), waits(3, "shift", axis="x", members=on_x[1]))
-    assert set(deadlocked(answers, {})) == {0, 1, 2, 3}
+    assert set(endless(answers, {})) == {0, 1, 2, 3}
     assert "This is a deadlock" in diagnosis(answers, {}, HOSTS, LIMIT)
 
 
 def test_waiting_for_one_that_computes_is_no_deadlock():
     answers = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(1), waits(2, "shift", axis="y", members=(0, 2)))
-    assert deadlocked(answers, {}) == {}
+    assert endless(answers, {}) == {}
 
 
 def test_messages_on_their_way_are_no_deadlock():
     answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
-    assert deadlocked(answers, {}) == {}
+    assert endless(answers, {}) == {}
     text = diagnosis(answers, {}, HOSTS, LIMIT)
     assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
 
@@ -73,15 +77,34 @@ def test_a_chain_that_ends_at_one_who_has_left_is_certain():
     answers = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
                       waits(2, "shift", axis="z", members=(2, 0)))
     answers[0].begun["z"] = (1, "shift")
-    assert set(deadlocked(answers, {3: "its program has ended"})) == {0, 1}
+    assert set(endless(answers, {3: "its program has ended"})) == {0, 1}
 
 
 def test_waiting_for_the_dead_is_certain_and_for_the_silent_is_not():
     answers = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(2, states={1: DEAD}), elsewhere(3))
-    assert set(deadlocked(answers, {})) == {0}
+    assert set(endless(answers, {})) == {0}
     assert "This is a deadlock" not in diagnosis(answers, {}, HOSTS, LIMIT)
-    assert deadlocked(by_rank(answers[0], elsewhere(2, states={1: SILENT}), elsewhere(3)), {}) == {}
-    assert deadlocked(answers | by_rank(elsewhere(1)), {}) == {}
+    assert endless(by_rank(answers[0], elsewhere(2, states={1: SILENT}), elsewhere(3)), {}) == {}
+    assert endless(answers | by_rank(elsewhere(1)), {}) == {}
+
+
+def test_beyond_the_limit_a_wait_for_one_that_computes_goes_on():
+    """The waits have lasted 3 s."""
+    answers = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)), elsewhere(3))
+    assert endless(answers, {}, 2) == {} and longest_wait(answers) == answers[0].waiting
+    text = long_wait(answers, {}, HOSTS, 2)
+    assert text.startswith("ranks 0-1 have waited for more than 2 s, for ranks that answer. The job goes on.\n")
+    assert "rank 3 (host n2, pid 13) never came: its last collective" in text and "File user.py, line 3" in text
+    begun = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(1, 1, name="shift"))
+    assert endless(begun, {}, 2) == {} and "has begun it, and does not finish" in long_wait(begun, {}, HOSTS, 2)
+
+
+def test_beyond_the_limit_silence_and_messages_that_do_not_arrive_are_an_end():
+    silent = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
+                     waits(2, "shift", axis="z", members=(2, 4)), elsewhere(4))
+    assert set(endless(silent, {}, 2)) == {0, 1} and endless(silent, {}, 4) == {}
+    lost = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
+    assert set(endless(lost, {}, 2)) == {0, 1, 2, 3} and endless(lost, {}, 4) == {}
 
 
 def test_processes_are_seen_where_their_numbers_mean_the_same():
@@ -117,7 +140,7 @@ def test_where_all_that_is_missed_waits_itself_it_is_the_network():
     """Rank 3 waits for messages of an earlier collective, which all have begun, and the others for rank 3."""
     answers = by_rank(*(waits(rank, "all_reduce", 7) for rank in range(3)), waits(3, "all_gather", 5))
     text = diagnosis(answers, {}, HOSTS, LIMIT)
-    assert deadlocked(answers, {}) == {} and "Every member" not in text
+    assert endless(answers, {}) == {} and "Every member" not in text
     assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
 
 
@@ -172,8 +195,8 @@ def test_a_node_of_many_that_is_gone_is_told_in_one_line():
 def test_ranks_on_axes_of_many_are_deadlocked_in_a_chain():
     """Each waits for the next one, on an axis where that has begun nothing: one pass, however long the chain."""
     answers = by_rank(*(waits(rank, "shift", 2, "xy"[rank % 2], range(rank, rank + 2)) for rank in range(RANKS - 1)))
-    assert deadlocked(answers, {}) == {}
-    assert len(deadlocked(answers, {RANKS - 1: "its program has ended"})) == RANKS - 1
+    assert endless(answers, {}) == {}
+    assert len(endless(answers, {RANKS - 1: "its program has ended"})) == RANKS - 1
 
 
 def test_members_that_are_evenly_spaced_are_a_range():
@@ -217,3 +240,12 @@ def test_the_state_of_processes():
     finally:
         os.waitpid(child, 0)
     assert process_state(child) == DEAD
+
+
+def test_a_process_whose_state_cannot_be_read_is_not_dead(monkeypatch):
+    """As where no file descriptor is left; a process that is gone while it is looked at is dead."""
+    for number, state in ((errno.EMFILE, None), (errno.EACCES, None), (errno.ESRCH, DEAD), (errno.ENOENT, DEAD)):
+        def refuses(path, number=number):
+            raise OSError(number, "")
+        monkeypatch.setattr(Path, "read_text", refuses)
+        assert process_state(1) == state

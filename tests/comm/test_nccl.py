@@ -50,6 +50,20 @@ def test_collectives_of_all_axes_take_turns(comm, grid):
     assert first.done and np.array_equal(to_numpy(first.wait(), "standin"), comm.size * (integers((8, 3)) + 1))
 
 
+def test_with_debug_calls_are_compared_in_any_order(comm, monkeypatch):
+    """Rank 0 compares the third call before the second, which waits for the first; rank 1 the other way round."""
+    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+    mine = [to_library(integers((8, 3), seed=seed), "standin") for seed in (0, 1)]
+    with Grid(comm, (1, comm.size, 1), device_transport="nccl", debug=True) as grid:
+        for axis in (grid.y, grid.everyone):
+            axis.settle(library_named("standin"))
+        first, second = grid.y.sum_into(mine[0], mine[0]), grid.everyone.sum_into(mine[1], mine[1])
+        while comm.rank and not first.test():
+            pass
+        third = grid.everyone.all_reduce(np.ones((8, 3)))
+        assert np.array_equal(third.wait(), np.full((8, 3), 2)) and second.wait() is mine[1]
+
+
 def test_an_axis_of_one_rank_has_no_communicator(grid):
     """Also where all ranks had settled before."""
     mine = integers((8, 3))

@@ -79,11 +79,25 @@ def test_a_bad_out_of_one_rank_is_raised_by_all(axis, counts):
     refused(said, lambda: axis.shift(part, out=out(2)))
 
 
+def test_options_that_differ_between_ranks_are_refused(axis):
+    """Also where they fit each rank's own arrays; a gather with such counts returned rows that nobody wrote."""
+    last, size = axis.index == axis.size - 1, axis.size
+    even, uneven = [2] * size, [2] * (size - 1) + [1]
+    part, whole = np.ones(1 if last else 2), np.ones(2 * size - 1)
+    differs = "do not fit together.*counts=.*"
+    refused(differs, lambda: axis.all_gather(part, counts=uneven if last else even))
+    refused(differs, lambda: axis.all_gather(np.ones(2), counts=None if last else even))
+    refused(differs, lambda: axis.all_gather(np.ones(2, "float32" if last else "float64"), counts=even))
+    refused(differs, lambda: axis.reduce_scatter(whole, counts=uneven[::-1] if last else uneven))
+    refused(differs, lambda: axis.reduce_scatter(whole, counts=None if last else uneven))
+    refused("do not fit together", lambda: axis.shift(part, by=1 + last))
+    refused("do not fit together", lambda: axis.all_to_all(np.ones(size), received=None if last else [1] * size))
+    refused(f"failed on 1 of .*: rank {size - 1} sends 2, received= says 1", lambda: axis.all_to_all(
+        np.ones(size + last), counts=[2 if last and rank == 0 else 1 for rank in range(size)], received=[1] * size))
+
+
 def test_counts_that_fit_on_some_ranks_only(axis):
-    counts = [1] * axis.size
-    if axis.index == 0:
-        counts[0] = 2
-    refused("failed on 1 of", lambda: axis.all_gather(np.ones(1), counts=counts))
+    refused("failed on 1 of", lambda: axis.all_gather(np.ones(1 + (axis.index == 0)), counts=[1] * axis.size))
     refused("received .* is not a number of rows for each",
             lambda: axis.all_to_all(np.ones(axis.size), received=[1] * (axis.size + 1)))
 

@@ -99,3 +99,21 @@ def test_errors_that_are_caught_do_not_add_hooks(job):
     """)
     assert done.stdout.count("one hook True") == 4
     assert done.returncode == 1 and done.stderr.count("KeyError: 'each for itself'") >= 1
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_after_ctrl_c_there_is_one_line(job, alone):
+    done = job(3, HEAD + f"""
+    import os, signal, threading
+    with Grid() as grid:
+        a = DistMatrix.random(grid, (200, 200))
+        def solve():
+            while True:
+                a @ a.redistribute(Layout.B)
+        if rank == 1 or not {alone}:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        solve()
+    """)
+    who, then = ("rank 1 was", "; ending the job.") if alone else ("ranks 0-2 were", "")
+    assert done.returncode == 130 and "Traceback" not in done.stderr and done.stderr.count("pmm3d: ") == 1, done.stderr
+    assert re.search(rf"pmm3d: {who} interrupted \(Ctrl-C\).* at \S+job1.py:\d+ in solve{then}\n", done.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,24 @@ def test_the_program_in_fortran_is_right(program, ranks):
     done = program("embed/pmm3d.f90", "apps/embed/product.f90")(ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(rf"{ranks} ranks as \d x \d x \d: right\n", done.stdout)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_uneven_blocks_in_fortran(program, ranks):
+    done = program("embed/pmm3d.f90", "tests/embed/blocks.f90")(ranks)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "right", done.stdout + done.stderr
+    assert ranks == 1 or "is in the blocks of rank 0 and of rank 1: the blocks must not overlap" in done.stdout
+
+
+def test_what_is_installed_compiles_with_pkg_config_and_runs_in_any_folder(tmp_path):
+    prefix = tmp_path / "prefix"
+    subprocess.run([ENVIRONMENT / "bin" / "python", ROOT / "embed" / "build.py", "--install", prefix], check=True)
+    found = subprocess.run(["pkg-config", "--cflags", "--libs", "pmm3d"], text=True, capture_output=True, check=True,
+                           env=os.environ | {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")})
+    subprocess.run(["mpicc.openmpi", ROOT / "apps" / "embed" / "product.c", *found.stdout.split(), "-lm", "-o",
+                    tmp_path / "product"], cwd=tmp_path, check=True)
+    done = Caller(tmp_path / "product")(2)
+    assert done.returncode == 0 and done.stdout.endswith(": right\n"), done.stdout + done.stderr
 
 
 def test_the_header_is_cs_and_c_plus_pluss(tmp_path):

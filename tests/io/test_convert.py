@@ -46,7 +46,7 @@ def test_a_table_of_numbers(table, target, delimiter, header, chunk_rows):
     told = []
     shapes = convert(table("\n".join(lines)), target, chunk_rows=chunk_rows, tell=lambda *done: told.append(done))
     found = written(target)
-    assert shapes == ((23, 4), (23, 1))
+    assert shapes[:2] == ((23, 4), (23, 1))
     assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
     assert found["x"].dtype == "float32"
     assert told[-1] == (23, 23) and len(told) == -(-23 // (chunk_rows or 23))
@@ -77,9 +77,21 @@ def test_labels_as_text_are_numbered_in_sorted_order(table, target):
         assert found["x"].tolist() == [[1], [2], [3], [4]]
 
 
-def test_labels_that_are_whole_numbers_are_kept(table, target):
-    convert(table("1,7\n2,10\n3,2\n"), target, classes=True)
-    assert written(target)["y"].tolist() == [7, 10, 2] and written(target)["names"] == []
+@pytest.mark.parametrize(
+    "labels, numbers, names",
+    [("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]), ("10.0 2.0 1 1.0 01", [2, 1, 0, 0, 0], ["1", "2", "10"]),
+     ("3 1 2", [2, 0, 1], ["1", "2", "3"]), ("-1 0.5 1", [0, 1, 2], ["-1", "0.5", "1"]), ("cow 2 10", [2, 0, 1],
+     ["2", "10", "cow"]), ("1_0 10 none", [1, 0, 2], ["10", "1_0", "none"]),
+     (f"{2**63 + 1} 7", [1, 0], ["7", "9223372036854775809"])],
+)
+def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path, labels, numbers, names):
+    done = convert(table("".join(f"1,{label}\n" for label in labels.split())), target, classes=True, header=False)
+    found = written(target)
+    assert found["y"].tolist() == numbers and found["names"] == names == list(done.classes)
+    assert list(done.classes.values()) == np.bincount(numbers).tolist()
+    np.savez(tmp_path / "a.npz", x=np.ones((len(numbers), 1)), y=np.array(labels.split(), "S"))  # bytes
+    convert(tmp_path / "a.npz", target, classes=True, overwrite=True)
+    assert written(target)["y"].tolist() == numbers and written(target)["names"] == names
 
 
 def test_labels_numbered_as_the_caller_says(table, target):
@@ -119,8 +131,15 @@ def test_bad_tables(table, target, text, said, chunk_rows):
 @pytest.mark.parametrize(
     "options, said",
     [({"target_columns": "c"}, "no column 'c'; it has the columns a, b"), ({"target_columns": 2}, "index is below 2"),
-     ({"target_columns": ["a", "b"]}, "no columns are left"), ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
-     ({"delimiter": ", "}, "one character; got ', '"), ({"targets": "x"}, "two names; got 'x'"),
+     ({"target_columns": ["a", "b"]}, "no columns are left"),
+     ({"target_columns": ["b", 1]}, "name a column twice"),
+     ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
+     ({"delimiter": ", "}, "one character; got ', '"), ({"targets": "x"}, "two names, neither"),
+     ({"targets": "x/y"}, "two names, neither within the other"), ({"inputs": "."}, "'.' cannot name a data set"),
+     ({"targets": ""}, "'' cannot name a data set"), ({"target_columns": ()}, "target_columns names no column"),
+     ({"classes": ["cat", "dog", "cat"]}, "the class 'cat' is named twice"),
+     ({"classes": ["1", "1.0"]}, "the class '1' is named twice"),
+     ({"classes": ["a", " "]}, "name of a class is missing"),
      ({"classes": ["1"], "target_columns": 0}, "line 2, column a: 'q' is none of the classes 1")],
 )
 def test_bad_options(table, target, options, said):
@@ -129,9 +148,71 @@ def test_bad_options(table, target, options, said):
     assert not target.exists()
 
 
-def test_a_missing_label(table, target):
-    with pytest.raises(DataError, match="line 2, column 1: a label is missing"):
-        convert(table("1,cat\n2,\n"), target, classes=True)
+@pytest.mark.parametrize("cell", ["", "NaN", "NA", "n/a"])
+def test_a_missing_label(table, target, cell):
+    with pytest.raises(DataError, match=f"line 2, column 1: a label is missing .*the cell is '{cell}'"):
+        convert(table(f"1,cat\n2,{cell}\n"), target, classes=True)
+    convert(table("1,cat\n2,NA\n"), target, classes=["NA", "cat"])
+    assert written(target)["y"].tolist() == [1, 0]
+
+
+def test_a_missing_label_of_a_npz_file(tmp_path, target):
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 1)), y=np.array([1.0, np.nan, 2.0]))
+    with pytest.raises(DataError, match="row 1 of array 'y': a label is missing"):
+        convert(tmp_path / "a.npz", target, classes=True)
+
+
+HEADERS = [  # first line, second line, whether the first one is a header; None: the user is asked
+    ("0,1,2,3,y", "5.1,3.5,1.4,0.2,0", True), ("1990,1991,y", "1.5,2,3", True), (",0,1,y", "0,1.5,2,3", True),
+    ("a,b", "1,2", True), ("a,b", "1,cow", True), ("1,2,cow", "3,4,ant", False), ("1,2", "3,4", False),
+    ("0,5", "1,6", False), ("0,cow", "1,ant", False), ("0,1,2", "5,6,7", None), ("0,1,kind", "5.1,3.5,cow", None),
+    ("0.5,1.5,y", "1,2,0", None),
+]
+
+
+@pytest.mark.parametrize("first, second, header", HEADERS)
+def test_whether_the_first_line_is_a_header(table, target, first, second, header):
+    source = table(f"{first}\n{second}\n{second}\n")
+    if header is None:
+        with pytest.raises(DataError, match=f"the first line, {first[0]}.*--header.*--no-header"):
+            convert(source, target, classes=True)
+    else:
+        assert convert(source, target, classes=True).inputs[0] == 3 - header
+    assert convert(source, target, classes=True, header=True, overwrite=True).columns == first.split(",")[:-1]
+    assert convert(table("1,2\n3,4\n"), target, header=False, overwrite=True).inputs[0] == 2
+
+
+def test_a_cell_without_a_value_in_the_first_line_does_not_make_it_a_header(table, target):
+    with pytest.raises(DataError, match="line 1, column 1: 'NA' is not a finite number. If the first line names .*"):
+        convert(table("1.5,NA,0\n2.5,3.5,1\n"), target)
+
+
+def test_groups_are_numbered(table, target, tmp_path):
+    source = table("who,a,b\nann,1,2\nbob,3,4\nann,5,6\n")
+    for chunk_rows in (1, None):
+        done = convert(source, target, group_column="who", chunk_rows=chunk_rows, overwrite=True)
+        found = written(target)
+        assert found["groups"].tolist() == [0, 1, 0] and found["x"].tolist() == [[1], [3], [5]]
+        assert done.columns == ["a"] and done.target_columns == ["b"]
+    with pytest.raises(DataError, match="the column 'b' cannot be both the group and a target"):
+        convert(source, target, group_column="b", overwrite=True)
+    with pytest.raises(DataError, match="line 3, column who: a group is missing"):
+        convert(table("who,a,b\nann,1,2\n,3,4\n"), target, group_column="who", overwrite=True)
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 1)), y=np.ones(3))
+    with pytest.raises(DataError, match="a .npz file has arrays, not columns"):
+        convert(tmp_path / "a.npz", target, group_column=0, overwrite=True)
+    with pytest.raises(DataError, match="'groups' is the data set of the groups"):
+        convert(source, target, targets="groups", group_column="who")
+
+
+def test_samples_without_targets(table, target, tmp_path):
+    done = convert(table("a,b\n1,2\n3,4\n"), target, targets=None)
+    assert done.inputs == (2, 2) and done.targets is None and written(target)["names"] is None
+    np.savez(tmp_path / "a.npz", x=np.ones((3, 2)))
+    assert convert(tmp_path / "a.npz", target, targets=None, overwrite=True).inputs == (3, 2)
+    for options in ({"classes": True}, {"target_columns": "a"}):
+        with pytest.raises(DataError, match="there are no targets"):
+            convert(table("1,2\n"), target, targets=None, **options)
 
 
 def test_files_that_cannot_be_read_or_written(table, target, tmp_path):
@@ -141,7 +222,7 @@ def test_files_that_cannot_be_read_or_written(table, target, tmp_path):
         convert(table("1,2\n"), tmp_path / "no/such/table.h5")
     with pytest.raises(DataError, match="line 1: a quote is opened and not closed"):
         convert(table('1,"2\n3,4\n'), target)
-    with pytest.raises(DataError, match="cannot convert .* field larger than"):
+    with pytest.raises(DataError, match="line 1: field larger than .*a quote may be opened"):
         convert(table("1," + "2" * 200_000), target)
     assert not target.exists()
 
@@ -163,7 +244,7 @@ def test_line_breaks_within_quotes(table, target):
     for chunk_rows in (1, None):
         shapes = convert(table(text), target, classes=True, target_columns="kind\nof animal", chunk_rows=chunk_rows,
                          overwrite=True)
-        assert shapes == ((4, 1), (4,)) and written(target)["x"].tolist() == [[1], [2], [3], [4]]
+        assert shapes[:2] == ((4, 1), (4,)) and written(target)["x"].tolist() == [[1], [2], [3], [4]]
         assert written(target)["names"] == ['5" tall', "ant", "big\ncow"]
         assert written(target)["y"].tolist() == [2, 1, 2, 0]
     with pytest.raises(DataError, match="line 9, column size: 'x' is not a finite number"):
@@ -198,6 +279,8 @@ def test_text_targets_without_classes(table, target):
 
 
 def test_numbers_too_large_for_the_type(table, target):
+    with pytest.raises(DataError, match="line 1, column 0: '1+' is not a finite number"):
+        convert(table("1" * 400 + ",2\n"), target)
     with pytest.raises(DataError, match="line 2, column 0: -1e39 is too large for float32"):
         convert(table("1,2\n-1e39,3\n"), target)
     convert(table("1,2\n-1e39,3\n"), target, dtype="float64")
@@ -239,7 +322,7 @@ def test_a_table_that_is_written_to_meanwhile(table, target, more):
 def test_arrays_of_a_npz_file_keep_their_type_and_dims(tmp_path, target):
     x, y = integers((6, 4, 4)).astype("uint8"), np.arange(6, dtype="int32") % 3
     np.savez_compressed(tmp_path / "a.npz", images=x, y=y, words=np.array(list("babacb")))
-    assert convert(tmp_path / "a.npz", target, inputs="images") == ((6, 4, 4), (6,))
+    assert convert(tmp_path / "a.npz", target, inputs="images")[:2] == ((6, 4, 4), (6,))
     found = written(target)
     assert np.array_equal(found["images"], x) and found["images"].dtype == "uint8"
     assert np.array_equal(found["y"], y) and found["y"].dtype == "int32"
@@ -255,6 +338,7 @@ def test_arrays_of_a_npz_file_keep_their_type_and_dims(tmp_path, target):
      ({"x": np.array([[1, 2], [3, np.nan]]), "y": np.ones(2)}, "row 1 of array 'x' is not finite"),
      ({"x": np.array(1.0), "y": np.ones(1)}, "array 'x' is float64 "), ({"x": np.ones((0, 2)), "y": []}, "array 'x'"),
      ({"x": np.ones((2, 2)) * 1j, "y": np.ones(2)}, "complex128"),
+     ({"x": np.ones((2, 2), np.longdouble), "y": np.ones(2)}, "real numbers of at most 64 bits"),
      ({"x": np.array([{}, {}]), "y": np.ones(2)}, "cannot read .*pickle")],
 )
 def test_bad_npz_files(tmp_path, target, arrays, said):
@@ -281,11 +365,21 @@ def command():
 def test_the_command(command, table, target):
     source = table("a,b,kind\n1,2,cow\n3,4,ant\n")
     done = command(source, target, "--classes", "--target-columns", "kind")
-    assert done.exit_code == 0 and f"wrote {target}: x 2 x 2, y 2" in done.output
+    assert done.exit_code == 0 and (
+        f"wrote {target}: x 2 x 2 ('a', 'b'); y 2 ('kind'); 2 classes: ant (1), cow (1); the first line is a header"
+        in done.output)
     assert written(target)["y"].tolist() == [1, 0]
     assert f"{target} exists" in command(source, target).output
     done = command(source, target, "--overwrite", "--class-names", "cow,ant", "--target-columns", "-1")
     assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]
+    done = command(source, target, "--overwrite", "--class-names", 'cow, "ant"')
+    assert done.exit_code == 0 and written(target)["names"] == ["cow", "ant"]
+    for options in (["--class-names", ""], ["--target-columns", ""]):
+        assert command(source, target, "--overwrite", *options).exit_code == 2
+    done = command(source, target.with_suffix(".csv2"), "--classes")
+    assert done.exit_code == 2 and "which is another format" in done.output
+    done = command(source, target, "--overwrite", "--no-targets", "--no-header")
+    assert done.exit_code == 2 and "line 1, column 0: 'a' is not a finite number" in done.output
     for columns in ("--1", "²", ""):
         assert "no column" in command(source, target, "--overwrite", f"--target-columns={columns},a").output
     done = command(source, target, "--overwrite", "--target-columns", "a,1")

@@ -33,6 +33,36 @@ def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
         fails(DataError, "class_names of data set 'y' is no list of names", lambda: DataSet(some_grid, odd))
 
 
+def test_labels_are_renumbered_by_name(some_grid, write, fails):
+    names = {"train": ["cat", "dog", "eel", "owl", "yak"], "other": ["yak", "cat", "eel", "dog", "owl"],
+             "strange": ["yak", "cat", "eel", "dog", "wolf"], "plain": None}
+    paths = {name: write(f"{name}.h5", x=X, y=LABELS) for name in names}
+    if some_grid.rank == 0:
+        for name, classes in names.items():
+            with h5py.File(paths[name], "a") as file:
+                if classes:
+                    file["y"].attrs["class_names"] = classes
+    some_grid.comm.barrier()
+    with DataSet(some_grid, paths["other"], classes=names["train"]) as data:
+        right = np.array([names["train"].index(name) for name in names["other"]])[LABELS]
+        assert data.classes == 5
+        epoch_of(data.loader(8), right[:, None])
+    with DataSet(some_grid, paths["plain"], classes=names["train"]) as data:
+        epoch_of(data.loader(8))
+    fails(DataError, "the class 'wolf' is none of cat, dog, eel, owl and 1 more",
+          lambda: DataSet(some_grid, paths["strange"], classes=names["train"]))
+
+
+def test_integers_are_values_if_asked_and_classes_are_not_far_more_than_samples(some_grid, write, path, fails):
+    with DataSet(some_grid, path, labels=False) as data:
+        assert data.classes is None and data.outputs == 1
+        epoch_of(data.loader(8), LABELS[:, None].astype("float32"))
+    far = LABELS.copy()
+    far[7] = 1_000_000
+    far = write("far.h5", x=X, y=far)
+    fails(DataError, "the label 1000000, which makes 1000001 classes of 37 samples", lambda: DataSet(some_grid, far))
+
+
 def test_files_and_data_sets_that_cannot_be_used(some_grid, write, shared_path, fails):
     arrays = {"x": X, "y": LABELS, "long": np.ones(99), "number": np.array(1.0), "words": np.array([b"a"] * SAMPLES),
               "complex": X * 1j, "pair": np.ones(SAMPLES, "i4, f8"), "rowless": np.ones((0, 3)),

@@ -122,6 +122,36 @@ def test_a_part_of_the_samples_in_order(some_grid, path):
             assert len(kept) == len(part) - len(part) % min(10, len(part)) and set(kept) <= set(part)
 
 
+def test_held_out_rows_are_the_same_on_every_grid_and_complete_those_that_are_trained_on(comm, path):
+    found = []
+    for shape in ((comm.size, 1, 1), (1, 1, comm.size)):
+        with Grid(comm, shape) as grid, DataSet(grid, path) as data:
+            parts = data.split(0.2, seed=5)
+            rows = [flat(epoch_of(data.loader(10, shuffle=part is parts[0], rows=part))) for part in parts]
+            assert sorted(rows[0] + rows[1]) == list(range(SAMPLES)) and len(rows[1]) == round(0.2 * SAMPLES)
+            assert rows[1] != list(range(len(rows[0]), SAMPLES))
+            found.append(rows)
+            grouped = data.split(0.2, groups="one")
+            for part in grouped:
+                assert len(flat(epoch_of(data.loader(10, rows=part)))) == len(part)
+            counts = data.class_counts(*grouped)
+            assert np.array_equal(counts.sum(0), np.bincount(LABELS)) and not counts.min(0).any()
+    assert found[0] == found[1]
+
+
+def test_a_state_from_before_a_change_of_the_order_is_refused(some_grid, path):
+    with DataSet(some_grid, path) as data:
+        state = {key: value for key, value in data.loader(8).state().items() if key not in ("split", "shuffling")}
+        loader = data.loader(8)
+        with pytest.raises(DataError, match="shuffling was numpy, is feistel"):
+            loader.load_state({**state, "batch": 2})
+        loader.load_state({**state, "epoch": 1, "batch": 2}, other_data=True)
+        assert (loader.epoch, loader.batch) == (1, 0)
+        held_out = data.loader(8, shuffle=False, rows=data.split(0.5)[1])
+        with pytest.raises(DataError, match="split was none, is by seed 0"):
+            held_out.load_state({**held_out.state(), "split": "none"})
+
+
 def test_each_rank_reads_only_its_rows_and_columns(grid, path, monkeypatch):
     asked = []
     read_direct = h5py.Dataset.read_direct

@@ -193,3 +193,14 @@ def test_layouts_say_which_communicator_they_need():
             tiled.check_ranks(3)
     with pytest.raises(LayoutError, match=r"rows 2:5 and columns 0:1 are not within a matrix of 4 x 4"):
         BlockCyclic((4, 4), (1, 1), (2, 2)).sub(2, 0, 3, 1)
+
+
+def test_boxes_of_ranks_that_do_not_cover_the_matrix_once():
+    assert Blocks.of_boxes([(0, 3, 0, 4), (3, 3, 0, 0), (3, 5, 0, 4)], (5, 4)) == Blocks((0, 3, 5), (0, 4), [[0], [2]])
+    assert Blocks.of_boxes([(0, 0, 0, 3)], (0, 3)).extents(0) == [(0, 3)]
+    for boxes, text in (([(0, 4, 0, 4), (3, 5, 0, 4)], r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
+                        ([(0, 3, 0, 4), (3, 5, 1, 4)], r"element \(3, 0\) is in no rank's block"),
+                        ([(0, 6, 0, 4)], "rank 0 has the rows 0 to 6, counted from 0, of 5"),
+                        ([(0, 5, 3, 1)], "rank 0 has the columns 3 to 1")):
+        with pytest.raises(LayoutError, match=text):
+            Blocks.of_boxes(boxes, (5, 4))

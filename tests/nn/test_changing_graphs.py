@@ -9,7 +9,7 @@ from networks import GRIDS, alone, inner, largest_difference, on_each_grid, spre
 from samples import integers
 from torch_reference import by_rank_0
 
-from pmm3d import Grid, nn
+from pmm3d import DisagreementError, Grid, nn
 from pmm3d.nn import optim
 
 pytestmark = pytest.mark.deadline(90)
@@ -187,3 +187,24 @@ def test_a_rank_that_uses_a_layer_otherwise_is_named(job, ranks, layers, bucket_
     found = re.search(difference, text)
     assert found is not None, text
     assert (int(found[1]), int(found[3]), int(found[4])) == (layers // 2, uses, others), text
+
+
+@pytest.mark.parallel([2])
+def test_ranks_on_different_paths_are_told_before_a_rule_sends_anything(comm, fails):
+    """Paths that end in rules with messages of their own: a layer norm, a softmax, a gather of dO, of the input."""
+    x = integers((4, 6))
+    with Grid(comm, (2, 1, 1)) as grid:
+        norm = nn.LayerNorm(grid, 6, dtype="float64")
+        linears = [nn.Linear(grid, 6, 6, dtype="float64", activations="sharded", cols=cols) for cols in "xy"]
+        parameters = nn.Sequential(grid, norm, *linears).parameters()
+
+        def losses():
+            given = nn.Tensor(spread(grid, x, nn.tensor.Layout((), "x")), requires_grad=True)
+            ends = [norm(given), nn.softmax(norm.gain * 1 + 0 * norm.bias), *(linear(given) for linear in linears)]
+            return [nn.mse(end, end.value) for end in ends]
+
+        for paths in ((0, 1), (1, 0), (0, 2), (3, 1), (2, 3)):
+            loss = losses()[paths[grid.rank]]
+            fails(DisagreementError, "use different parameters", loss.backward)
+            for parameter in parameters:
+                parameter.grad = None

@@ -1,12 +1,15 @@
 """Backward passes that are put off, packed, or fail: what is accepted does what it says, what failed is not used."""
 
+import gc
+from weakref import ref
+
 import numpy as np
 import pytest
 from networks import gradients_of, spread
 
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
-from pmm3d.nn import optim
+from pmm3d.nn import gathered, optim
 from pmm3d.nn.gradients import Gradients
 
 pytestmark = pytest.mark.deadline(60)
@@ -184,3 +187,72 @@ def test_one_rank_that_begins_with_another_thing_is_told_of_by_all(comm):
         out = layers(grid, 6, 4)(spread(grid, X))
         with pytest.raises(Pmm3dError):
             out.backward(G if comm.rank == 1 else spread(grid, G, Layout()))
+
+
+# Weights that change during a pass
+
+
+def write_by_torch(weight):
+    weight.local.mul_(2)
+
+
+def write_by_redistribute(weight):
+    (weight.value @ spread(weight.grid, np.eye(4), Layout.B)).redistribute(weight.layout, out=weight.stored)
+
+
+def write_by_numpy(weight):
+    weight.local[...] *= 2
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("write", [write_by_torch, write_by_redistribute, write_by_numpy])
+def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails, write):
+    """On every rank, on every grid, also if one rank alone wrote; what numpy writes is seen with debug only."""
+    library, debug = "torch" if write is write_by_torch else "numpy", write is write_by_numpy
+    for shape in ("ddp", "fsdp"):
+        with Grid(comm, shape, debug=debug) as grid:
+            net = nn.Linear(grid, 6, 4, bias=False, dtype="float64", library=library)
+            x, y = (spread(grid, whole, Layout(), library) for whole in (X, G))
+            out = net(x)
+            write(net.weight)
+            fails(Pmm3dError, "a parameter was changed", lambda: out.backward(y))
+            assert net.weight.grad is None
+            net(x).backward(y)
+            np.testing.assert_allclose(gradients_of(net)["weight"], X.T @ G)
+            out = net(x)
+            if write is not write_by_redistribute and grid.rank == 1:
+                write(net.weight)
+            elif write is write_by_redistribute:
+                continue
+            fails(Pmm3dError, "on 1 of 2 ranks.*a parameter was changed", lambda: out.backward(y))
+
+
+# Weights that are gone
+
+
+@pytest.mark.parallel([2])
+def test_garbage_does_not_decide_which_weight_is_gathered_ahead(comm):
+    """A head that is replaced stays in a reference cycle on one rank only. It is let go after some passes."""
+    with Grid(comm, "fsdp") as grid:
+        nn.Tape.of(grid).parallel.overlap = FIRST
+        trunk, y = layers(grid, 6, 6), spread(grid, G, Layout())
+        gc.collect()
+        gc.disable()
+        try:
+            for seed in range(3):
+                head = nn.Linear(grid, 6, 4, bias=False, seed=seed, cols="x", dtype="float64")
+                for _ in range(2):
+                    out = head(trunk(given(grid, X)))
+                    np.testing.assert_allclose(out.gather(), X @ trunk.layers[0].weight.gather() @ head.weight.gather())
+                    out.backward(y)
+                gone, cycle = ref(head.weight), [head]
+                if grid.rank == 0:
+                    cycle.append(cycle)
+                del head, out, cycle
+        finally:
+            gc.enable()
+        gc.collect()
+        for _ in range(gathered.IDLE_PAUSES):
+            with nn.no_grad(grid):
+                trunk(spread(grid, X))
+        assert gone() is None

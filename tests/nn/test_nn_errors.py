@@ -23,6 +23,7 @@ from networks import (
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
+from pmm3d.nn.loss import R2
 
 some = pytest.mark.parallel([1, 4])
 
@@ -251,3 +252,22 @@ def test_every_mean_of_an_empty_batch_is_nan_as_in_torch(comm):
         assert np.isnan([nn.accuracy(net(x), none), nn.r2(net(x), y)]).all()
 
     on_each_grid(comm, check, [("ddp", 1), ("megatron", 1)])
+
+
+@pytest.mark.parallel([4])
+def test_r2_of_targets_with_a_large_mean(comm):
+    """y = 1e8 + noise, in one batch and in three, of which one leaves ranks without rows; a constant has no R2."""
+    random = np.random.default_rng(2)
+    target = 1e8 + random.standard_normal((41, 5))
+    out = target + 0.5 * random.standard_normal((41, 5))
+    expected = 1 - ((target - out) ** 2).sum() / ((target - target.mean(0)) ** 2).sum()
+
+    def check(grid):
+        for batches in ([slice(0, 41)], [slice(0, 1), slice(1, 20), slice(20, 41)]):
+            found = R2()
+            for rows in batches:
+                found.add(nn.Tensor(spread(grid, out[rows])), spread(grid, target[rows]))
+            assert abs(found.value() - expected) < 1e-7
+        assert np.isnan(nn.r2(nn.Tensor(spread(grid, out)), spread(grid, 0 * out + 0.1)))
+
+    on_each_grid(comm, check)

@@ -195,3 +195,28 @@ def test_the_groups_of_an_optimizer_make_another_one(comm):
                             weight_decay=0.5)
         again = optim.AdamW(first.groups)
         assert again.groups == first.groups and again.groups[0]["decay_vectors"] is False
+
+
+@pytest.mark.parallel([2])
+def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm):
+    """One that was dropped does not. One that is used all the same is right, at more bytes."""
+    with Grid(comm, "ddp") as grid:
+        net, x, y = nn.Linear(grid, 4, 4), *(nn.Tensor(DistMatrix.random(grid, (4, 4), dtype="float32")) for _ in "xy")
+
+        def received():
+            grid.ledger.reset()
+            nn.mse(net(x), y).backward()
+            return grid.ledger.total(phase="reduce data").received, net.weight.grad.layout
+
+        whole = optim.SGD(net.parameters(), 0.1)
+        all_reduced, layout = received()
+        whole.zero_grad()
+        split = optim.SGD(net.parameters(), 0.1, shard_over_data=True)
+        scattered, split_layout = received()
+        assert scattered < all_reduced and "data" in split_layout.rows and "data" not in layout.rows
+        split.step()
+        before = weights_of(net)
+        received()
+        gradient = net.weight.grad.gather()
+        whole.step()
+        assert np.allclose(weights_of(net)["weight"], before["weight"] - 0.1 * gradient)

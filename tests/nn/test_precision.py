@@ -10,7 +10,6 @@ from pmm3d import DistMatrix, Grid, matmul, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
-from pmm3d.nn.optimizer import _versions
 
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "numpy")]
@@ -100,11 +99,11 @@ def test_messages_into_a_weight_are_counted(comm):
     """An optimizer sees that it was written to."""
     with Grid(comm, "fsdp") as grid:
         weight = nn.Linear(grid, 8, 4, bias=False).weight
-        seen, other = {_versions(weight)}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
+        seen, other = {weight.written}, DistMatrix.random(grid, (8, 4), dtype="float32", layout=Layout("x"))
         other.redistribute(weight.layout, out=weight.value)
-        seen.add(_versions(weight))
+        seen.add(weight.written)
         matmul(DistMatrix.random(grid, (8, 8), dtype="float32"), other, out=weight.value)
-        assert len(seen | {_versions(weight)}) == 3
+        assert len(seen | {weight.written}) == 3
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -37,6 +39,13 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(runs):
     assert [line["lr"] for line in runs.metrics() if "lr" in line][6] > 0.2
 
 
+def blas_that_multiplies():
+    """SciPy's, which a process of its own loads."""
+    ask = ("import scipy.linalg.blas; from pmm3d.model import machine; blas = machine.loaded_blas(); "
+           "print(blas.name, blas.version)")
+    return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_another_blas_is_said(runs, monkeypatch):
     """Its sums are rounded in another order: the run goes on, and does not repeat its bits."""
     assert runs.train(runs.config(training="epochs = 1")).returncode == 0
@@ -62,7 +71,9 @@ def test_going_back_to_an_earlier_checkpoint(runs):
     assert said in done.stderr, done.stderr
     assert runs.checkpoints() == ["step-00000010", "step-00000012"]
     assert [line["step"] for line in runs.metrics() if "loss" in line] == list(range(1, 13))
+    assert "the BLAS was" not in done.stderr, done.stderr
     record = json.loads((runs.folder / "run/run.json").read_text())
+    assert record["program"]["blas"] == blas_that_multiplies(), "not numpy's, which is another release"
     retired = [event for event in record["events"] if event["what"] == "retired"]
     assert len(retired) == 1 and "retired-step-00000012" in retired[0]["text"]
     again = runs.train(runs.config(training="epochs = 2\nkeep = 2"), "--resume", "auto")

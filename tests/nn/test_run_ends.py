@@ -108,6 +108,7 @@ def test_ctrl_c_asks_for_the_end_and_goes_on_to_the_same_bits(runs):
     ended = runs.train(runs.config("ended", **options),
                        before=SIGNAL.format(folder=str(runs.folder / "ended"), after=3, name="SIGINT"))
     assert ended.returncode == 75, ended.stderr
+    assert ended.stdout.startswith("not finished: SIGINT stopped the run at step "), ended.stdout
     assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
     assert runs.train(runs.config("ended", **options), "--resume", "auto").returncode == 0
     assert runs.train(runs.config("whole", **options)).returncode == 0

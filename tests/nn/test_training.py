@@ -69,6 +69,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
                        before=SIGNAL.format(folder=str(runs.folder / "ended"), after=3, name="SIGTERM"))
     assert ended.returncode == 75, ended.stderr
     assert 3 <= len(runs.metrics("ended")) < 12
+    assert re.match(r"not finished: SIGTERM stopped the run at step [0-9]+ of 12\n", ended.stdout), ended.stdout
+    assert f"number of ranks: pmm3d train {runs.folder}/ended.toml --resume auto\nthis command ends" in ended.stdout
+    assert "exit code 75 (not finished)" in ended.stdout and "predictions" not in ended.stdout
     resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
     assert resumed.returncode == 0 and "resumed" in resumed.stderr, resumed.stderr
     expected, found = runs.weights("whole"), runs.weights("ended")
@@ -108,7 +111,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(runs):
     ({"optimizer": "lr = -1"}, "optimizer.lr = -1"),
     ({"grid": "shape = '2x2x1'"}, "grid 2x2x1 (data 1) needs 4 ranks; the communicator has 2"),
     ({"data": "inputs = 'z'"}, "'z'"),
-    ({"training": "loss = 'mse'"}, "training.loss is mse, but the targets 'y'"),
+    ({"data": "targets = 'field'", "training": "loss = 'cross_entropy'"}, "training.loss is cross_entropy, but the "),
     ({"data": "classes = 2"}, "labels are 0 to 1"),
 ])
 def test_mistakes_in_the_configuration(runs, changes, text):

@@ -11,7 +11,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.model.plan import ProductPlan
 from pmm3d.product import checks
-from pmm3d.product import kept as keeping
+from pmm3d.product import recent_plans as keeping
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
 
@@ -114,6 +114,10 @@ def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
             fails(DisagreementError, "contents", lambda: DistMatrix.from_global(grid, mine))
         same = whole.astype(">f8") if grid.rank else np.asfortranarray(whole)
         assert np.array_equal(DistMatrix.from_global(grid, to_library(same)).gather(), whole)
+        mine = to_library(np.full((2, 3), grid.rank))
+        given = lambda layout: DistMatrix.from_local(grid, mine, (2, 3), layout=layout)
+        fails(DisagreementError, "from_local: ranks 0 and 1 must hold the same data", lambda: given(Layout()))
+        given(Layout(sums="z"))
 
 
 @pytest.mark.parallel([2])

@@ -232,7 +232,7 @@ def test_collectives_of_arrays_that_do_not_fit_together(grid, fails):
                 with pytest.raises(LayoutError, match="arrays do not fit together"):
                     start(array).wait()
         for start in (axis.reduce_scatter, axis.all_reduce):
-            with pytest.raises(LayoutError, match="and the rows too"):
+            with pytest.raises(LayoutError, match="and for sums the rows too"):
                 start(long).wait()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, herk, matmul, syrk
 from pmm3d.layout import MATRIX_DTYPES
 
 pytestmark = pytest.mark.parallel(RANKS)
@@ -16,6 +16,8 @@ up_to_4 = pytest.mark.parallel(UP_TO_4)
 
 SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
 HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
+HALF_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The largest relative error of one rounding."""
 TRANSPOSED = ("nn", "tn", "nt", "tt")
 LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(rows="x"), Layout(cols=("z", "y")),
            Layout(rows="z", cols="y"), Layout(rows="y", cols="x"), Layout(rows=("data", "x", "y", "z"))]
@@ -243,3 +245,50 @@ def test_read_only_operands(some_grid):
     for matrix in (a, b):
         matrix.local.flags.writeable = False
     assert np.array_equal(values(matmul(a, b, panels=2)), whole_a @ whole_b)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_with_alpha_0_the_factors_do_not_count(comm, library):
+    """As in BLAS. Nothing is sent, also where operands would be redistributed; with beta = 0 C is not read."""
+    for shape, dtype, (beta, layout, order) in product(
+            ((2, 1, 1), (1, 2, 1)), ("float16", "float64", "complex64"),
+            ((0, Layout.C, "C"), (3, Layout.C, "C"), (-1, Layout.C, "F"), (2, Layout.A, "C"), (0, Layout.A, "C"))):
+        with Grid(comm, shape) as grid:
+            of = {"dtype": dtype, "library": library}
+            a, b = (DistMatrix.from_function(grid, (5, 5), lambda i, j: np.nan, layout=layout, **of)
+                    for layout in (Layout.A, Layout.B))
+            c = [DistMatrix.from_function(grid, (5, 5), lambda i, j: i + 2 * j if beta else np.nan, layout=layout,
+                                          order=order, **of) for _ in range(4)]
+            wanted = beta * np.add.outer(np.arange(5), 2 * np.arange(5)) if beta else np.zeros((5, 5))
+            syrk(a, alpha=0, beta=beta, out=c[1])
+            herk(a, alpha=0, beta=beta, out=c[2])
+            grid.ledger.reset()
+            assert matmul(a, b, alpha=0, beta=beta, out=c[0]) is c[0] and c[0].fills == 1
+            with MatmulPlan(a, b, alpha=0, beta=beta, out=c[3]) as plan:
+                assert plan.start().wait() is c[3]
+            assert all(grid.ledger.total(axis=axis).received == 0 for axis in "xyz")
+            assert np.array_equal(values(c[0]), wanted) and np.array_equal(values(c[3]), wanted)
+            below = np.tril(wanted)
+            for found in c[1:3]:
+                assert np.array_equal(values(found), below + np.tril(wanted, -1).T)
+            assert not values(matmul(a, b, alpha=0)).any()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
+def test_beta_in_low_precision_is_rounded_once(comm, library, dtype):
+    """Sums of products, and of matrices: what is not added up over ranks is within half a unit of the exact result."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        of = {"dtype": dtype, "library": library}
+        a, b, c = (DistMatrix.random(grid, (32, 32), seed=seed, layout=layout, **of)
+                   for seed, layout in enumerate((Layout.A, Layout.B, Layout.C)))
+        x, y, z = (values(matrix).astype("float64") for matrix in (a, b, c))
+        copy = lambda: c.redistribute(c.layout)
+        for found, exact in ((matmul(a, b, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ y + 0.7 * z),
+                             (copy().add(b, alpha=0.3), z + 0.3 * y), (copy().scale(0.3), 0.3 * z),
+                             (matmul(a, b, alpha=0, beta=0.3, out=copy()), 0.3 * z),
+                             (syrk(a, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ x.T + 0.7 * z)):
+            error = np.abs(values(found) - exact)
+            error[np.abs(exact) < 0.1] = 0
+            assert (np.tril(error) <= 1.01 * HALF_UNIT[dtype] * np.abs(exact)).all()

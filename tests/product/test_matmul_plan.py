@@ -146,3 +146,35 @@ def test_steady_calls_allocate_nothing(comm):
             for _ in range(3):
                 product()
             assert grid.workspace.allocated == before
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("case", ["posted", "column-major", "redistributed", "matmul"])
+def test_storage_that_is_replaced_is_read_and_written(comm, case):
+    """On one rank alone: of A, B and out, by torch (`.data`), and by another array as the shard."""
+    import torch
+
+    layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
+    for shape in ((2, 1, 1), (1, 2, 1)):
+        with Grid(comm, shape) as grid:
+            a, b = operands(grid, layouts=layouts, library="torch")
+            order = "F" if case == "column-major" else "C"
+            c = DistMatrix.empty(grid, (23, 17), layout=Layout.C, library="torch", order=order)
+            with MatmulPlan(a, b, out=c) as product:
+                call = (lambda: matmul(a, b, out=c)) if case == "matmul" else product
+                for step, matrix in enumerate((a, b, c, a, b, c)):
+                    call(), call()
+                    if grid.rank == 0 and step < 3:
+                        matrix.local.data = 3 * matrix.local if step else (3 * matrix.local.T).contiguous().T
+                    elif grid.rank == 0:
+                        matrix.local = (matrix.local + 1).T.contiguous().T
+                    assert call() is c
+                    assert torch.allclose(c.gather(), a.gather() @ b.gather(), rtol=1e-12)
+
+
+@pytest.mark.parallel([2])
+def test_partial_sums_are_refused(comm, fails):
+    """A plan would go on with their sum as it was when the plan was made."""
+    with Grid(comm, (1, 2, 1)) as grid:
+        a, b = operands(grid)
+        fails(LayoutError, "a is of partial sums", lambda: MatmulPlan(a.redistribute(Layout(sums=("y",))), b))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
-from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, matmul
+from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
+from pmm3d.product import files
 
 pytestmark = pytest.mark.parallel(RANKS)
 up_to_4 = pytest.mark.parallel(UP_TO_4)
@@ -322,3 +323,79 @@ def test_gather_takes_a_copy(grid):
     matrix.gather()[...] = 99
     matrix.gather(0)
     assert_holds(matrix, whole)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "float16", "int64"])
+def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
+    """In slices of two rows; views and partial sums too. What exists is replaced only if asked for, as a whole."""
+    monkeypatch.setattr(files, "WRITTEN_BYTES", 2 * 9 * np.dtype(dtype).itemsize)
+    whole = integers((7, 9), dtype)
+    with Grid(comm, (2, 1, 1)) as grid:
+        for layout in (Layout.A, Layout(cols="x"), Layout(sums="x")):
+            a = DistMatrix.from_global(grid, to_library(whole), layout=layout)
+            a.to_file(shared_path / "a.npy", overwrite=True)
+            a.H.to_file(str(shared_path / "a.h5"), "group/a", overwrite=True)
+            if dtype != "int64":
+                assert_holds(DistMatrix.from_file(grid, shared_path / "a.npy"), whole)
+                assert_holds(DistMatrix.from_file(grid, shared_path / "a.h5", "group/a"), whole.conj().T)
+            assert np.array_equal(np.load(shared_path / "a.npy"), whole)
+            assert np.load(shared_path / "a.npy").dtype == whole.dtype
+        DistMatrix.from_global(grid, to_library(whole[:0])).to_file(shared_path / "empty.npy")
+        assert np.load(shared_path / "empty.npy").shape == (0, 9)
+        fails(DataError, "a.npy exists. to_file.path, overwrite=True. replaces it",
+              lambda: a.to_file(shared_path / "a.npy"))
+        fails(DataError, "none/a.npy cannot be written: No such file",
+              lambda: a.to_file(shared_path / "none" / "a.npy"))
+        fails(DataError, "which has no data sets", lambda: a.to_file(shared_path / "b.npy", "name"))
+        fails(DataError, "got dataset=None", lambda: a.to_file(shared_path / "b.h5"))
+        assert sorted(path.name for path in shared_path.iterdir()) == ["a.h5", "a.npy", "empty.npy"]
+
+
+@pytest.mark.parallel([2])
+def test_files_of_which_elements_would_be_made_up_or_that_hold_no_matrix(comm, shared_path, fails):
+    import h5py
+
+    if comm.rank == 0:
+        np.savez(shared_path / "some.npz", a=np.ones((2, 2)))
+        (shared_path / "text.txt").write_text("no HDF5")
+        with h5py.File(shared_path / "some.h5", "w") as file:
+            file.create_dataset("never", (4, 4))
+            file.create_dataset("partly", (4, 4), chunks=(2, 4))[:2] = 1
+            file.create_dataset("filled", (4, 4), chunks=(2, 4), fillvalue=7)[:2] = 1
+            file.create_dataset("empty", (0, 4))
+    with Grid(comm) as grid:
+        read = lambda name, *dataset: lambda: DistMatrix.from_file(grid, shared_path / name, *dataset)
+        fails(DataError, "'never' declares .* takes 64 bytes, and 0 of them were written: ", read("some.h5", "never"))
+        fails(DataError, "'partly' declares .* takes 2 chunks, and 1 of them", read("some.h5", "partly"))
+        assert_holds(read("some.h5", "filled")(), np.repeat([[1], [7]], 2, axis=0) * np.ones(4))
+        assert_holds(read("some.h5", "empty")(), np.empty((0, 4)))
+        fails(DataError, r"some.npz: .* Save it as a .npy file: numpy.save\('a.npy', ", read("some.npz", "a"))
+        fails(DataError, "text.txt cannot be read as an HDF5 file", read("text.txt", "a"))
+
+
+@pytest.mark.parallel([2])
+def test_constants_and_types(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        for layout, order in ((Layout.A, "C"), (Layout(sums="x"), "C"), (Layout.B, "F")):
+            assert np.array_equal(DistMatrix.zeros(grid, (3, 5), layout=layout, order=order).gather(), np.zeros((3, 5)))
+            assert np.array_equal(DistMatrix.ones(grid, (3, 5), layout=layout, order=order).gather(), np.ones((3, 5)))
+            made = DistMatrix.full(grid, (3, 5), 2.5 + 1j, dtype="complex64", layout=layout, order=order)
+            assert made.order == order
+            assert np.array_equal(made.gather(), np.full((3, 5), 2.5 + 1j))
+            wide = made.H.astype("complex128")
+            assert wide.dtype == "complex128" and wide.layout == layout.T
+            assert np.array_equal(wide.gather(), np.full((5, 3), 2.5 - 1j))
+        numbers = DistMatrix.from_function(grid, (3, 5), lambda i, j: i + 0.7 * j)
+        assert_holds(numbers.astype("float16"), numbers.gather().astype("float16"))
+        assert_holds(numbers.astype("int64"), numbers.gather().astype("int64"))
+        fails(DTypeError, "astype: float32 cannot hold the imaginary parts", lambda: made.astype("float32"))
+        fails(DTypeError, "the value is a number; got 'x'", lambda: DistMatrix.full(grid, (2, 2), "x"))
+        fails(DTypeError, "which no float64 can hold", lambda: DistMatrix.full(grid, (2, 2), 1j))
+        for wrong in (lambda: made[0:2, :], lambda: made[0]):
+            with pytest.raises(TypeError, match=r"not indexed. a.submatrix\(slice\(0, 3\), slice\(None\)\)"):
+                wrong()
+        with pytest.raises(TypeError, match="not indexed. a.set_submatrix"):
+            made[0] = 1
+        with pytest.raises(TypeError, match="not iterable"):
+            list(made)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 try:
@@ -15,11 +17,14 @@ import h5py
 import library_messages
 import numpy as np
 import pytest
+from typer.main import get_command
 
+from pmm3d import GridError
+from pmm3d.comm.shapes import chosen_shape
 from pmm3d.comm.watch import HUNG
 from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
-from pmm3d.tools.commands import NOT_FINISHED
+from pmm3d.tools.commands import NOT_FINISHED, app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGES.md", *(ROOT / "docs").rglob("*.md")])
@@ -57,6 +62,24 @@ def test_programs_of_embedding_are_right(job, number):
     assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
 
 
+def test_every_row_of_a_table_is_in_a_table():
+    """A table has a line of dashes below its head, and an empty line ends it: what follows would be shown as text."""
+    for page in PAGES:
+        for block in re.split(r"\n\s*\n", FENCED.sub("", page.read_text())):
+            rows = [line.strip() for line in block.splitlines() if re.fullmatch(r"\s*\|.*\|\s*", line)]
+            assert not rows or re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", (rows + [""])[1]), (page.name, rows[0])
+
+
+def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
+    for name in ("docutils", "sphinx", "sphinx.util", "sphinx.util.docutils"):  # which make docs alone installs
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(nodes=None, SphinxDirective=object))
+    monkeypatch.syspath_prepend(ROOT / "docs" / "extensions")
+    generated = import_module("generated")
+    defaults = [generated._parameter(parameter)[2] for _, command in generated._commands(get_command(app))
+                for parameter in command.params]
+    assert "both" in defaults and not [default for default in defaults if re.match(r"[A-Z]\w*\.[A-Z]", default)]
+
+
 def test_the_ten_lines_of_the_readme_run(job):
     text = programs("README.md")[0]
     done = job(4, text)
@@ -69,7 +92,16 @@ def test_the_ten_lines_of_the_first_page_are_those_of_the_readme():
 
 def test_the_configuration_of_the_readme_is_one():
     [text] = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert checked(tomllib.loads(text)).grid.shape == "2x1x1"
+    config = checked(tomllib.loads(text)).grid
+    assert (config.shape, config.data) == ("2x1x1", 2)
+    [line] = [line for line in text.splitlines() if line.startswith("shape")]
+    fitting, without_data = line.split(". For ")
+    assert [chosen_shape(name, 2, {}, 4, None, "float64", None).data for name in ("hsdp", "megatron") if name in fitting
+            ] == [2, 2]
+    for name in ("ddp", "fsdp"):
+        with pytest.raises(GridError, match="data 2"):
+            chosen_shape(name, 2, {}, 4, None, "float64", None)
+        assert name in without_data
 
 
 def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):

@@ -32,3 +32,10 @@ def test_all_tests_are_runs_beside_each_other_and_one_with_arguments():
     named = [word for word in both.split() if word.startswith("tests/")]
     assert "PMM3D_TESTED_LIBRARY=torch" in both and named and all((ROOT / name).is_file() for name in named)
     assert one.count("-m pytest") == 1 and "-m pytest -x\n" in one
+
+
+def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
+    done = subprocess.run(["make", "embed", "MPICC=nomp"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
+    [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line

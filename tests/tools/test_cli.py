@@ -10,6 +10,8 @@ from math import prod
 
 import pytest
 
+from pmm3d import __version__
+
 PROGRAM = """
     import sys
     from pmm3d.tools.cli import main
@@ -36,6 +38,19 @@ def test_help_is_said_once_and_teaches(pmm3d):
     for option in ("--grid", "--dtype", "--transpose", "--verify", "--json", "--plot", "--max-workspace"):
         assert option in done.stdout
     assert "pmm3d bench --grid all --plot grids.png" in done.stdout
+
+
+def test_version_and_completion_by_tab(tmp_path):
+    """As bash asks for it, by the lines that --show-completion prints."""
+    command = tmp_path / "pmm3d"
+    command.write_text(f"#!{sys.executable}\n{textwrap.dedent(PROGRAM)}")
+    command.chmod(0o755)
+    lines = ('pmm3d --version; eval "$(pmm3d --show-completion bash)"; '
+             "COMP_WORDS=(pmm3d ben); COMP_CWORD=1; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}; "
+             "COMP_WORDS=(pmm3d bench --gr); COMP_CWORD=2; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}")
+    environ = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SHELL": "/bin/bash"}
+    done = subprocess.run(["bash", "--norc", "-c", lines], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [f"pmm3d {__version__}", "bench", "--grid"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -97,6 +112,14 @@ Grid.close = stop
     assert "GFLOP/s" in done.stdout
 
 
+def adds_up(said):
+    """Whether the phases and the rest of the table are the whole product, but for the rounding of each."""
+    lines = said[said.index("phase  "):said.index("Bytes of one")].splitlines()
+    rows = [re.match(r" ?(\S.*?) {2,}(\d+\.\d\d)\b", line) for line in lines]
+    *parts, whole = [float(row[2]) for row in rows if row]
+    return len(parts) > 2 and abs(sum(parts) - whole) < 0.01 * len(parts)
+
+
 def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     done = pmm3d(4, "bench", *SMALL, "--grid", "2x2x1", "--overlap", "decomposed", "--json", tmp_path / "a.json",
                  "--plot", tmp_path / "a.png", "--trace", tmp_path / "trace.json")
@@ -108,6 +131,7 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     assert (result["m"], result["n"], result["k"], result["ranks"]) == (96, 64, 80, 4)
     assert len(result["grid"]) == 3 and len(result["seconds"]) == 3 and result["verified"] is True
     assert result["bytes_sent"] == result["bytes_model"] and set(result["bytes_sent"]) == set("xyz")
+    assert adds_up(done.stdout), done.stdout
     assert result["overlap"] == "decomposed" and "overlap decomposed" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -123,10 +147,14 @@ def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "all.json").read_text())
     assert sorted(result["grid"] for result in results) == [
-        [1, 1, 4], [1, 2, 2], [1, 4, 1], [2, 1, 2], [2, 2, 1], [4, 1, 1],
+        [1, 1, 1], [1, 1, 4], [1, 2, 2], [1, 4, 1], [2, 1, 2], [2, 2, 1], [4, 1, 1],
     ]
     assert all(result["verified"] and result["dtype"] == "float32" and result["array"] == "torch" for result in results)
     assert all(result["bytes_sent"] == result["bytes_model"] for result in results)
+    [chosen] = [result for result in results if result["auto"]]
+    assert chosen["grid"] == [1, 1, 1] and chosen["idle_ranks"] == 3 and "1x1x1* (3 idle)" in done.stdout
+    for name in ("BLAS", "CPU", "hosts", "limit"):
+        assert f"\n{name} " in done.stdout, done.stdout
     assert (tmp_path / "all.png").stat().st_size > 1000
 
 

@@ -1,6 +1,7 @@
 """What commands print: to streams that are closed or poor, in 80 columns, once."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from pmm3d.tools.bench import result as results
 from pmm3d.tools.bench import tables
 from pmm3d.tools.commands import app
+from pmm3d.tools.figure_table import FigureTable
 
 PROGRAM = """
 import sys
@@ -97,11 +99,53 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
     assert "1,236,950,581,248" in out.getvalue() and "3456789" in out.getvalue()
 
 
+@pytest.mark.parametrize("arguments", [
+    (*SMALL, "--json", "-"), ("plan", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8", "--json", "-"),
+    ("doctor", "--json", "-")])
+def test_json_goes_to_standard_output_with_nothing_else(tmp_path, arguments):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert json.loads(done.stdout) and done.stderr.count("\n") > 3 and not list(tmp_path.iterdir()), done.stderr
+
+
+def test_what_is_no_text_does_not_go_to_standard_output(tmp_path):
+    for arguments in ((*SMALL, "--plot", "-"), ("report", ".", "--output", "-"), ("convert", "x.csv", "-")):
+        done = subprocess.run(command(*arguments), capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        said = "cannot write -: only --json of a command goes to standard output. Name a file in a folder that exists"
+        assert done.returncode == 2 and said in done.stderr and not list(tmp_path.iterdir()), done.stderr
+        assert done.stderr.startswith("pmm3d: ") and done.stderr.count("\n") == 1, "no empty line of a bar"
+
+
+@pytest.mark.parametrize("width", [80, 60, 45])
+def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
+    """Columns that do not fit follow below, with the names of the rows again; sentences wrap between words."""
+    names = ("", "grid", "ms", "bytes over bound", "configured", "efficiency", "waiting, worst rank", "what it is")
+    table = FigureTable("title", names, keys=2, sentences=("what it is",))
+    rows = [(str(place), f"{2**place}x16x4 (data 1024)", "1,345,678.0", f"{place}.213", "2,915.25", "100%",
+             "9876543.21", "a library of several words") for place in range(3)]
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    said = out.getvalue()
+    words = {word for text in (*names, *(cell for row in rows for cell in row)) for word in text.split()}
+    assert words <= set(said.split()) and max(map(len, said.splitlines())) <= width, said
+    assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
+
+
+@pytest.mark.parametrize("what", [("--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
+                                  ("--gpt", "--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
+                                   "--batch", "512", "--ranks", "64")])
+def test_plan_has_every_figure_whole_in_80_columns(what):
+    wide, narrow = (CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"}).output
+                    for columns in ("300", "80"))
+    assert set(re.sub("─+", "", wide).split()) <= set(narrow.split()), narrow
+
+
 def test_a_sweep_measures_the_cores_once_and_tells_how_far_it_is(job):
     done = job(2, COUNTED + PROGRAM, *SMALL, "--grid", "all")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rate of (16, 16, 16)") == 2 and done.stdout.count("rate of (2048, 2048, 2048)") == 1
-    assert [f"grid {number} of 3: " in done.stderr for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [f"grid {number} of 4: " in done.stderr for number in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("dims", [("16", "16", "0"), ("0", "16", "16"), ("16", "0", "16"), ("0", "0", "0")])

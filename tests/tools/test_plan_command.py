@@ -22,6 +22,8 @@ from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools.commands import app
 from pmm3d.tools.plan.machines import chosen_machine
 from pmm3d.tools.plan.shown import choice, dropped_lines, shown_of
+from pmm3d.tools.simulate.picture import draw
+from pmm3d.tools.simulate.scaling import Curve
 
 WIDE = {"COLUMNS": "160"}
 SMALL = ("--gpt", "--layers", "12", "--hidden", "768", "--sequence", "1024", "--batch", "64", "--heads", "12")
@@ -47,6 +49,20 @@ def plan(*arguments):
     done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
+    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    plan("--gpt", "--layers", "96", "--hidden", "12288", "--sequence", "2048", "--batch", "1024", "--heads", "96",
+         "--ranks", "512", "--machine", "nominal", "--plot", tmp_path / "plan.png")
+    draw([Curve("strong", [])], "a step of " + "a long name " * 10 + "on a machine", tmp_path / "curves.png")
+    for figure in drawn:
+        texts = [axes.title for axes in figure.axes] + [figure._suptitle] * bool(figure._suptitle)
+        assert any(text.get_text() for text in texts)
+        for text in texts:
+            box = text.get_window_extent(figure.canvas.get_renderer())
+            assert 0 <= box.x0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
 
 
 def refused(*arguments):

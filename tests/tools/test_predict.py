@@ -1,5 +1,6 @@
 """`pmm3d predict` and `pmm3d export`: what a run's network gives, here on any ranks and in torch."""
 
+import csv
 import json
 import os
 import shutil
@@ -257,7 +258,7 @@ def test_predict_refuses_what_does_not_fit(pmm3d, trained, tmp_path):
 
 FULL = """
 import resource
-from pmm3d.io import new_hdf5
+from pmm3d.product import new_hdf5
 begin = new_hdf5.NewHdf5.__init__
 def limited(self, path):
     begin(self, path)
@@ -272,3 +273,38 @@ def test_a_full_disk_leaves_no_half_predictions(pmm3d, trained, tmp_path):
     done = pmm3d("predict", "run", "x.h5", "--out", "o.h5", "--overwrite", ranks=2, before=FULL)
     said(done, "o.h5 cannot be written: File too large")
     assert (tmp_path / "o.h5").read_text() == "mine" and not (tmp_path / "o.h5.writing").exists()
+
+
+def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
+    trained()
+    x = predicted(tmp_path / "x.h5")["x"]
+    np.savetxt(tmp_path / "x.csv", x, delimiter=",", header="a,b,c,d,e", comments="", fmt="%.9g")
+    assert pmm3d("predict", "run", "x.h5", "--out", "right.h5").returncode == 0
+    done = pmm3d("predict", "run", "x.csv", "--out", "out.csv", ranks=2)
+    assert done.returncode == 0 and "wrote out.csv" in done.stdout, done.stderr
+    right = predicted(tmp_path / "right.h5")
+    with open(tmp_path / "out.csv") as file:
+        first, *lines = csv.reader(file)
+    assert first == ["class", *NAMES] and [line[0] for line in lines] == [NAMES[at] for at in right["classes"]]
+    assert np.allclose(np.array([line[1:] for line in lines], float), right["probabilities"], atol=1e-6)
+    np.savez(tmp_path / "x.npz", x=x)
+    assert pmm3d("predict", "run", "x.npz", "--out", "out.h5").returncode == 0
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert np.allclose(file["outputs"][...], right["outputs"], atol=1e-6) and file.attrs["source"] == "x.npz"
+    assert not list(tmp_path.glob(".*"))
+    said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")
+    (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "pmm3d convert x.csv FILE.h5 --no-targets has options")
+    np.savetxt(tmp_path / "x.csv", x[:, :4], delimiter=",")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv: data set 'x' has 4 features a row")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_other_numbers_of_the_classes_in_the_file_are_said(pmm3d, trained, tmp_path):
+    trained()
+    with h5py.File(tmp_path / "x.h5", "a") as file:
+        file["y"] = np.zeros(13, "int64")
+        file["y"].attrs["class_names"] = ["eel", "cat"]
+    done = pmm3d("predict", "run", "x.h5", "--out", "out.h5", ranks=2)
+    assert done.returncode == 0 and done.stderr.count("x.h5 numbers its classes eel, cat; the predictions have") == 1

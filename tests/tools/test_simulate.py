@@ -7,6 +7,7 @@ from dataclasses import replace
 import h5py
 import numpy as np
 import pytest
+from rich.console import Console
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import GridShape
@@ -15,7 +16,8 @@ from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import SampleSizes
 from pmm3d.tools import cli
 from pmm3d.tools.simulate.beside import read_trace, write_trace
-from pmm3d.tools.simulate.scaling import AS_IT_IS, VARIANTS, curves, rank_counts
+from pmm3d.tools.simulate.printing import print_curve
+from pmm3d.tools.simulate.scaling import AS_IT_IS, VARIANTS, Curve, Point, curves, rank_counts
 from pmm3d.tools.simulate.steps import Simulator
 
 CONFIG = """
@@ -165,6 +167,14 @@ def test_curves_that_end_before_they_begin_are_refused():
         rank_counts(8, 64, 32)
 
 
+def test_a_batch_that_leaves_ranks_without_rows_is_said(capsys):
+    points = [Point(ranks, 8, GridShape(1, 1, 2, ranks // 2), {"as configured": 1.0}) for ranks in (8, 16, 32)]
+    print_curve(Curve("strong", points), Console(width=200))
+    said = capsys.readouterr().out
+    assert "From 16 ranks on, a batch of 8 leaves ranks along data and z without a row" in said
+    assert "no oar, no ors, no oag: all-reduces" in said
+
+
 def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
     said, code = command(monkeypatch, capsys, config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2",
@@ -172,7 +182,7 @@ def test_the_command_says_all(monkeypatch, capsys, config, tmp_path):
                          picture, "--noise", 0.02)
     assert code == 0
     for wanted in ("grid 2x1x2 (data 16)", "64 ranks on 8 nodes of frontier", "rank 0 for 64", "GEMM", "waiting: data",
-                   "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "no buckets", "100%"):
+                   "noise", "gather W", "weights", "Strong scaling", "Weak scaling", "buckets", "100%"):
         assert wanted in said.out, wanted
     found = json.loads(figures.read_text())
     assert found["grid"] == {"x": 2, "y": 1, "z": 2, "data": 16} and found["noise"] == 0.02

@@ -1,6 +1,7 @@
 """`pmm3d tune blas`: what is found, timed, chosen, refused and remembered; PMM3D_BLAS=auto."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pmm3d.tools.tune.blas.command import _apart
 from pmm3d.tools.tune.blas.measuring import Findings, Loaded, Times
 from pmm3d.tools.tune.blas.shapes import Gemm, of_product, of_training
 from pmm3d.tools.tune.blas.tables import script_lines
+from pmm3d.thread_counts import THREAD_COUNTS
 
 [NUMPYS] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
 GEMM = Gemm(64, 48, 32, "float64", "nt", 2)
@@ -247,6 +249,18 @@ def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
     kept(cache)
     with pytest.raises(Pmm3dError, match="auto:float32: nothing was chosen for .*: run pmm3d tune blas --dtype fl"):
         blas_choice.take_blas("auto:float32")
+
+
+def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
+    """As the BLAS does, which then has a thread on each core of the process."""
+    for name in THREAD_COUNTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    with pytest.raises(Pmm3dError, match="auto: nothing was chosen for .* with 6 thread"):
+        blas_choice.take_blas("auto")
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    with pytest.raises(Pmm3dError, match="auto: nothing was chosen for .* with 3 thread"):
+        blas_choice.take_blas("auto")
 
 
 def test_a_truncated_choice_is_not_used(cache):

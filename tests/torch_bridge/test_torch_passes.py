@@ -12,18 +12,27 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from pmm3d.torch import Dropout3D, LayerNorm3D, Linear3D, Split, full_state_dict, input_rows, parallelize  # noqa: E402
+from pmm3d.torch import (  # noqa: E402
+    Dropout3D,
+    LayerNorm3D,
+    Linear3D,
+    Split,
+    full_state_dict,
+    input_rows,
+    mean,
+    parallelize,
+)
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.deadline(200)
 
 
 class Heads(nn.Module):
-    """A trunk and two equal heads."""
+    """A trunk and two heads."""
 
-    def __init__(self):
+    def __init__(self, last=4):
         super().__init__()
-        self.trunk, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+        self.trunk, self.a, self.b = (nn.Linear(4, outputs) for outputs in (4, 4, last))
 
     def forward(self, x):
         x = self.trunk(x)
@@ -62,6 +71,9 @@ def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
         fails(DisagreementError, "backward", lambda: outs[grid.rank].backward())
         sum(net(torch.ones(2, 4))).sum().backward()
         assert net.a.weight.grad is not None
+    with Grid(comm, "fsdp") as grid:  # where the gradients of weights are summed during the pass
+        net = made(lambda: Heads(20000), grid, {"*": "column"})
+        fails(DisagreementError, "use different parameters", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
 
 
 @pytest.mark.parallel([1, 2])
@@ -239,3 +251,78 @@ def test_dropout_keeps_a_byte_an_element(comm):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.nbytes), tensor)[1], id):
             Dropout3D(grid, 0.5)(torch.ones(8, 4, requires_grad=True))
     assert 0 < sum(kept) <= 32
+
+
+@pytest.mark.parallel([2])
+def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
+    """Along x both ranks hold all rows; along data each rank has a batch of its own. A rank's columns are its own."""
+    own = lambda: torch.full((2, 4), float(comm.rank))
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = made(Mixed, grid, MIXED)
+        fails(DisagreementError, "the model's input: ranks 0 and 1 .*DataLoader", lambda: net(own()))
+        fails(DisagreementError, "input_rows: ranks 0 and 1 .*DataLoader", lambda: input_rows(grid, own()))
+        fails(DisagreementError, "mean: ranks 0 and 1 .*labels", lambda: mean(grid, own()))
+        net.eval()
+        fails(DisagreementError, "the model's input", lambda: net(own()))
+        net(own())
+        rows = made(lambda: nn.Linear(4, 4), grid, {"": "row"})
+        rows(own()[:, : 4 // 2])
+    for debug in (False, True):
+        with Grid(comm, (1, 1, 1), data=2, debug=debug) as grid:
+            net = made(Mixed, grid, MIXED)
+            mean(grid, net(own())).backward()
+    with Grid(comm, (2, 1, 1), debug=True) as grid:
+        net = made(Mixed, grid, MIXED)
+        net(torch.ones(2, 4)).sum().backward()
+        fails(DisagreementError, "the model's input", lambda: net(own()))
+
+
+class Keeping:
+    """torch's engine, whose callbacks somebody keeps, as a traceback or another thread of the engine may."""
+
+    def __init__(self, engine):
+        self.kept, self._engine, self.run_backward = [], engine, engine.run_backward
+
+    def queue_callback(self, callback):
+        self.kept.append(callback)
+        self._engine.queue_callback(callback)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_a_pass_that_failed_is_over_on_all_ranks_whoever_keeps_what_is_left_of_it(comm, monkeypatch, forward_first):
+    """Its error and torch's callback live on, on one rank only. The next pass is of a graph of before, or a new one."""
+    def broken(gradient):
+        raise RuntimeError("a hook")
+
+    Variable = torch.autograd.Variable
+    if comm.rank == 0:
+        monkeypatch.setattr(Variable, "_execution_engine", Keeping(Variable._execution_engine))
+    with Grid(comm, "fsdp") as grid:
+        net, x, errors = made(Mixed, grid, MIXED), torch.ones(2, 4), []
+        net(x).sum().backward()
+        expected = [tensor.grad.clone() for tensor in net.parameters()]
+        net.zero_grad()
+        handle = net.first.register_forward_hook(lambda module, args, out: out.register_hook(broken) and None)
+        failing = net(x).sum()
+        handle.remove()
+        other = net(x).sum()
+        with pytest.raises(RuntimeError, match="a hook") as caught:
+            failing.backward()
+        errors += [caught] * (grid.rank == 0)
+        del caught
+        assert all(tensor.grad is None for tensor in net.parameters())
+        (net(x).sum() if forward_first else other).backward()
+        assert all(torch.equal(tensor.grad, found) for tensor, found in zip(net.parameters(), expected))
+
+
+@pytest.mark.parallel([2])
+def test_a_pass_inside_of_another_is_refused(comm, fails):
+    with Grid(comm, "fsdp") as grid:
+        net, x = made(Mixed, grid, MIXED), torch.ones(2, 4, requires_grad=True)
+        for first in (True, False):
+            within = lambda layer, x, inside: checkpoint(layer, x, use_reentrant=True) if inside else layer(x)
+            out = net.norm(within(net.last, within(net.first, x, first), not first).repeat(1, 2)).square()
+            fails(Pmm3dError, "Pass use_reentrant=False", lambda: out.sum().backward())
+        net(x).sum().backward()
+        assert net.first.weight.grad is not None

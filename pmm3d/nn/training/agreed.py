@@ -9,7 +9,7 @@ import numpy as np
 
 from ...comm import Grid
 from ..parallel import Parallel
-from .signals import END, SAVE
+from .signals import END, INTERRUPT, SAVE
 
 
 class Agreed(NamedTuple):
@@ -41,10 +41,12 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, reques
         Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
     """
     parallel = Parallel.of(grid)
-    own = [loss, square, request == SAVE, request == END, look, failed, parallel.digest, parallel.digest**2]
+    ends = 0 if request < END else 1 if request == END else grid.size + 1
+    own = [loss, square, request == SAVE, ends, look, failed, parallel.digest, parallel.digest**2]
     with grid.ledger.phase("agreement"):
         total = grid.everyone.all_reduce(np.array(own, np.float64), agreed=True).wait()
     loss, square, saves, ends, looks, failures, digests, squares = total.tolist()
     if int(digests) ** 2 != grid.size * int(squares) and grid.dry_run is None:  # whose digests are all the same
         parallel.explain()
-    return Agreed(loss, sqrt(abs(square)), END if ends else SAVE if saves else 0, looks > 0, failures > 0)
+    asked = INTERRUPT if ends > grid.size else END if ends else SAVE if saves else 0
+    return Agreed(loss, sqrt(abs(square)), asked, looks > 0, failures > 0)

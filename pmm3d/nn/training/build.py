@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid
-from ...comm.words import in_bytes
+from ...comm.words import in_bytes, names_in_words
 from ...errors import Pmm3dError
 from ...io import Checkpoints, DataSet, Loader
+from ...io.split import Part
 from .. import optim
 from ..dry import dry_grid, memory
 from ..layers import Module
@@ -21,7 +22,7 @@ from ..tape import Tape
 from .auto_grid import AUTO, Choice, grid_of, room
 from .config import Config
 from .dry_step import STEPS, SampleSizes, rehearsed
-from .fitting import check_grid, check_steps, rows_to_train
+from .fitting import check_classes, check_grid, check_steps, check_targets, labels_of, names_of, parts_of
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
 from .recalled import SAMPLES, Samples, samples_of
@@ -31,8 +32,8 @@ from .signals import Signals
 from .state import TrainState
 from .trainer import Trainer
 
-Rows = tuple[DataSet, tuple[int, int] | None]
-"""A data set, and the range of its rows to take; None for all."""
+Rows = tuple[DataSet, Part]
+"""A data set, and the part of its rows to take."""
 
 
 @contextmanager
@@ -59,11 +60,11 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
                                        "split_inputs": "y"}
-            loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": (0, rows)}
+            loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": rows}
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
                                'network.library = "torch" is faster, and has bfloat16')
-            found = SampleSizes(data.features, classes or data.outputs, classes is not None, rows)
+            found = SampleSizes(data.features, classes or data.outputs, classes is not None, len(rows))
             _predict_memory(config, grid, found, loss, own)
             sizes = layer_sizes(config, found.features, found.outputs)
             network, output = make_network(config, grid, sizes, own)
@@ -77,22 +78,27 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
 
 
 @contextmanager
-def _data(config: Config, grid: Grid) -> Iterator[tuple[tuple[DataSet, int], Rows | None]]:
-    """What to train on, with the number of its first rows that are, and what to validate on."""
+def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
+    """What to train on and what to validate on."""
     section, network = config.data, config.network
     options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
-                               "library": network.library, "links": section.links}
-    with DataSet(grid, section.file, classes=section.classes, **options) as data:
-        rows = rows_to_train(config, data)
+                               "library": network.library, "links": section.links, "labels": labels_of(config)}
+    with DataSet(grid, section.file, classes=section.classes, **options) as data, ExitStack() as opened:
+        check_targets(config, data)
+        kept, held = parts_of(config, data)
+        validation: Rows | None = (data, held) if len(held) else None
         if section.validation_file is not None:
-            with DataSet(grid, section.validation_file, classes=data.classes, **options) as other:
-                with grid.together("training"):
-                    if (other.features, other.outputs) != (data.features, data.outputs):
-                        raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
-                                         f"targets a row, {section.file} {data.features} and {data.outputs}")
-                yield (data, rows), (other, None)
-            return
-        yield (data, rows), (data, (rows, data.samples)) if rows < data.samples else None
+            other = DataSet(grid, section.validation_file, classes=names_of(data) or None, **options)
+            validation = opened.enter_context(other), Part(0, other.samples)
+            with grid.together("training"):
+                if (other.features, other.outputs) != (data.features, data.outputs):
+                    raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
+                                     f"targets a row, {section.file} {data.features} and {data.outputs}")
+            if data.class_names and not other.class_names and grid.rank == 0:
+                logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
+                               f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
+        check_classes(config, data, kept, validation)
+        yield (data, kept), validation
 
 
 def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None = None) -> int:

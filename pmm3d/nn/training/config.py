@@ -37,6 +37,7 @@ SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LAYERED = Only("hidden", bool, "hidden has a layer")
 OF_MLP = without("build")
+HELD_OUT = Only("validation", bool, "validation is above 0")
 
 
 class GridSection(Section):
@@ -58,15 +59,22 @@ class DataSection(Section):
     inputs: Name = "x"
     """name of the data set of samples"""
     targets: Name = "y"
-    """name of the data set of targets: integers for classes, floating point numbers for vectors"""
+    """name of the data set of targets: integers for classes, floating point numbers for vectors; with training.loss
+    mse or mae integers are values too"""
     validation: Annotated[Share, without("validation_file")] = 0.1
-    """share of the rows, the last ones, that is held out to validate on; 0.0 for no validation"""
+    """share of the rows that is held out to validate on; 0.0 for no validation"""
     validation_file: Place | None = None
     """HDF5 file to validate on, in place of held-out rows"""
     batch_size: Count = 256
     """rows of a batch, over the whole grid"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
+    hold_out: Annotated[Literal["random", "last"], without("validation_file"), HELD_OUT] = Field(
+        default_factory=lambda given: "random" if given.get("shuffle", True) else "last")
+    """which rows are held out: random ones, by `training.seed`, or the last ones, as of a time series; left out: random
+    if shuffle is true"""
+    groups: Annotated[Name | None, without("validation_file"), HELD_OUT, only("hold_out", "random")] = None
+    """name of a data set with a number for each row: rows with the same number are all held out, or none of them is"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
     """number of classes; left out: as the file names or holds them"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2

@@ -18,7 +18,7 @@ from ..layers import Module
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
-from .fitting import rows_to_train
+from .fitting import check_targets, labels_of, parts_of
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
 from .passes import Event
@@ -68,8 +68,9 @@ def sizes_in_file(config: Config) -> SampleSizes:
         raise DataError(f"cannot open {section.file}: there is no such file. {REMEDY}")
     with Grid.dry((1, 1, 1)) as alone, DataSet(
             alone, section.file, section.inputs, section.targets, dtype=config.network.dtype, classes=section.classes,
-            links=section.links) as data:
-        rows = rows_to_train(config, data)
+            labels=labels_of(config), links=section.links) as data:
+        check_targets(config, data)
+        rows = len(parts_of(config, data)[0])
         classes = loss_of(config, data.classes is not None) == "cross_entropy"
         return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
 

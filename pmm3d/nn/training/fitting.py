@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ...comm import Grid
+from ...comm.words import names_in_words
 from ...errors import Pmm3dError
 from ...io import DataSet
-from .config import Config
+from ...io.split import Part
+from .config import Config, DataSection
 from .run_log import logger
 
 
@@ -30,27 +34,80 @@ def _idle(config: Config, grid: Grid) -> Iterator[str]:
         yield "overlap.shared_weights is for several ranks along z"
 
 
-def rows_to_train(config: Config, data: DataSet) -> int:
-    """How many rows, the first ones, are trained on; the others are held out. Collective.
+def parts_of(config: Config, data: DataSet) -> tuple[Part, Part]:
+    """(the rows to train on, the held-out rows). Collective.
 
-    Raises Pmm3dError if one of the two parts has no row, or there is nothing to learn.
+    Raises Pmm3dError if one of the two has no row, or if there is nothing to learn.
     """
-    share = 0.0 if config.data.validation_file is not None else config.data.validation
-    held_out = round(share * data.samples)
-    rows = data.samples - held_out
-    with data.grid.together("training"):
-        if rows == 0:
+    section, grid = config.data, data.grid
+    share = 0.0 if section.validation_file is not None else section.validation
+    kept, held = data.split(share, seed=config.training.seed, groups=section.groups if share else None,
+                            last=section.hold_out == "last" or not share)
+    with grid.together("training"):
+        if not len(kept):
             raise Pmm3dError(f"data.validation = {share} leaves no row of {data.samples} to train on")
-        if share and not held_out:
+        if share and not len(held):
             raise Pmm3dError(f"data.validation = {share} holds out no row of {data.samples}: raise it, name a "
                              "data.validation_file, or set it to 0.0 for no validation")
         if data.classes == 1:
-            raise Pmm3dError(f"the targets {config.data.targets!r} of {config.data.file} are of one class only: "
+            raise Pmm3dError(f"the targets {section.targets!r} of {section.file} are of one class only: "
                              "there is nothing to tell apart. Name other targets, or convert with all classes")
-    if config.data.batch_size > rows and data.grid.rank == 0 and data.grid.dry_run is None:
-        logger.warning(f"data.batch_size = {config.data.batch_size}: there are {rows} rows to train on, so that each "
+    if section.batch_size > len(kept) and grid.rank == 0 and grid.dry_run is None:
+        logger.warning(f"data.batch_size = {section.batch_size}: there are {len(kept)} rows to train on, so that each "
                        "batch has them all. Lower it to have several steps in an epoch")
-    return rows
+    return kept, held
+
+
+def labels_of(config: Config) -> bool | None:
+    """Whether integer targets are labels: the loss says it, or None for the rule of `DataSet`."""
+    return False if config.training.loss in ("mse", "mae") else None
+
+
+def check_targets(config: Config, data: DataSet) -> None:
+    """Raises Pmm3dError for targets of which only the user knows whether they are classes or values. Collective."""
+    targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
+    with data.grid.together("training"):
+        if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
+            raise Pmm3dError(f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "
+                             "training.loss = \"mse\" (or \"mae\") if they are values; labels are one column")
+        if not data.labelled and "class_names" in targets.attrs:
+            raise Pmm3dError(f"training.loss is {loss}, but {where} are labels of classes with names: leave "
+                             "training.loss out, or name other targets")
+
+
+def names_of(data: DataSet) -> list[str]:
+    """A name for each class; its number if the file has none. Without labels the list is empty."""
+    numbers = [str(number) for number in range(data.classes or 0)]
+    return [*(data.class_names or []), *numbers[len(data.class_names or []) :]]
+
+
+def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
+    """Have rank 0 warn of classes that have no sample, or none on one side. Collective; reads all labels once."""
+    if data.classes is None:
+        return
+    counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
+    if held is not None and held[0] is not data:
+        counts = np.concatenate([counts, held[0].class_counts(held[1])])
+    if data.grid.rank:
+        return
+    names, missing, section = names_of(data), counts == 0, config.data
+    nowhere = missing.all(axis=0)
+    for where, remedy in [
+        (nowhere, "The network gets an output for each class up to the largest label. Labels from 1 to K make K + 1 "
+                  "classes: pmm3d convert --classes numbers them from 0"),
+        (missing[0] & ~nowhere, f"They are validated on, and not trained on: {_other_rows(section)}"),
+        (missing[-1] & ~nowhere, f"They are trained on, and not validated on: {_other_rows(section)}"),
+    ]:
+        if where.any():
+            found = names_in_words(name for name, here in zip(names, where) if here)
+            logger.warning(f"{where.sum()} of {data.classes} classes without a sample"
+                           f"{'' if where is nowhere else ' on one side'}: {found}. {remedy}")
+
+
+def _other_rows(section: DataSection) -> str:
+    if section.validation_file is not None:
+        return "look at data.validation_file"
+    return "hold out random rows (data.hold_out), or more of them (data.validation)"
 
 
 def check_steps(config: Config, grid: Grid, batches: int) -> tuple[int, int]:

@@ -18,23 +18,25 @@ if TYPE_CHECKING:
 
 
 def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
-              accept: frozenset[str] = frozenset()) -> bool:
+              accept: frozenset[str] = frozenset(), again: str = "") -> bool:
     """Train as a Config says, on the ranks of comm; False if a signal ended it before its end.
 
     resume   "auto", "never" or the path of a checkpoint;   accept   "network", "data": what may be another one than
              the checkpoint's;   trace   where to write a Chrome trace, or None
+    again    the command that resumes the run, for the summary of one that a signal ended
     """
     with Signals() as signals:
         from .build import trainer  # signals count from before the long imports on
 
         with trainer(config, comm, signals, trace=bool(trace)) as run, run.owning():
-            finished = _train_on(run, resume, trace, accept)
+            finished = _train_on(run, config, resume, trace, accept, again)
         if finished:
             signals.retire()
         return finished
 
 
-def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[str]) -> bool:
+def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, accept: frozenset[str],
+              again: str) -> bool:
     if resume == "never":
         _refuse_to_overwrite(run)
     elif resume != "auto":
@@ -43,21 +45,37 @@ def _train_on(run: Trainer, resume: str, trace: Path | None, accept: frozenset[s
         _refuse_if_requeued(run)
         _refuse_if_retired(run)
     if run.auto is not None and run.log is not None:
-        again = f". The run goes on with it from step {run.step}" if run.step else ""
-        run.log.say(printable(run.auto.said() + again))
+        resumed = f". The run goes on with it from step {run.step}" if run.step else ""
+        run.log.say(printable(run.auto.said() + resumed))
     _end_with_run(run)
     _warm_start(run)
     if run.log is not None:
+        run.log.say(printable(_targets(run, config)))
         run.log.say(printable(run.describe()))
     finished = run.run()
     _refuse_to_stand_still(run, finished)
     if run.grid.rank == 0:
-        attempt("the summary could not be printed", lambda: print(printable(run.summary()), flush=True))
+        attempt("the summary could not be printed", lambda: print(printable(run.summary(again)), flush=True))
     if trace:
         attempt(f"the trace {trace} could not be written", lambda: run.grid.write_trace(trace))
     if finished and run.log is not None:
         run.log.draw_at_exit()
     return finished
+
+
+def _targets(run: Trainer, config: Config) -> str:
+    """How the targets were taken, in a line."""
+    from ...comm.words import names_in_words
+    from .recalled import SAMPLES
+
+    found = run.settings[SAMPLES]
+    if found["loss"] != "cross_entropy":
+        return f"targets {config.data.targets!r}: {found['outputs']} values a row, by the loss {found['loss']}"
+    classes = f"targets {config.data.targets!r}: labels of {found['outputs']} classes"
+    if found["class_names"]:
+        return f"{classes} ({names_in_words(found['class_names'])})"
+    return classes + ("" if config.training.loss == "cross_entropy" or config.data.classes else
+                      ", because they are integers; if they are values, set training.loss = \"mse\"")
 
 
 def _end_with_run(run: Trainer) -> None:
@@ -77,9 +95,17 @@ def _warm_start(run: Trainer) -> None:
     """Begin with the weights of training.weights, unless the run goes on from a checkpoint of its own."""
     weights = run.settings["training"]["weights"]
     if weights and not run.step:
-        from ..exchange import load_weights
+        from ..exchange import ENDING, fill_weights, find_checkpoint, import_torch
+        from .recalled import SAMPLES, compare_classes
 
-        load_weights(run.state.network, weights, run.state.optimizer)
+        path, network, optimizer = Path(weights), run.state.network, run.state.optimizer
+        if path.suffix == ENDING:
+            import_torch(network, path, optimizer)
+        else:
+            found, keeper = find_checkpoint(run.grid, path)
+            with run.grid.together("training.weights", weights, always=True):
+                compare_classes(found, run.settings[SAMPLES]["class_names"])
+            fill_weights(network, found, keeper, optimizer)
     if weights and run.log is not None:
         said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
         run.log.say(printable(f"training.weights = {weights}: {said}"))

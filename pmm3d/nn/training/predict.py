@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,9 +17,11 @@ from scipy.special import softmax
 from ...arrays import take_device
 from ...comm import Grid
 from ...comm.shapes import chosen_shape
+from ...comm.words import names_in_words
 from ...errors import DataError, GridError
+from ...io.dataset import text_of
 from ...io.disk import check_replaceable, file_errors, sync
-from ...io.new_hdf5 import NewHdf5
+from ...product.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
@@ -30,6 +32,7 @@ from .auto_grid import AUTO
 from .config import Config
 from .parts import network_of
 from .recalled import Recalled, recalled
+from .run_log import logger
 
 LARGEST_BATCH = 2**31
 """Elements of inputs or outputs of a batch, which the first rank gathers."""
@@ -38,8 +41,13 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """What to predict: run is its folder or a checkpoint's; source the HDF5 file with the samples, target the file to
-    write; inputs and batch_size None as the run's."""
+    """What to predict.
+
+    run      folder of a run or of a checkpoint
+    source   HDF5 file with the samples;   origin   the file that it was converted from, or None
+    target   HDF5 file to write
+    inputs, batch_size   None: those of the run
+    """
 
     run: Path
     source: Path
@@ -47,6 +55,12 @@ class Asked:
     inputs: str | None = None
     batch_size: int | None = None
     overwrite: bool = False
+    origin: Path | None = None
+
+    @property
+    def named(self) -> Path:
+        """The file with the samples that the user named."""
+        return self.origin or self.source
 
 
 class Predicted(NamedTuple):
@@ -86,7 +100,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
             fill_weights(made, found, keeper)
-            facts = {"checkpoint": str(found.path), "source": str(asked.source)}
+            facts = {"checkpoint": str(found.path), "source": str(asked.named)}
             with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
                 _run(grid, made, inputs, predictions, tell)
             return Predicted(found.path, str(grid.shape), predictions.shapes)
@@ -143,14 +157,26 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if inputs.features != known.samples.features:
-            raise DataError(f"{asked.source}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
+            raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
                             "it was trained on, in their order, or name another data set (--inputs)")
         _check_batch(inputs, known.samples.outputs)
+        _compare_names(inputs, known)
     try:
         yield inputs
     finally:
         inputs.file.h5.close()
+
+
+def _compare_names(inputs: Inputs, known: Recalled) -> None:
+    """Have rank 0 warn if the file has targets whose classes have other numbers than the run's."""
+    targets, own, names = known.config.data.targets, known.samples.class_names, None
+    if inputs.grid.rank == 0 and own is not None and targets in inputs.file.h5:
+        with suppress(DataError):
+            names = inputs.file.dataset(targets).attrs.get("class_names")
+    if names is not None and (found := list(map(text_of, names))) != own:
+        logger.warning(f"{inputs.file.path} numbers its classes {names_in_words(found)}; the predictions have the "
+                       f"numbers of the run, {names_in_words(own or [])}. Compare them by name")
 
 
 def _check_batch(inputs: Inputs, outputs: int) -> None:

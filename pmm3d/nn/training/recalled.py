@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ...comm.words import names_in_words
 from ...errors import CheckpointError, Pmm3dError, needs
 from ...io import DataSet
 from ...io.checkpoint import Checkpoint
 from .config import Config, checked
 from .keys import Count, Section
+from .run_log import logger
 
 with needs("train", "the settings of a run"):
     from pydantic import ValidationError
@@ -32,14 +34,29 @@ class Recalled(NamedTuple):
 
 
 def samples_of(data: DataSet, loss: str) -> Samples:
-    names = data.targets.attrs.get("class_names") if data.classes is not None else None
     outputs = data.classes if loss == "cross_entropy" else None
-    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss,
-                   class_names=None if names is None else [_text(name) for name in names])
+    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names)
 
 
-def _text(name: Any) -> str:
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
+    """Compare the classes of a checkpoint, from which weights are taken, with those of a run. Rank 0 warns if all are
+    other ones.
+
+    Raises CheckpointError if a class of both has another number in each.
+    """
+    settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
+    samples = settings.get(SAMPLES) if isinstance(settings, dict) else None
+    before = samples.get("class_names") if isinstance(samples, dict) else None
+    if not before or not names or before == names:
+        return
+    numbers, own = ({name: number for number, name in enumerate(each)} for each in (before, names))
+    if moved := [name for name in names if numbers.get(name, own[name]) != own[name]]:
+        raise CheckpointError(f"{found.path} has other numbers for the classes: {moved[0]!r} is class "
+                              f"{numbers[moved[0]]} there and class {own[moved[0]]} in this run. Convert the data with "
+                              f"--class-names {','.join(before[:8])}{',...' if len(before) > 8 else ''}")
+    if not numbers.keys() & own.keys():
+        logger.warning(f"{found.path} was trained on other classes ({names_in_words(before)}): the weights of the "
+                       f"outputs begin as theirs for {names_in_words(names)}")
 
 
 def recalled(found: Checkpoint) -> Recalled:

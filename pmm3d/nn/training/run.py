@@ -10,7 +10,7 @@ from ...errors import Pmm3dError
 from .metrics import METRICS
 from .passes import Loss, Metrics, Passes
 from .run_log import RunLog
-from .signals import Signals
+from .signals import END, REQUESTS, Signals
 from .state import TrainState
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Run:
         self.figures: dict[str, float] = {}
         self.passes = Passes()
         self.saved: int | None = None
+        self.request = 0
 
     @property
     def step(self) -> int:
@@ -114,13 +115,18 @@ class Run:
         return (f"training {self.state.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
                 f"{len(self.loader)} batches an epoch, {until}, {left} steps to go")
 
-    def summary(self) -> str:
-        """What came out."""
+    def summary(self, again: str = "") -> str:
+        """What came out, in lines. again: the command that resumes the run if a signal ended it."""
         lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
+        if self.request >= END:
+            name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)
+            lines = [f"not finished: {name} stopped the run at step {self.step} of {self.step + self.steps_left()}"]
         lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
         if self.saved is not None and self.checkpoints is not None:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
-        if self.log is not None:
+        if self.request >= END and again:
+            lines.append(f"to go on from there, under the same launcher, on any number of ranks: {again}")
+        if self.request < END and self.log is not None:
             folder = self.log.folder
             lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
             lines.append(f"predictions: pmm3d predict {folder} FILE.h5 --out OUT.h5; weights for torch: pmm3d export "

@@ -6,9 +6,9 @@ import signal
 from contextlib import suppress
 from typing import Any
 
-SAVE, END = 1, 2
-"""A checkpoint and on; a checkpoint and the end."""
-REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: END}
+SAVE, END, INTERRUPT = 1, 2, 3
+"""SAVE: a checkpoint. END, INTERRUPT and all above END: a checkpoint and the end of the run."""
+REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: INTERRUPT}
 
 
 class Signals:

@@ -41,6 +41,7 @@ class Trainer(Run):
     signals       the `Signals` that note what came before the run
 
     step, figures   steps done; the last validation's figures
+    request         after `run`: END or above (`signals`) if a signal ended it
     passes, saved   what this run did so far; the step of its newest checkpoint, None if there is none
 
     SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of a validation, under way; SIGTERM and
@@ -93,9 +94,11 @@ class Trainer(Run):
         loss is of no help, and what the loader raises, on every rank."""
         self.passes = Passes()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._observer.of_run():
-            return self._train()
+            self.request = self._train()
+        return self.request < END
 
-    def _train(self) -> bool:
+    def _train(self) -> int:
+        """The most urgent request at the end: END or above if a signal ended the run."""
         request = self._feed.ask(self.loader)
         if request:
             self.save()
@@ -110,13 +113,13 @@ class Trainer(Run):
                 if request or self._due(self.recipe.checkpoint_every, pause):
                     self.save()
                 if request >= END:
-                    return False
+                    return request
             request = self._feed.wanted()
             if request:
                 self.save()
         if request < END:
             self.save()
-        return request < END
+        return request
 
     def _due(self, every: int, pause: bool) -> bool:
         return self.step % every == 0 if every else pause

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ...model.planning import OVERLAPS
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written
 from ..progress import progress
 from ..ranks import all_ranks, on_first
 from ..terminal import console, say
@@ -37,12 +37,13 @@ def bench_command(
     m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
     n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
-    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: every grid of "
-                                           "this many ranks, compared.")] = "auto",
+    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: compare every "
+                                           "grid of all ranks and that of auto, which may leave ranks "
+                                           "idle.")] = "auto",
     dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + "; tf32: float32, of which a GPU may round "
                                             "the factors.",
                                        callback=_one_of(*MATRIX_DTYPES, "tf32"))] = "float64",
-    array: Annotated[str, typer.Option(help="Whose arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
+    array: Annotated[str, typer.Option(help="Library of the arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
     transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
                                            callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
     order: Annotated[str, typer.Option(help="How the shards of A, B and C lie: C by rows; F by columns; auto: as pmm3d "
@@ -57,14 +58,16 @@ def bench_command(
     verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
-    panels: Annotated[int | None, typer.Option(min=1, help="Along k, and as many strips of C, so that communication "
-                                                           "runs under the GEMM. Left out: as --overlap says.")] = None,
+    panels: Annotated[int | None, typer.Option(min=1, help="Panels along k, and strips of C: communication of one "
+                                                           "runs under the GEMM of another. Left out: as --overlap "
+                                                           "says.")] = None,
     overlap: Annotated[str, typer.Option(help="How communication runs under the GEMM: none; panels; decomposed: what "
                                               "has come is multiplied while the next travels; auto: none on one node, "
                                               "across nodes the fastest by the measured machine.",
                                          callback=_one_of(*OVERLAPS))] = "auto",
     max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here; a list for --grid all.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, a list for --grid all; - is standard "
+                                                       "output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is explained "
@@ -109,15 +112,14 @@ def bench_command(
                 from .plot import plot as draw
 
                 draw(results, str(plot))
-            for written in filter(None, (json, plot, trace)):
-                say(f"wrote {written}")
+            say_written(json, plot, trace)
     if verify != "none" and not all(result.check.verified for result in results):
         raise typer.Exit(1)
 
 
 def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
     """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
-    check_writable(json, plot, trace)
+    check_writable(plot, trace, text=json)
     if plot:
         from .plot import check_picture
 
@@ -125,17 +127,27 @@ def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> N
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """The case on the grid, or on each; the limit of the cores is measured with the first."""
+    """Measure the case on the grid, or on every grid of all ranks and the one that "auto" chooses, which may leave
+    ranks idle. The limit of the cores is measured with the first."""
+    from ...comm import Grid
     from .measure import run
 
-    shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)] if grid == "all" else [grid]
+    shapes: list[Any] = [grid]
+    chosen: tuple[int, ...] = ()
+    if grid == "all":
+        with Grid(comm, (1, 1, comm.size), timeout=timeout) as every:
+            chosen = every.shape_for(case.product, case.dtype)[:3]
+        shapes = [shape[:3] for shape in ranked_grids(case.product, comm.size, case.dtype)]
+        shapes += [] if chosen in shapes else ["auto"]
     results: list[Result] = []
     with progress("bench", comm.rank == 0, (case.repeat + 4) * len(shapes)) as tell:
         for number, shape in enumerate(shapes, 1):
-            tell(f"grid {number} of {len(shapes)}: {'x'.join(map(str, shape))}" if len(shapes) > 1 else "", 0)
+            name = shape if isinstance(shape, str) else "x".join(map(str, shape))
+            tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
                                limit=results[0].speed.limit if results else None))
-    return results
+    return [result._replace(partition=result.partition._replace(
+        auto=grid == "auto" or tuple(result.partition.grid) == chosen)) for result in results]
 
 
 def _show(results: list[Result]) -> None:

@@ -229,20 +229,23 @@ def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, 
     ledger = grid.ledger
     everyones = grid.comm.gather(({axis: ledger.total(axis=axis) for axis in AXES},
                                   {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()}))
-    return grid.comm.bcast(_together(everyones, repeat) if everyones else None)
+    return grid.comm.bcast(_together(everyones, grid.shape.size, repeat) if everyones else None)
 
 
-def _together(everyones: list[Any], repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
-    """`_of_one_product` from every rank's (totals by axis, totals by phase)."""
+def _together(everyones: list[Any], at_work: int,
+              repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
+    """`_of_one_product` from every rank's (totals by axis, totals by phase). Idle ranks, which are last, do not count
+    for the times."""
     axes, ranks_phases = zip(*everyones)
+    ranks_phases = ranks_phases[:at_work]
     sent = {axis: max(rank[axis].sent for rank in axes) // repeat for axis in AXES}
     received = {axis: max(rank[axis].received for rank in axes) // repeat for axis in AXES}
     phases = {}
     for name in dict.fromkeys(name for rank in ranks_phases for name in rank):
         entries = [rank[name] for rank in ranks_phases if name in rank]
-        phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / len(everyones),
-                        "off_core": sum(entry.off_core for entry in entries) / repeat / len(everyones),
-                        "waited": sum(entry.waited for entry in entries) / repeat / len(everyones),
+        phases[name] = {"computed": sum(entry.computed for entry in entries) / repeat / at_work,
+                        "off_core": sum(entry.off_core for entry in entries) / repeat / at_work,
+                        "waited": sum(entry.waited for entry in entries) / repeat / at_work,
                         "waited_max": max(entry.waited for entry in entries) / repeat}
     return sent, received, phases
 

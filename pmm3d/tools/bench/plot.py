@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
+from textwrap import fill
 
+from ...comm.words import MOST_HOSTS, blas_in_words, names_in_words
 from ...errors import Pmm3dError, needs
-from ..page.bench_page import product_parts
+from ..page.bench_page import REST, product_parts
 from .result import Result
 
 COLOURS = {"computing: GEMM": "#4477aa", "waiting: gather A": "#ee6677", "waiting: gather B": "#ccbb44",
            "waiting: reduce C": "#aa3377", "waiting: redistribute": "#66ccee", "waiting: agreement": "#228833",
-           "copies, sums, the rest": "#bbbbbb"}
+           REST: "#bbbbbb"}
+LETTERS_AN_INCH = 10
+"""Of a title of 10 points."""
 
 
 def check_picture(path: Path) -> None:
@@ -31,23 +36,33 @@ def plot(results: list[Result], path: str) -> None:
     from matplotlib import pyplot
 
     results = sorted(results, key=lambda result: result.speed.median)
-    names = [result.shape for result in results]
-    figure, axes = pyplot.subplots(figsize=(9, 1.8 + 0.45 * len(results)), layout="constrained")
+    names = [result.shape + " (auto)" * (result.partition.auto and len(results) > 1) for result in results]
+    figure, axes = pyplot.subplots(figsize=(9, 2.2 + 0.45 * len(results)), layout="constrained")
     ends = [0.0] * len(results)
     lengths = [{part.name: part.length for part in product_parts(result.as_json())} for result in results]
     for label, color in COLOURS.items():
         if any(values := [parts.get(label, 0.0) for parts in lengths]):
             axes.barh(names, values, left=ends, label=label, color=color, height=0.7)
             ends = [end + value for end, value in zip(ends, values)]
-    case, speed = results[0].case, results[0].speed
+    case, speed, environment = results[0].case, results[0].speed, results[0].environment
     axes.axvline(1e3 * speed.median * speed.ratio, color="black", linestyle="--", linewidth=1,
-                 label="limit: the GEMM alone")
+                 label=f"limit: the GEMM alone, {speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s")
     for name, result in zip(names, results):
-        axes.annotate(f" {result.speed.ratio:.2f}", (1e3 * result.speed.median, name), va="center", fontsize=9)
+        axes.annotate(f" {result.speed.ratio:.2f} of the limit", (1e3 * result.speed.median, name), va="center",
+                      fontsize=9)
     axes.invert_yaxis()
-    axes.set(xlabel="ms (mean over the ranks, one product)", ylabel="grid Gx x Gy x Gz",
-             title=f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, {results[0].partition.ranks} ranks")
-    axes.margins(x=0.08)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    blas = blas_in_words(environment.blas, environment.kernel, environment.threads)
+    hosts = names_in_words(environment.hosts, MOST_HOSTS)
+    axes.set(xlabel="ms (mean over the ranks that took part, one product)", ylabel="grid Gx x Gy x Gz")
+    axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "
+                          f"{results[0].partition.ranks} ranks",
+                          f"{hosts}: {environment.cpu}; {blas}; {date.today().isoformat()}"), fontsize=10)
+    axes.margins(x=0.18)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def titled(*lines: str, inches: float = 9.0) -> str:
+    """A title of 10 points, in lines that a picture of that width holds."""
+    return "\n".join(fill(line, int(LETTERS_AN_INCH * inches)) for line in lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ...errors import Pmm3dError
+from ..outputs import write_text
 
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
 TF32 = "tf32"
@@ -55,7 +55,7 @@ class Partition(NamedTuple):
     """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C; overlap: how its
     communication runs under the GEMM, as of `matmul`; orders: of the shards of A, B and C, "C" by rows, "F" by columns
     (where stored transposed too); in_place: what ranks read where their neighbours have it, of A, B
-    and the partial sums of C."""
+    and the partial sums of C; auto: whether "auto" chooses this grid."""
 
     ranks: int
     grid: list[int]
@@ -66,6 +66,7 @@ class Partition(NamedTuple):
     overlap: str = ""
     orders: str = "CCC"
     in_place: str = ""
+    auto: bool = False
 
 
 class Limit(NamedTuple):
@@ -93,8 +94,8 @@ class Speed(NamedTuple):
     of the medians before and after; at_once_gflops: of the same GEMM on all cores together, the better one too;
     ratio: of gflops to the cores' rate. unit: "cores", or the "devices" that take
     their place for arrays on devices. square: the size of the cube of square_core_gflops. Phases: seconds of one
-    product as the mean over the ranks, "waited_max" of the worst one; "off_core" is the part of "computed" in which the
-    thread had no core."""
+    product as the mean over the ranks that took part, "waited_max" of the worst one; "off_core" is the part of
+    "computed" in which the thread had no core."""
 
     seconds: list[float]
     gflops: float
@@ -212,7 +213,4 @@ def flop(m: int, n: int, k: int, dtype: str) -> int:
 def write_json(results: list[Result], path: Path) -> None:
     """One object, or a list of them for a sweep."""
     records = [result.as_json() for result in results]
-    try:
-        Path(path).write_text(json.dumps(records[0] if len(records) == 1 else records, indent=1))
-    except OSError as error:
-        raise Pmm3dError(f"cannot write {path}: {error.strerror}") from None
+    write_text(Path(path), json.dumps(records[0] if len(records) == 1 else records, indent=1))

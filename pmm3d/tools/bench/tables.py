@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words
-from .result import Result
+from ..figure_table import FigureTable
+from ..page.bench_page import REST, whole_and_rest
+from .result import Result, Speed
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -23,17 +24,23 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def print_sweep(results: list[Result], console: Console) -> None:
-    """Every grid side by side, the fastest first."""
-    table = _columns("[bold]Every grid[/]", "grid", "median\nms", "GFLOP/s", "ratio", "computing\nms", "waiting\nms",
-                     "received", "times\nbound", "ok")
+    """Every grid side by side, the fastest first, with what they were measured on."""
+    first = results[0]
+    console.print(_headline(first))
+    console.print(_environment(first))
+    console.print(_rows("", {"limit": _limit(first.speed)}))
+    table = FigureTable("[bold]Every grid[/]" + " (*: auto chooses it)" * any(one.partition.auto for one in results),
+                        ("grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms", "received",
+                         "times bound", "ok"))
     for result in sorted(results, key=lambda result: result.speed.median):
-        speed, traffic = result.speed, result.traffic
+        speed, traffic, idle = result.speed, result.traffic, result.partition.idle_ranks
         bound = f"{traffic.received / traffic.lower_bound_bytes:.2f}" if traffic.lower_bound_bytes else "-"
-        table.add_row(result.shape, *_milliseconds(speed.median), _short(speed.gflops, 1), f"{speed.ratio:.3f}",
+        name = result.shape + "*" * result.partition.auto + (f" ({idle:,} idle)" if idle else "")
+        table.add_row(name, *_milliseconds(speed.median), _short(speed.gflops, 1), f"{speed.ratio:.3f}",
                       *_milliseconds(speed.computed_seconds, speed.waited_seconds), in_bytes(traffic.received), bound,
                       "yes" if result.check.verified else "NO")
     console.print(table)
-    _print_advice(results[0], console)
+    _print_advice(first, console)
 
 
 def _print_advice(result: Result, console: Console) -> None:
@@ -67,7 +74,6 @@ def _product(result: Result) -> Table:
     partition, speed, memory, check = result.partition, result.speed, result.memory, result.check
     idle = f", {partition.idle_ranks} ranks idle" if partition.idle_ranks else ""
     low, middle, high = (1e3 * figure for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
-    core = "x".join(map(str, speed.core_shape))
     at_once = {"at once": f"[bold]{speed.at_once_ratio:.3f}[/] of {speed.at_once_gflops:.1f} GFLOP/s, that GEMM on all "
                           "cores together without a message"} if speed.at_once_gflops else {}
     beside = {} if result.reference is None else {
@@ -85,8 +91,7 @@ def _product(result: Result) -> Table:
         "memory a node": f"{in_bytes(memory.node_memory)} resident at the peak, shared pages once",
         "time": f"median {middle:.2f} ms of {len(speed.seconds)} (from {low:.2f} to {high:.2f})",
         "rate": f"{speed.gflops:.1f} GFLOP/s",
-        "limit": f"{speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one "
-                 f"{speed.unit[:-1]}; {speed.square} cubed: {speed.square_core_gflops:.1f})",
+        "limit": _limit(speed),
         "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.square_ratio:.3f} of {speed.square} cubed on all "
                  f"{speed.unit}",
         **at_once,
@@ -95,20 +100,26 @@ def _product(result: Result) -> Table:
     })
 
 
-def _phases(result: Result) -> Table:
-    whose = "ms, mean over the ranks" if result.speed.unit == "cores" else "ms of the host, which asks the devices"
-    table = _columns(f"[bold]Time of one product[/] ({whose})", "phase", "computing", "without\na core",
-                     "waiting", "waiting,\nworst rank")
-    for name, phase in result.speed.phases.items():
-        table.add_row(name, *_milliseconds(*(phase[what] for what in ("computed", "off_core", "waited", "waited_max"))))
-    speed = result.speed
-    table.add_row("all", *_milliseconds(speed.computed_seconds, speed.off_core_seconds, speed.waited_seconds),
-                  style="bold")
+def _phases(result: Result) -> FigureTable:
+    speed, partition = result.speed, result.partition
+    at_work, idle = partition.ranks - partition.idle_ranks, partition.idle_ranks
+    whose = f"ms, mean over {at_work:,} rank{'s' * (at_work > 1)}" + (f", without {idle:,} idle" if idle else "")
+    if speed.unit != "cores":
+        whose += "; of the host, which asks the devices"
+    table = FigureTable(f"[bold]Time of one product[/] ({whose})",
+                        ("phase", "all", "computing", "without a core", "waiting", "waiting, worst rank"))
+    for name, phase in speed.phases.items():
+        table.add_row(name, *_milliseconds(phase["computed"] + phase["waited"], *(
+            phase[what] for what in ("computed", "off_core", "waited", "waited_max"))))
+    whole, rest = whole_and_rest(result.as_json())
+    table.add_row(REST, *_milliseconds(rest), "", "", "", "")
+    table.add_row("whole product", *_milliseconds(whole, speed.computed_seconds, speed.off_core_seconds,
+                                                  speed.waited_seconds), "", style="bold")
     return table
 
 
-def _bytes(result: Result) -> Table:
-    table = _columns("[bold]Bytes of one product[/] (largest rank)", "axis", "sent", "model", "received")
+def _bytes(result: Result) -> FigureTable:
+    table = FigureTable("[bold]Bytes of one product[/] (largest rank)", ("axis", "sent", "model", "received"))
     traffic = result.traffic
     columns = traffic.bytes_sent, traffic.bytes_model, traffic.bytes_received
     for axis in traffic.bytes_sent:
@@ -123,19 +134,18 @@ def _bound(result: Result) -> str:
     return f"Lower bound for any algorithm on {ranks} ranks: {bound:,.0f} bytes{over}"
 
 
+def _limit(speed: Speed) -> str:
+    core = "x".join(map(str, speed.core_shape))
+    return (f"{speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one {speed.unit[:-1]}; "
+            f"{speed.square} cubed: {speed.square_core_gflops:.1f})")
+
+
 def _rows(title: str, rows: dict[str, str]) -> Table:
-    table = Table(Column(style="dim"), Column(overflow="fold"), title=title, title_justify="left", show_header=False,
-                  box=None, pad_edge=False)
+    table = Table(Column(style="dim"), Column(overflow="fold"), title=title or None, title_justify="left",
+                  show_header=False, box=None, pad_edge=False)
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def _columns(title: str, first: str, *others: str) -> Table:
-    """Narrow, and figures that do not fit are folded, since a figure that is cut is lost."""
-    columns = [Column(name, justify="right", overflow="fold") for name in others]
-    return Table(Column(first, overflow="fold"), *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD,
-                 pad_edge=False, collapse_padding=True)
 
 
 def _milliseconds(*seconds: float) -> Iterable[str]:

@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
+from ...errors import Pmm3dError
 from ...model.environment import task_rank, tasks_in_environment
+from ..outputs import reserve_stdout, write_text
 from . import guard
 from .finding import Examination, Finding
 
@@ -26,7 +28,8 @@ def doctor_command(
                                            "that a product would get.")] = "auto",
     folder: Annotated[Path, typer.Option(help="The folder that runs will write to, tried for locks, sight and "
                                               "space.")] = Path("."),
-    json: Annotated[Path | None, typer.Option(help="Write everything here too; units are in the names.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything here too; - is standard output. Units are "
+                                                       "in the names.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which doctor gives up and says where it was "
                                                        "stuck.")] = 240,
 ) -> None:
@@ -104,12 +107,13 @@ def _give_up(examination: Examination, json: Path | None, timeout: float) -> Non
 def _show(examination: Examination, json: Path | None) -> None:
     from .printing import print_examination
 
+    reserve_stdout(json)
     try:
         if json:
-            json.write_text(dumps(examination.as_json(), indent=1) + "\n")
-    except OSError as error:
+            write_text(json, dumps(examination.as_json(), indent=1) + "\n")
+    except Pmm3dError as error:
         finding = Finding("--json", "could not be written")
-        finding.fail(f"{json}: {error.strerror}", "another path for --json")
+        finding.fail(str(error), "another path for --json")
         examination.findings.append(finding)
     print_examination(examination)
     sys.stdout.flush()

@@ -98,6 +98,12 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
     return array if order == "C" else array.T
 
 
+def box_at(address: int) -> list[int]:
+    """First row, end of the rows, first column and end of the columns of a block. Raises LayoutError."""
+    check_address("box", address)
+    return list((ctypes.c_int64 * 4).from_address(address))
+
+
 def scalar_at(name: str, address: int, dtype: str) -> Any:
     """One element. Raises LayoutError."""
     check_address(name, address)

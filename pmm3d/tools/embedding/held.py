@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,8 +23,7 @@ class Kept(Protocol):
 
 
 class Held:
-    """A matrix that the caller knows by a number, and its transposes, the same each time: products that are repeated
-    are known by them."""
+    """A matrix that the caller knows by a number."""
 
     def __init__(self, matrix: DistMatrix):
         self.matrix, self.grid = matrix, matrix.grid
@@ -33,23 +31,15 @@ class Held:
     def close(self) -> None:
         """The memory is the caller's, and nothing else is held."""
 
-    @cached_property
-    def transposed(self) -> DistMatrix:
-        return self.matrix.T
-
-    @cached_property
-    def conjugated(self) -> DistMatrix:
-        return self.matrix.H
-
     def operand(self, op: int) -> DistMatrix:
         """op(A). Raises LayoutError."""
         match letter(op):
             case "N":
                 return self.matrix
             case "T":
-                return self.transposed
+                return self.matrix.T
             case "C":
-                return self.conjugated
+                return self.matrix.H
         raise LayoutError(f"transa and transb are 'N', 'T' or 'C'; got {shown(op)}")
 
 

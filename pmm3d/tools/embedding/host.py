@@ -6,13 +6,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 from ...arrays.numpy_library import ADDRESSED
 from ...comm import Grid
+from ...comm.agreement import exchanged
 from ...errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
-from ...layout import itemsize
-from ...product import BlacsContext, DistMatrix, Redistribution, matmul, pgemm, pgemr2d
+from ...layout import Blocks, itemsize
+from ...product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul, pgemm, pgemr2d
 from .arguments import (
     array_at,
+    box_at,
     check_address,
     communicator,
     dtype_named,
@@ -98,12 +102,32 @@ class Host:
         """Collective."""
         grid = self._grid_of(a, b, c)
         try:
-            held_a, held_b, held_c = (self._found(number, Held) for number in (a, b, c))
-            first, second, out = held_a.operand(transa), held_b.operand(transb), held_c.matrix
-            factors = scalar_at("alpha", alpha, out.dtype), scalar_at("beta", beta, out.dtype)
+            first, second, out, factors = self._operands(transa, transb, alpha, a, b, beta, c)
         except Exception as error:
             refuse(grid, "matmul", error)
         matmul(first, second, out=out, alpha=factors[0], beta=factors[1])
+
+    def _operands(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int,
+                  c: int) -> tuple[DistMatrix, DistMatrix, DistMatrix, tuple[Any, Any]]:
+        """op(A), op(B), C, and (alpha, beta)."""
+        held_a, held_b, held_c = (self._found(number, Held) for number in (a, b, c))
+        out: DistMatrix = held_c.matrix
+        factors = scalar_at("alpha", alpha, out.dtype), scalar_at("beta", beta, out.dtype)
+        return held_a.operand(transa), held_b.operand(transb), out, factors
+
+    def plan(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int, out: int) -> tuple[int]:
+        """Collective."""
+        grid = self._grid_of(a, b, c)
+        try:
+            check_address("plan", out)
+            first, second, result, factors = self._operands(transa, transb, alpha, a, b, beta, c)
+        except Exception as error:
+            refuse(grid, "MatmulPlan", error)
+        return (self._keep(MatmulPlan(first, second, out=result, alpha=factors[0], beta=factors[1])),)
+
+    def multiply(self, number: int) -> None:
+        """Collective."""
+        self._found(number, MatmulPlan)()
 
     def redistribute(self, source: int, target: int) -> None:
         """Collective."""
@@ -181,6 +205,35 @@ class Host:
         except Exception as error:
             refuse(grid, "Redistribution", error)
 
+    def from_blocks(self, block: int, box: int, order: int, matrix: int) -> None:
+        """Collective."""
+        held, blocks, arrays = self._blocks("from_blocks", block, box, order, matrix)
+        Redistribution(held.grid, blocks, held.layout, dtype=held.dtype, order=held.order)(arrays, held.memory)
+
+    def to_blocks(self, matrix: int, block: int, box: int, order: int) -> None:
+        """Collective."""
+        held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix)
+        Redistribution(held.grid, held.layout, blocks, dtype=held.dtype, order=held.order)(held.memory, arrays)
+
+    def _blocks(self, what: str, block: int, box: int, order: int,
+                matrix: int) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
+        """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
+        held: DistMatrix = self._found(matrix, Held).matrix
+        grid = held.grid
+        with grid.together(what, order, held.signature, always=True):
+            lies, found = order_named(order), box_at(box)
+            shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
+            local = array_at("block", block, shape, held.dtype, lies)
+        boxes = grid.everyone.begin(what, lambda link: exchanged(link, np.array(found, np.int64), 4)).wait()
+        with grid.together(what, always=True):
+            blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies)
+        if 0 in held.shape:
+            return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.extents(grid.rank)]
+        tiles = blocks.tiles(grid.rank)
+        rows, cols = ([cut - start for cut in cuts] for cuts, start in ((blocks.row_cuts, found[0]),
+                                                                         (blocks.col_cuts, found[2])))
+        return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
+
     def free(self, number: int, pointer: int) -> None:
         """Collective, of a grid or a context."""
         check_address("object", pointer)
@@ -200,7 +253,7 @@ class Host:
     def _found(self, number: int, kind: Any) -> Any:
         found = self._objects.get(number)
         if not isinstance(found, kind):
-            wanted = {Grid: "grid", Held: "matrix", HeldContext: "context"}.get(kind, "object")
+            wanted = {Grid: "grid", Held: "matrix", HeldContext: "context", MatmulPlan: "plan"}.get(kind, "object")
             is_there = "there is no such object, or it was freed" if found is None else f"it is {described(found)}"
             raise GridError(f"{number} names no {wanted} of this process: {is_there}")
         return found
@@ -212,7 +265,8 @@ class Host:
 
 
 def described(found: object) -> str:
-    return "a grid" if isinstance(found, Grid) else "a matrix" if isinstance(found, Held) else "a context"
+    kinds = {Grid: "a grid", Held: "a matrix", MatmulPlan: "a plan"}
+    return next((name for kind, name in kinds.items() if isinstance(found, kind)), "a context")
 
 
 def check_dims(rows: int, columns: int, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words
 from ...layout import GridShape
@@ -16,6 +16,8 @@ from .words import in_seconds, number, percent
 PHASES = {"gather A": "wait-x", "gather B": "wait-z", "reduce C": "wait-y", "redistribute": "wait-data",
           "agreement": "wait-all"}
 """That are drawn, in the colour of a CSS class."""
+REST = "copies, sums, the rest"
+"""Name of the time outside of all phases."""
 
 
 def bench_page(path: Path, results: list[Json]) -> Page:
@@ -87,14 +89,20 @@ def _over_bound(result: Json, digits: int) -> str:
     return f"{received / bound:.{digits}f}" if bound else "–"
 
 
+def whole_and_rest(result: Json) -> tuple[float, float]:
+    """Seconds of a product on the slowest rank, the mean over its repetitions, and those outside of all phases."""
+    whole = fmean(result["seconds"])
+    return whole, whole - sum(phase["computed"] + phase["waited"] for phase in result["phases"].values())
+
+
 def product_parts(result: Json) -> list[Part]:
-    """Where the time of a product goes, in milliseconds."""
+    """Where the median time of a product goes, in milliseconds."""
     phases = result["phases"]
     spent = [Part("computing: GEMM", "compute0", 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
     spent += [Part(f"waiting: {name}", class_, 1e3 * phases[name]["waited"]) for name, class_ in PHASES.items()
               if phases.get(name, {}).get("waited")]
     rest = 1e3 * median(result["seconds"]) - sum(part.length for part in spent)
-    return [*spent, Part("copies, sums, the rest", "rest", max(0.0, rest))]
+    return [*spent, Part(REST, "rest", max(0.0, rest))]
 
 
 def _times(results: list[Json]) -> Section:
@@ -102,7 +110,8 @@ def _times(results: list[Json]) -> Section:
     limit = 1e3 * median(results[0]["seconds"]) * results[0]["ratio"]
     legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
     drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
-    return Section("Time of a product", "Mean over the ranks. Dashed: what the GEMM alone would take on all cores.",
+    return Section("Time of a product",
+                   "Mean over the ranks that took part. Dashed: what the GEMM alone would take on all cores.",
                    [Figure(drawing, legend)])
 
 
@@ -118,9 +127,12 @@ def _grids(results: list[Json]) -> Section:
 def _phases(best: Json) -> Section:
     columns = {"computed": ">computing, mean", "off_core": ">of it without a core", "waited": ">waiting, mean",
                "waited_max": ">waiting, worst rank"}
-    rows = [(name, *(in_seconds(phase[key]) if key in phase else "–" for key in columns))
+    rows = [(name, in_seconds(phase["computed"] + phase["waited"]),
+             *(in_seconds(phase[key]) if key in phase else "–" for key in columns))
             for name, phase in best["phases"].items()]
-    head = ("phase", *columns.values())
+    whole, rest = whole_and_rest(best)
+    rows += [(REST, in_seconds(rest), "–", "–", "–"), ("whole product", in_seconds(whole), "–", "–", "–")]
+    head = ("phase", ">all", *columns.values())
     return Section(f"Phases on {_shape(best)}", tables=[Table(head, rows)])
 
 

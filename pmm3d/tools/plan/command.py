@@ -13,7 +13,7 @@ import typer
 
 from ...layout import MATRIX_DTYPES
 from ...model.environment import task_rank
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 from .asked import Asked
 
@@ -37,40 +37,43 @@ def plan_command(
     m: Annotated[int | None, typer.Option(min=1, help="A product: rows of A and C.")] = None,
     n: Annotated[int | None, typer.Option(min=1, help="A product: columns of B and C.")] = None,
     k: Annotated[int | None, typer.Option(min=1, help="A product: columns of A, rows of B.")] = None,
-    dtype: Annotated[DTypes | None, typer.Option(help="A product: of its elements. Left out: float64.")] = None,
-    features: Annotated[int | None, typer.Option(min=1, help="A training: columns of a sample, where the file of "
-                                                             "samples is not there.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="A training: columns of a target, likewise.")] = None,
+    dtype: Annotated[DTypes | None, typer.Option(help="A product: type of its elements. Left out: float64.")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="A training: columns of a sample, if the file of "
+                                                             "samples does not exist yet.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="A training: columns of a target, if the file does not "
+                                                            "exist yet.")] = None,
     classes: Annotated[int | None, typer.Option(min=2, help="A training: number of classes, in place of "
                                                             "--outputs.")] = None,
     gpt: Annotated[bool, typer.Option("--gpt", help="A GPT by formulas, in bfloat16 with AdamW, blocks "
                                                     "recomputed.")] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="A GPT: its blocks.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="A GPT: number of its blocks.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="A GPT: its width.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="A GPT: x must divide them. Left out: not looked "
-                                                          "at.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="A GPT: number of heads, which x must divide. Left "
+                                                          "out: any x is allowed.")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="A GPT: tokens of a sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="A GPT: sequences of a step; data x z must divide "
-                                                          "them.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=0, help="A GPT: tokens there are. Left out: 51200.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="A GPT: sequences of a step, which data x z must "
+                                                          "divide.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=0, help="A GPT: number of tokens. Left out: 51200.")] = None,
     accumulate: Annotated[int | None, typer.Option(min=1, help="A GPT: passes that a step's batch is cut into. Left "
                                                                "out: 1.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Left out: as the machine says.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Left out: those of the "
+                                                                   "machine.")] = None,
     terms: Annotated[Terms, typer.Option(help="full: all that a rank does, simulated; axonn: the collectives of a GPT "
                                               "by the five terms of AxoNN's authors.")] = Terms.FULL,
-    order: Annotated[str | None, typer.Option(help="Of ranks along the axes, innermost first, for --terms axonn. Left "
-                                                   "out: y,x,z,data.")] = None,
-    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="A GPT: only grids whose sizes are.")] = False,
-    min_tensor: Annotated[int | None, typer.Option(min=1, help="A GPT: ranks along x, y and z together, at "
-                                                               "least.")] = None,
+    order: Annotated[str | None, typer.Option(help="Order of the axes in which ranks are numbered, innermost first, "
+                                                   "for --terms axonn. Left out: y,x,z,data.")] = None,
+    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="A GPT: only grids whose sizes are "
+                                                                        "powers of two.")] = False,
+    min_tensor: Annotated[int | None, typer.Option(min=1, help="A GPT: least number of ranks along x, y and z "
+                                                               "together.")] = None,
     memory: Annotated[int | None, typer.Option(min=1, help="Bytes that a rank may hold. Left out: those of the "
                                                            "machine; no limit for --terms axonn.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Grids to show.")] = 10,
     mtbf: Annotated[float | None, typer.Option(help="Hours between failures of the job: says how often to write a "
                                                     "checkpoint.")] = None,
-    write_seconds: Annotated[float | None, typer.Option(help="That a checkpoint takes to write. Left out: at 1 GB/s "
-                                                             "a node.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all ranked grids here.")] = None,
+    write_seconds: Annotated[float | None, typer.Option(help="Seconds that it takes to write a checkpoint. Left out: "
+                                                             "at 1 GB/s a node.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all ranked grids here; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw where the time goes here (.png, .pdf, .svg).")] = None,
 ) -> None:
     """Which grid, how many ranks, will it fit, how long: before a job is submitted.
@@ -108,7 +111,7 @@ def plan_command(
 
 
 def _check_output(json: Path | None, plot: Path | None) -> None:
-    check_writable(json, plot)
+    check_writable(plot, text=json)
     if plot:
         from ..bench.plot import check_picture
 
@@ -130,10 +133,9 @@ def _plan(asked: Asked, machine: str | None, top: int, json: Path | None, plot: 
     for line in (*answer.notes, *dropped_lines(ranking), choice(ranking, answer.unit), *answer.advice):
         say(line)
     if json:
-        json.write_text(json_format.dumps(answer.as_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(json, json_format.dumps(answer.as_json(), indent=1) + "\n")
     if plot:
         from .plot import plot as draw
 
         draw(ranking, shown, chosen.machine.name, plot)
-    for written in filter(None, (json, plot)):
-        say(f"wrote {written}")
+    say_written(json, plot)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...errors import needs
 from ...model.candidates import Ranking
+from ..bench.plot import titled
 from .shown import TERMS, Shown, names
 
 COLOURS = {"gemm": "#4477aa", "passes": "#66ccee", "overhead": "#bbbbbb", "x": "#ee6677", "y": "#ccbb44",
@@ -32,7 +33,7 @@ def plot(ranking: Ranking, shown: Shown, machine: str, path: Path) -> None:
         axes.axhline(len(shown.best) - 0.5, color="black", linewidth=0.5)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.set_title(f"{ranking.what}\non {ranking.ranks:,} ranks of {machine}", fontsize=10)
+    axes.set_title(titled(ranking.what, f"on {ranking.ranks:,} ranks of {machine}"), fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
 from ...comm.words import in_bytes
 from ...model.candidates import Candidate, Ranking
 from ...model.ranking import lower_bound
+from ..figure_table import FigureTable
 from .shown import TERMS, Shown, names
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -20,8 +19,6 @@ ENOUGH = 10
 """Of a unit in which times are told."""
 WIDE = 1e5
 """From here on figures are in thousands."""
-HEADERS = {"overhead": "over\nhead", "activations": "activ-\nations", "gradients": "gradi-\nents",
-           "workspace": "work-\nspace"}
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 """Of `in_bytes`."""
 
@@ -29,14 +26,14 @@ BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 def print_ranking(console: Console, ranking: Ranking, shown: Shown, peak: float,
                   product: tuple[int, int, int] | None = None) -> None:
     """Two tables: where the time goes, and what is held. peak: flop/s of a rank; 0 if seconds are no whole step."""
-    for title, table in (_times(ranking, shown, peak, product), *_memory(shown)):
-        console.print(f"\n[bold]{title}[/]")
+    for table in (_times(ranking, shown, peak, product), *_memory(shown)):
+        console.print()
         console.print(table)
     if any(candidate.estimated for candidate in shown.all):
         console.print("~ by formulas: there are too many grids to simulate each")
 
 
-def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> tuple[str, Table]:
+def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> FigureTable:
     """Seconds, share of peak, bytes over the lower bound, and each term."""
     best = shown.all[0].seconds
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
@@ -44,19 +41,19 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     columns: dict[str, Callable[[Candidate], str]] = {
         unit: lambda candidate: "~" * candidate.estimated + figure(candidate.seconds / scale, decimals)}
     if peak:
-        columns["peak\n%"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
+        columns["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
-        columns["bytes over\nbound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
+        columns["bytes over bound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
     if any(candidate.overlap for candidate in shown.all):
         columns["overlap"] = lambda candidate: candidate.overlap
     for term in names((candidate.terms for candidate in shown.all), TERMS):
-        columns[HEADERS.get(term, term)] = lambda candidate, term=term: (  # type: ignore[misc]
+        columns[term] = lambda candidate, term=term: (  # type: ignore[misc]
             figure(candidate.terms.get(term, 0.0) / scale, decimals))
     what = ranking.what[0].upper() + ranking.what[1:]
-    return f"{what} on {ranking.ranks:,} ranks, time in {unit}", _table(columns, shown)
+    return _table(f"[bold]{what} on {ranking.ranks:,} ranks, time in {unit}[/]", columns, shown)
 
 
-def _memory(shown: Shown) -> Iterator[tuple[str, Table]]:
+def _memory(shown: Shown) -> Iterator[FigureTable]:
     """Each kind, in the unit of the most; nothing where nothing is known."""
     most = max(sum(candidate.memory.values()) for candidate in shown.all)
     if not most:
@@ -65,18 +62,16 @@ def _memory(shown: Shown) -> Iterator[tuple[str, Table]]:
     scale = 1024 ** BYTES.index(unit)
     decimals = decimals_of(most / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        "all": lambda candidate: f"{sum(candidate.memory.values()) / scale:,.{decimals}f}"}
+        "all": lambda candidate: _amount(sum(candidate.memory.values()) / scale, decimals)}
     for kind in names(candidate.memory for candidate in shown.all):
-        columns[HEADERS.get(kind, kind)] = lambda candidate, kind=kind: (  # type: ignore[misc]
-            f"{candidate.memory.get(kind, 0) / scale:,.{decimals}f}")
-    yield f"Memory of the fullest rank, in {unit}", _table(columns, shown)
+        columns[kind] = lambda candidate, kind=kind: (  # type: ignore[misc]
+            _amount(candidate.memory.get(kind, 0) / scale, decimals))
+    yield _table(f"[bold]Memory of the fullest rank, in {unit}[/]", columns, shown)
 
 
-def _table(columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> Table:
-    """A line for each candidate; presets below a rule. Figures that do not fit are folded, not cut."""
-    headers = [Column(name, justify="right", overflow="fold", no_wrap=name == "overlap") for name in columns]
-    table = Table(Column("", justify="right"), Column("grid", no_wrap=True), Column("preset", no_wrap=True), *headers,
-                  box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> FigureTable:
+    """A line for each candidate; presets below a rule."""
+    table = FigureTable(title, ["", "grid", "preset", *columns], keys=3)
     for place, candidate in enumerate(shown.all, 1):
         figures = [of(candidate) for of in columns.values()]
         table.add_row(str(place) if place <= len(shown.best) else "", str(candidate.grid), candidate.preset, *figures,
@@ -87,6 +82,15 @@ def _table(columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> Tabl
 def _share(share: float) -> str:
     """Of three digits, in percent."""
     return f"{share:.3g}" if share >= LEAST_SHARE else f"<{LEAST_SHARE}"
+
+
+def _amount(value: float, decimals: int) -> str:
+    """With so many digits after the point; two digits that count of what would have fewer.
+
+        >>> _amount(0.7, 2), _amount(0.0312, 1), _amount(0, 1)
+        ('0.70', '0.031', '0.0')
+    """
+    return f"{value:#.2g}" if 0 < value < 10 ** (1 - decimals) else f"{value:,.{decimals}f}"
 
 
 def figure(value: float, decimals: int) -> str:

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 
 if TYPE_CHECKING:
@@ -54,23 +54,28 @@ def simulate_command(
                                                      "measured here, or nominal.")] = None,
     grid: Annotated[str, typer.Option(help="GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp, megatron, or auto: the best.")] = AUTO,
     data: Annotated[int | None, typer.Option(min=1, help="Ranks along data. Left out: those that x, y and z "
-                                                         "leave. Of a named grid it holds for curves too.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Left out: as the machine says.")] = None,
+                                                         "leave. With a named grid, all points of the curves "
+                                                         "have this number.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Left out: those of the "
+                                                                   "machine.")] = None,
     noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
                                                               "share of it. Left out: the machine's.")] = None,
-    scaling: Annotated[Scaling, typer.Option(help="Which curves.")] = Scaling.BOTH,
-    from_ranks: Annotated[int | None, typer.Option(min=1, help="Where curves begin.")] = None,
-    to_ranks: Annotated[int | None, typer.Option(min=1, help="Where they end. Left out: 32,768, or the node that was "
-                                                             "measured here.")] = None,
+    scaling: Annotated[Scaling, typer.Option(help="Curves to simulate.")] = Scaling.BOTH,
+    from_ranks: Annotated[int | None, typer.Option(min=1, help="Least number of ranks of a curve.")] = None,
+    to_ranks: Annotated[int | None, typer.Option(min=1, help="Largest number of ranks of a curve. Left out: 32,768, "
+                                                             "or those of the node that was measured here.")] = None,
     features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, where the data file is not here "
                                                              "yet.")] = None,
-    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, likewise.")] = None,
-    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, for labels, likewise.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, if the data file is not here "
+                                                            "yet.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, if the targets are labels and the "
+                                                            "data file is not here yet.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the step as a Chrome trace here (ui.perfetto.dev).")] = None,
     beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, to be put into --trace beside "
                                                      "the simulated step.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves here.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here; - is standard "
+                                                                  "output.")] = None,
 ) -> None:
     """Simulate a training step on a machine, on as many ranks as it is to have, and how it scales.
 
@@ -105,7 +110,7 @@ def simulate_command(
             raise Pmm3dError("--plot draws the curves, and --scaling none asks for none: leave one of them out")
         if plot is not None:
             check_picture(plot)
-        check_writable(trace, plot, json_file)
+        check_writable(trace, plot, text=json_file)
         real = read_trace(beside) if beside else []
         loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)
         known = asked.machine
@@ -202,7 +207,7 @@ def _like(grids: list[GridShape], ranks: int, times: int) -> Iterator[GridShape]
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
     """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+    with Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("simulating", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
@@ -227,7 +232,6 @@ def _write(simulator: Simulator, found: Simulated, drawn: list[Curve], what: str
         say(write_trace(trace, found, real))
     if plot is not None:
         draw(drawn, f"{what} on {simulator.machine.name}", plot)
-        say(f"wrote {plot}")
     if json_file is not None:
-        json_file.write_text(json.dumps(as_json(simulator, found, drawn, what), indent=1) + "\n")
-        say(f"wrote {json_file}")
+        write_text(json_file, json.dumps(as_json(simulator, found, drawn, what), indent=1) + "\n")
+    say_written(plot, json_file)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import needs
+from ..bench.plot import titled
 from .scaling import AS_IT_IS, VARIANTS, Curve
 
 STYLES = {AS_IT_IS: ("#4477aa", "-"), "no oar": ("#ee6677", "--"), "no ors": ("#ccbb44", "--"),
@@ -37,6 +38,6 @@ def draw(curves: Sequence[Curve], what: str, path: Path) -> None:
                  title=f"{curve.kind} scaling")
         axes.grid(alpha=0.3)
     panels[0][0].legend(title="overlaps", frameon=False, fontsize=9)
-    figure.suptitle(what)
+    figure.suptitle(titled(what, inches=figure.get_figwidth()), fontsize=10)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

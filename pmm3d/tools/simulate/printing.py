@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
 
 from ...comm.replay import WORDS
 from ...comm.words import in_bytes
+from ..figure_table import FigureTable
 from ..page.words import in_seconds, percent
 from .scaling import VARIANTS, Curve, Point
 from .steps import Simulated, Simulator
@@ -46,13 +45,19 @@ def print_curve(curve: Curve, console: Console) -> None:
     """A row for each number of ranks."""
     how = "the same batch" if curve.kind == "strong" else "a batch that grows with the ranks"
     title = f"[bold]{curve.kind.capitalize()} scaling[/]: {how}; ms a step, by the overlaps that are on"
-    table = _columns(title, "ranks", "grid", "batch", *VARIANTS, "efficiency")
+    table = FigureTable(title, ("ranks", "grid", "batch", *VARIANTS, "efficiency"))
     for point in curve.points:
         efficiency = curve.efficiency(point)
         table.add_row(f"{point.ranks:,}", str(point.grid or "-"), f"{point.batch:,}",
                       *(_milliseconds(point, variant) for variant in VARIANTS),
                       "-" if efficiency is None else percent(efficiency))
     console.print(table)
+    console.print("no oar, no ors, no oag: all-reduces, reduce-scatters or all-gathers do not overlap computation; no "
+                  "buckets: sums of gradients do not; none: nothing does")
+    few = [point for point in curve.points if point.grid and point.batch < point.grid.data * point.grid.z]
+    if few:
+        console.print(f"[yellow]From {few[0].ranks:,} ranks on, a batch of {few[0].batch:,} leaves ranks along data and "
+                      "z without a row[/]")
     for point in curve.points:
         if point.why_not:
             held = f" (it holds {in_bytes(point.memory)} a rank)" if point.memory else ""
@@ -70,14 +75,13 @@ def _classes(alike: Mapping[int, int]) -> str:
     return ", ".join(shown) + more
 
 
-def _terms(found: Simulated, console: Console) -> Table:
-    table = _columns("[bold]Time of the slowest rank[/]", "what", "ms", "share", "")
+def _terms(found: Simulated, console: Console) -> FigureTable:
+    table = FigureTable("[bold]Time of the slowest rank[/]", ("what", "ms", "share", ""), left=("",))
     block = "█" if _takes(console, "█") else "#"
     for name, seconds in sorted(found.terms.items(), key=lambda term: -term[1]):
         share = seconds / found.seconds if found.seconds else 0.0
         table.add_row(NAMES.get(name, f"waiting: {name}"), _short(seconds), percent(share), block * round(BAR * share))
     table.add_row("together", _short(found.seconds), "", "", style="bold")
-    table.columns[-1].justify = "left"
     return table
 
 
@@ -89,8 +93,9 @@ def _takes(console: Console, text: str) -> bool:
     return True
 
 
-def _axes(found: Simulated) -> Table:
-    table = _columns("[bold]Communication of rank 0[/]", "axis", "received", "ms by itself", "ms hidden", "ms waited")
+def _axes(found: Simulated) -> FigureTable:
+    table = FigureTable("[bold]Communication of rank 0[/]", ("axis", "received", "ms by itself", "ms hidden",
+                                                             "ms waited"))
     waits, received = found.timeline.waits(0), found.received
     for axis, seconds in found.alone.items():
         if axis not in WORDS.values():
@@ -100,15 +105,15 @@ def _axes(found: Simulated) -> Table:
     return table
 
 
-def _largest(simulator: Simulator, found: Simulated) -> Table:
-    table = _columns("[bold]What takes longest of rank 0[/], each by itself", "what", "times", "ms")
+def _largest(simulator: Simulator, found: Simulated) -> FigureTable:
+    table = FigureTable("[bold]What takes longest of rank 0[/], each by itself", ("what", "times", "ms"))
     for share in simulator.largest(found)[:LARGEST]:
         table.add_row(escape(share.what), f"{share.times:,}", _short(share.seconds))
     return table
 
 
-def _memory(memory: Mapping[str, int]) -> Table:
-    table = _columns("[bold]Memory of rank 0[/]", "what", "")
+def _memory(memory: Mapping[str, int]) -> FigureTable:
+    table = FigureTable("[bold]Memory of rank 0[/]", ("what", ""))
     for kind, nbytes in memory.items():
         table.add_row(kind, in_bytes(nbytes))
     table.add_row("together", in_bytes(sum(memory.values())), style="bold")
@@ -117,9 +122,3 @@ def _memory(memory: Mapping[str, int]) -> Table:
 
 def _short(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f}"
-
-
-def _columns(title: str, first: str, *others: str) -> Table:
-    columns = [Column(name, justify="right", overflow="fold") for name in others]
-    return Table(Column(first, overflow="fold"), *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD,
-                 pad_edge=False, collapse_padding=True)

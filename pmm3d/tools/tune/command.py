@@ -10,7 +10,7 @@ import typer
 
 from ...errors import Pmm3dError, needs
 from ...layout import MATRIX_DTYPES
-from ..outputs import check_writable
+from ..outputs import check_writable, say_written, write_text
 from ..progress import progress
 from ..ranks import all_ranks, on_first
 from ..terminal import console, say
@@ -31,8 +31,8 @@ def _dtypes(given: list[str] | None) -> list[str]:
 
 
 def machine_command(
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be given more "
-                                                         "than once. Left out: float32 and float64.",
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
+                                                         "given more than once. Left out: float32 and float64.",
                                                     callback=_dtypes)] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
                                                          "at most: 0.5 measures fewer points.")] = 1.0,
@@ -65,7 +65,7 @@ def machine_command(
     with all_ranks() as comm:
         with needs("train", "writing a machine file"):
             import tomlkit  # noqa: F401
-        on_first(comm, lambda: check_writable(output))
+        on_first(comm, lambda: check_writable(text=output))
         if show:
             _show(comm)
             return
@@ -100,11 +100,8 @@ def _write(report: Report, output: Path | None) -> list[str]:
     except (OSError, RuntimeError) as error:
         lines.append(f"what was measured is not kept: {error}. --output FILE and PMM3D_MACHINE=FILE do without")
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise Pmm3dError(f"cannot write {output}: {error.strerror}") from None
-        lines.append(f"wrote {output}")
+        write_text(output, text)
+        say_written(output)
     return lines
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
 from ...comm.words import in_bytes
 from ...model.machines import Machine
+from ..figure_table import FigureTable
 from .fitting import Fitted
 from .measure import Report
 
@@ -48,7 +47,7 @@ def _print_doubts(report: Report, console: Console) -> None:
                       f"{one.ratio:g} times the median of the ranks[/]")
 
 
-def _gemms(machine: Machine) -> Table:
+def _gemms(machine: Machine) -> FigureTable:
     rows = []
     for dtype, found in machine.gemms.items():
         for form, points in found.forms.items():
@@ -58,12 +57,12 @@ def _gemms(machine: Machine) -> Table:
     return _table("[bold]GEMM[/] GFLOP/s of a rank, m x n x k", ("dtype", "form", *shapes, "best"), rows)
 
 
-def _passes(machine: Machine) -> Table:
+def _passes(machine: Machine) -> FigureTable:
     rows = [(name, f"{1e6 * one.overhead:.1f}", f"{one.rate / 1e9:.2f}") for name, one in machine.passes.items()]
     return _table("[bold]Passes over memory[/] of a rank", ("pass", "overhead us", "GB/s"), rows)
 
 
-def _collectives(machine: Machine) -> Table:
+def _collectives(machine: Machine) -> FigureTable:
     rows = []
     for row in machine.collectives:
         rate = row.nbytes[-1] / row.seconds[-1] / 1e9
@@ -73,7 +72,7 @@ def _collectives(machine: Machine) -> Table:
                   ("operation", "inside", "nodes", "latency us", "largest", "GB/s"), rows)
 
 
-def _laws(fit: Fitted) -> Table:
+def _laws(fit: Fitted) -> FigureTable:
     rows = []
     for operation, law in fit.laws.items():
         figures = (f"{1e6 * figure:.1f}" for figure in law[:3])
@@ -86,10 +85,8 @@ def _laws(fit: Fitted) -> Table:
                    "largest"), rows)
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    named = [Column(name, justify="left" if index == 0 else "right", overflow="fold")
-             for index, name in enumerate(columns)]
-    table = Table(*named, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> FigureTable:
+    table = FigureTable(title, columns)
     for row in rows:
         table.add_row(*row)
     return table

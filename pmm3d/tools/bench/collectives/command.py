@@ -11,7 +11,7 @@ import typer
 
 from ....errors import Pmm3dError
 from ....model.textbook import OPERATIONS
-from ...outputs import check_writable
+from ...outputs import check_writable, say_written, write_text
 from ...progress import progress
 from ...ranks import all_ranks, on_first
 from ...terminal import console, say
@@ -56,7 +56,7 @@ def collectives_command(
     nodes: Annotated[int, typer.Option(min=0, help="Look at the ranks of a group as if they were on so many nodes, to "
                                                    "try what goes by nodes where there is one. Left out: as they "
                                                    "are.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time by size here (.png, .pdf, .svg).")] = None,
 ) -> None:
     """Time every way of every collective, beside MPI's own, and say which is the fastest from which size on.
@@ -97,7 +97,7 @@ def _check(size: int, groups: list[int], json: Path | None, plot: Path | None) -
     if wrong := [group for group in groups if group < 2 or size % group]:
         raise Pmm3dError(f"--ranks {wrong[0]}: {size} ranks form groups of "
                          f"{', '.join(str(group) for group in range(2, size + 1) if size % group == 0)}")
-    check_writable(json, plot)
+    check_writable(plot, text=json)
     if plot:
         from ..plot import check_picture
 
@@ -116,13 +116,9 @@ def _show(found: Found, json: Path | None, plot: Path | None) -> None:
 
     print_found(found, console(sys.stdout))
     if json:
-        try:
-            json.write_text(json_format.dumps(found.as_json(), indent=1), encoding="utf-8")
-        except OSError as error:
-            raise Pmm3dError(f"cannot write {json}: {error.strerror}") from None
+        write_text(json, json_format.dumps(found.as_json(), indent=1))
     if plot:
         from .plot import plot as draw
 
         draw(found, str(plot))
-    for written in filter(None, (json, plot)):
-        say(f"wrote {written}")
+    say_written(json, plot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....errors import needs
 from ....model.textbook import BY_NODES, DIRECT, RING, SERVER, STAGES, TOGETHER
+from ..plot import titled
 from .measure import MPI_BLOCKING, MPI_NONBLOCKING, Found
 from .tables import in_words
 
@@ -37,6 +38,6 @@ def plot(found: Found, path: str) -> None:
     for places in grid:
         places[0].set_ylabel("seconds")
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.suptitle(f"{found.cpu}, {found.mpi}", fontsize=9)
+    figure.suptitle(titled(f"{found.cpu}, {found.mpi}", inches=figure.get_figwidth()), fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from math import inf
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
 from ....comm.words import in_bytes
 from ....model.textbook import cost, crossovers, ways
+from ...figure_table import FigureTable
 from .measure import MPI_BLOCKING, Found, Row
 
 KIND = tuple[int, int, int]
@@ -34,12 +33,12 @@ def print_found(found: Found, console: Console) -> None:
     console.print(textbook(found, group, nbytes))
 
 
-def times(found: Found, operation: str, group: KIND) -> Table:
+def times(found: Found, operation: str, group: KIND) -> FigureTable:
     """Of one collective in one group: a row a way, a column a size."""
     rows = found.of(operation, group)
     sizes = list(rows[MPI_BLOCKING])
     across = any(row.across for points in rows.values() for row in points.values())
-    table = _table("way", *map(in_bytes, sizes), *(["last: into a node"] if across else []))
+    table = FigureTable("", ("way", *map(in_bytes, sizes), *(["last: into a node"] if across else [])))
     medians = _medians(rows, sizes)
     fastest = [min(medians, key=lambda way: medians[way][index]) for index in range(len(sizes))]
     for way, points in rows.items():
@@ -48,9 +47,9 @@ def times(found: Found, operation: str, group: KIND) -> Table:
     return table
 
 
-def crossings(found: Found) -> Table:
+def crossings(found: Found) -> FigureTable:
     """Which way is the fastest from which size on, and which is the library's there."""
-    table = _table("collective", "way", "from", "the library's way")
+    table = FigureTable("", ("collective", "way", "from", "the library's way"), keys=2, left=("the library's way",))
     for group in found.groups():
         table.add_row("", f"[bold]{in_words(group)}[/]")
         for operation in found.operations:
@@ -62,9 +61,9 @@ def crossings(found: Found) -> Table:
     return table
 
 
-def textbook(found: Found, group: KIND, nbytes: int) -> Table:
+def textbook(found: Found, group: KIND, nbytes: int) -> FigureTable:
     """What alpha, beta and gamma say of a group and a size."""
-    table = _table("way", "steps", "received", "across", "added", "model us", "us")
+    table = FigureTable("", ("way", "steps", "received", "across", "added", "model us", "us"))
     inside = group[1] if group[2] > 1 and group[0] == group[1] * group[2] else 1
     for operation in found.operations:
         rows = found.of(operation, group)
@@ -102,12 +101,6 @@ def _cell(row: Row | None, best: bool) -> str:
 
 def _crossed(row: Row | None) -> str:
     return "-" if row is None or row.way.startswith(MPI_BLOCKING) else in_bytes(row.across)
-
-
-def _table(*names: str) -> Table:
-    left = {"way", "collective", "the library's way"}
-    columns = [Column(name, justify="left" if name in left else "right", overflow="fold") for name in names]
-    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def _rate(seconds: float) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from ....errors import Pmm3dError
 from ....model.environment import task_rank
-from ...outputs import check_writable
+from ...outputs import check_writable, say_written, write_text
 from ...progress import progress
 from ...terminal import complaining, console, say
 
@@ -34,16 +34,16 @@ def blas_command(
     m: Annotated[int, typer.Option(min=1, help="A product: rows of A and C.")] = 2048,
     n: Annotated[int, typer.Option(min=1, help="A product: columns of B and C.")] = 2048,
     k: Annotated[int, typer.Option(min=1, help="A product: columns of A, rows of B.")] = 2048,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Of the job, for its local GEMMs. Left out: as many as "
-                                                          "measure.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="That measure at once, here. Left out: one for "
-                                                                   "each core.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Of a product: {', '.join(DTYPES)}; may be given more than "
-                                                         "once. Left out: float32 and float64.",
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, which give the sizes of its local "
+                                                          "GEMMs. Left out: as many as measure.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks that measure at once on this node. Left "
+                                                                   "out: one for each core.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Types of a product: {', '.join(DTYPES)}; may be given more "
+                                                         "than once. Left out: float32 and float64.",
                                                     callback=_dtypes)] = None,
     blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
                                                         "Left out: all that are found.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
     keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto, and the times for "
                                             "order=\"auto\", on machines of this kind.")] = True,
 ) -> None:
@@ -72,7 +72,7 @@ def blas_command(
 
     mpi4py.rc(initialize=False, finalize=False)
     with complaining():
-        check_writable(json)
+        check_writable(text=json)
         _tune(config, (m, n, k), ranks, ranks_per_node, dtype or list(DTYPES[:2]), blas or [], json, keep)
 
 
@@ -103,8 +103,8 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     if keep:
         _remember(findings, threads)
     if json is not None:
-        json.write_text(json_format.dumps(as_json(findings), indent=1))
-        say(f"wrote {json}")
+        write_text(json, json_format.dumps(as_json(findings), indent=1))
+        say_written(json)
 
 
 def _apart(findings: Findings) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Column, Table
 
 from ....comm.words import blas_in_words
 from ....model.orders import Timed
+from ...figure_table import FigureTable
 from .measuring import Findings, Loaded, Times
 from .shapes import Gemm
 
@@ -27,10 +26,10 @@ def print_findings(findings: Findings, console: Console) -> None:
     console.print("orders: of A, B and C, by rows (n) or by columns (t)")
 
 
-def _candidates(findings: Findings) -> Table:
+def _candidates(findings: Findings) -> FigureTable:
     best = findings.seconds(findings.choice.candidate)
     title = f"[bold]BLASes here[/], {findings.ranks} rank(s) at once, {findings.choice.threads} thread(s) each"
-    table = _table(title, "PMM3D_BLAS", "what it is", "kernel", "GFLOP/s a rank", "time / best")
+    table = FigureTable(title, ("PMM3D_BLAS", "what it is", "kernel", "GFLOP/s a rank", "time / best"))
     for loaded in sorted(findings.candidates, key=lambda loaded: findings.seconds(loaded.candidate)):
         seconds = findings.seconds(loaded.candidate)
         flop = sum(gemm.flop * gemm.times for gemm in findings.times[loaded.candidate])
@@ -40,9 +39,9 @@ def _candidates(findings: Findings) -> Table:
     return table
 
 
-def _gemms(findings: Findings) -> Table:
-    table = _table(f"[bold]GEMMs[/] with {findings.choice.candidate}", "m x n x k", "dtype", "times", "as is",
-                   "GFLOP/s", "best", "GFLOP/s", "transposing first")
+def _gemms(findings: Findings) -> FigureTable:
+    table = FigureTable(f"[bold]GEMMs[/] with {findings.choice.candidate}", (
+        "m x n x k", "dtype", "times", "as is", "GFLOP/s", "best", "GFLOP/s", "transposing first"))
     for gemm, times in findings.times[findings.choice.candidate].items():
         given, best = times.as_given(gemm), times.orders[times.best]
         table.add_row("x".join(map(str, gemm.shape)), gemm.dtype, str(gemm.times), gemm.form + "n",
@@ -54,12 +53,6 @@ def _gemms(findings: Findings) -> Table:
 def _verdict(gemm: Gemm, times: Times) -> str:
     share = times.transposed_first(gemm) / times.as_given(gemm)
     return f"pays: {share:.2f} of the time" if share < 0.97 else f"no ({share:.2f})"
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    columns = [Column(name, justify="right", overflow="fold") for name in others]
-    return Table(Column(first, overflow="fold"), *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD,
-                 pad_edge=False, collapse_padding=True)
 
 
 def script_lines(loaded: Loaded) -> list[str]:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import needs
-from .disk import file_errors
-
-with needs("io", "checkpoints"):
-    import h5py
 
 
 class _Output(io.FileIO):
@@ -47,6 +42,8 @@ class NewHdf5:
     """
 
     def __init__(self, path: Path):
+        with needs("io", "HDF5 files"):
+            import h5py
         path.unlink(missing_ok=True)
         self._path, self._output = path, _Output(path, "x+")
         self.file = h5py.File(self._output, "w")
@@ -70,15 +67,3 @@ class NewHdf5:
                 self.file.close()
             self._output.close()
             self._path.unlink(missing_ok=True)
-
-
-@contextmanager
-def written(path: Path) -> Iterator[h5py.File]:
-    """A new file that is on the disk when the body is done."""
-    with file_errors(path, "written"):
-        new = NewHdf5(path)
-        try:
-            yield new.file
-            new.complete()
-        finally:
-            new.abandon()

@@ -1,0 +1,162 @@
+"""Files of one matrix: .npy, and data sets of HDF5 files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError, DTypeError, Pmm3dError, check_regular, needs
+from .new_hdf5 import NewHdf5
+
+WRITTEN_BYTES = 2**26
+"""Bytes of rows that rank 0 gathers and writes at a time."""
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
+    """A sliceable 2D source with .shape: the array of a .npy file or a data set of an HDF5 file."""
+    _check_path("DistMatrix.from_file", path)
+    check_regular(path)
+    if str(path).endswith(".npy"):
+        try:
+            source = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{path} is no .npy file of numbers: {error}") from None
+        yield source
+        return
+    if str(path).endswith(".npz"):
+        raise DataError(f"{path}: an array of an .npz file cannot be read in parts. Save it as a .npy file: "
+                        f"numpy.save('a.npy', numpy.load({str(path)!r})['a'])")
+    with needs("io", "HDF5 files"):
+        import h5py
+    try:
+        file = h5py.File(path, "r")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as an HDF5 file: {error}. A matrix is read from a .npy file, or from "
+                        "a data set of an HDF5 file") from None
+    with file:
+        if not isinstance(dataset, str) or not isinstance(file.get(dataset), h5py.Dataset):
+            raise Pmm3dError(f"{path}: name one of its data sets: {', '.join(map(repr, file))}; got {dataset!r}")
+        found = file[dataset]
+        if found.shape and found.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+            check_all_written(path, found)
+        yield found
+
+
+def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
+    """Raises DataError for parts of a data set that were declared and never written: HDF5 makes up their elements."""
+    declared = prod(dataset.shape) * dataset.dtype.itemsize
+    unit, there = "bytes", dataset.id.get_storage_size()
+    if dataset.is_virtual:
+        declared = prod(dataset.shape)
+        unit, there = "elements", sum(source.vspace.get_select_npoints() for source in dataset.virtual_sources())
+    elif dataset.external:
+        there = sum(min(size, max(0, os.path.getsize(file) - offset)) for file, offset, size in dataset.external)
+    elif dataset.chunks:
+        declared = prod(-(-extent // chunk) for extent, chunk in zip(dataset.shape, dataset.chunks))
+        unit, there = "chunks", dataset.id.get_num_chunks()
+    if there < declared:
+        raise DataError(f"{path}: data set {dataset.name[1:]!r} declares the shape {dataset.shape}, which "
+                        f"takes {declared:,} {unit}, and {there:,} of them were written: write all rows, or "
+                        "declare only those that there are")
+
+
+def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None, overwrite: bool) -> None:
+    """`DistMatrix.to_file`."""
+    grid = matrix.grid
+    new: _NewNpy | _NewDataset | None = None
+    with grid.together("to_file", matrix.signature, path, dataset, overwrite, always=True):
+        _check_path("to_file", path)
+        target = Path(path)
+        if (target.suffix == ".npy") == (dataset is not None):
+            raise DataError(f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
+                            f"dataset= names one; got dataset={dataset!r}")
+        if matrix.dtype == "bfloat16":
+            raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the "
+                             "same elements")
+        if grid.rank == 0:
+            with _write_errors(target):
+                if os.path.lexists(target) and not overwrite:
+                    raise DataError(f"{path} exists. to_file(path, overwrite=True) replaces it")
+                check_regular(target)
+                temporary = target.with_name(f".{target.name}.tmp")
+                new = (_NewNpy(temporary, matrix.shape, matrix.dtype) if dataset is None
+                       else _NewDataset(temporary, dataset, matrix.shape, matrix.dtype))
+    try:
+        rows, cols = matrix.shape
+        step = max(1, WRITTEN_BYTES // max(1, cols * np.dtype(matrix.dtype).itemsize))
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            found = matrix.submatrix(part, slice(None)).gather(root=0)
+            with grid.together("to_file: writing", always=True), _write_errors(target):
+                if new is not None:
+                    new.write(part, matrix.library.to_numpy(found))
+        with grid.together("to_file: completing", always=True), _write_errors(target):
+            if new is not None:
+                new.complete()
+                os.replace(temporary, target)
+    finally:
+        if new is not None:
+            new.abandon()
+
+
+class _NewNpy:
+    """A new .npy file, written row by row."""
+
+    def __init__(self, path: Path, shape: tuple[int, int], dtype: str):
+        path.unlink(missing_ok=True)
+        self._path, self._file = path, open(path, "xb")
+        described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, described)
+
+    def write(self, rows: slice, values: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(values).data)
+
+    def complete(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close and remove the file, unless it is complete and has its name."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class _NewDataset:
+    """A new HDF5 file with one data set."""
+
+    def __init__(self, path: Path, name: str, shape: tuple[int, int], dtype: str):
+        self._new = NewHdf5(path)
+        self._dataset = self._new.file.create_dataset(name, shape, dtype)
+
+    def write(self, rows: slice, values: np.ndarray) -> None:
+        self._dataset[rows] = values
+        self._new.check()
+
+    def complete(self) -> None:
+        self._new.complete()
+
+    def abandon(self) -> None:
+        self._new.abandon()
+
+
+def _check_path(what: str, path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise DataError(f"{what}: the path is a str or a Path; got {path!r}")
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,83 @@
+"""What belongs to the calling program stays as it was, and its blocks end as it wants them to."""
+
+import asyncio
+import gc
+import sys
+import time
+
+import pytest
+
+from pmm3d import BlacsContext, DistMatrix, Grid, Layout, MatmulPlan
+from pmm3d.comm.watch import Watch
+
+pytestmark = pytest.mark.parallel([1, 3])
+
+
+def test_the_hook_for_uncaught_errors_is_there_as_long_as_an_error(comm, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", before := lambda *found: None)
+    for _ in range(3):
+        with pytest.raises(ValueError) as raised, Grid(comm):
+            raise ValueError
+        assert sys.excepthook is before if comm.size == 1 else sys.excepthook._before is before
+    del raised
+    gc.collect()
+    assert sys.excepthook is before
+
+
+@pytest.mark.parallel([3])
+def test_nothing_is_received_on_the_callers_communicator(comm):
+    """While the others wait for rank 0 to make the grid."""
+    request = comm.isend("mine", 1, tag=Watch.TAG) if comm.rank == 0 else None
+    time.sleep(1 if comm.rank == 0 else 0)
+    with Grid(comm):
+        pass
+    if comm.rank == 1:
+        assert comm.recv(source=0, tag=Watch.TAG) == "mine"
+    if request is not None:
+        request.wait()
+
+
+def blocks(comm):
+    """Each uses a grid until it is closed."""
+    def of_grid():
+        with Grid(comm) as grid:
+            yield grid
+
+    def of_plan():
+        with Grid(comm) as grid:
+            a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
+            with MatmulPlan(a, b) as plan:
+                plan.start()
+                yield grid
+
+    def of_context():
+        with BlacsContext(comm, (1, 1)) as context:
+            yield context.grid
+
+    def of_a_context_on_a_grid():
+        with Grid(comm) as grid, BlacsContext(grid, (1, 1)):
+            yield grid
+
+    return of_grid, of_plan, of_context, of_a_context_on_a_grid
+
+
+def test_a_generator_that_is_closed_leaves_the_grid(comm):
+    """At its own time on each rank."""
+    for block in blocks(comm):
+        generator = block()
+        grid = next(generator)
+        time.sleep(0.1 * comm.rank)
+        generator.close()
+        assert grid.engine.guard.closed
+
+
+def test_a_task_that_is_cancelled_leaves_the_grid(comm):
+    async def works():
+        with Grid(comm):
+            await asyncio.sleep(60)
+
+    async def cancels():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(works(), 0.1 * (1 + comm.rank))
+
+    asyncio.run(cancels())

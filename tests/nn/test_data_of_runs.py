@@ -1,0 +1,119 @@
+"""What `pmm3d train` makes of its data: which rows are held out, classes by name, integers that are values."""
+
+import logging
+
+import h5py
+import numpy as np
+import pytest
+from training_runs import Runs, fails
+
+from pmm3d import Pmm3dError
+from pmm3d.nn.training.build import trainer
+from pmm3d.nn.training.config import checked
+
+two = pytest.mark.parallel([2])
+KINDS = ["cat", "dog", "owl"]
+
+
+@pytest.fixture
+def write(comm, shared_path):
+    """write(name, y, class_names): a file of len(y) samples, for all ranks; its path."""
+
+    def write(name, y, names=None, **others):
+        path = shared_path / f"{name}.h5"
+        if comm.rank == 0:
+            with h5py.File(path, "w") as file:
+                file["x"], file["y"] = np.random.default_rng(0).random((len(y), 4), "float32"), y
+                for key, array in others.items():
+                    file[key] = array
+                if names:
+                    file["y"].attrs["class_names"] = names
+        comm.barrier()
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def warned(comm, caplog, shared_path):
+    """warned(data, **training): what making the trainer of such a configuration warns of, on all ranks."""
+
+    def warned(data, **training):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "pmm3d.nn"):
+            config = {"data": data | {"batch_size": 8}, "network": {"hidden": [3]},
+                      "training": {"folder": str(shared_path / "run"), "steps": 5, **training}}
+            with trainer(checked(config), comm) as run:
+                for _ in run.loader:
+                    pass
+                warned.loss = run.recipe.loss
+        return comm.bcast(caplog.text)
+
+    return warned
+
+
+@two
+def test_a_sorted_file_is_validated_on_all_classes(write, warned):
+    file = write("sorted", np.repeat([0, 1, 2], 50), KINDS)
+    assert not warned({"file": file})
+    said = warned({"file": file, "hold_out": "last"})
+    assert "2 of 3 classes without a sample on one side: cat, dog. They are trained on, and not validated on" in said
+    said = warned({"file": file, "shuffle": False, "validation": 0.4})
+    assert ": owl. They are validated on, and not trained on" in said and ": cat. They are trained on" in said
+    said = warned({"file": write("grouped", np.arange(60) % 3, KINDS, g=np.arange(60) % 3), "groups": "g"})
+    assert "They are validated on, and not trained on" in said
+
+
+@two
+def test_labels_from_one_and_far_labels_are_said(write, warned):
+    said = warned({"file": write("from1", np.arange(60) % 3 + 1)})
+    assert "1 of 4 classes without a sample: 0. The network gets an output" in said and "--classes" in said
+    with pytest.raises(Pmm3dError, match="the label 1000002, which makes 1000003 classes of 24 samples"):
+        warned({"file": write("far", np.arange(24) % 3 + 10**6)})
+
+
+@two
+def test_integers_are_taken_as_asked(write, warned):
+    ages = write("ages", np.arange(60) * 7 % 100)
+    assert warned({"file": ages}, loss="mse") == "" and warned.loss == "mse"
+    columns = write("columns", np.ones((60, 2), "int64"))
+    with pytest.raises(Pmm3dError, match='are integers in 2 columns, which may be .* Set training.loss = "mse"'):
+        warned({"file": columns})
+    assert warned({"file": columns}, loss="mae") == ""
+    with pytest.raises(Pmm3dError, match="training.loss is mse, but the targets 'y' .* are labels of classes with n"):
+        warned({"file": write("named", np.arange(60) % 3, KINDS)}, loss="mse")
+
+
+@two
+def test_classes_of_the_validation_file_are_those_of_training_by_name(write, warned):
+    file = write("training", np.arange(60) % 3, KINDS)
+    other = {"file": file, "validation_file": write("other", np.arange(20) % 2, ["dog", "owl"])}
+    assert ": cat. They are trained on, and not validated on: look at data.validation_file" in warned(other)
+    assert not warned({"file": file, "validation_file": write("turned", np.arange(20) % 3, KINDS[::-1])})
+    with pytest.raises(Pmm3dError, match="the class 'wolf' is none of cat, dog, owl"):
+        warned({"file": file, "validation_file": write("wolf", np.arange(20) % 2, ["dog", "wolf"])})
+    assert "does not name its classes" in warned({"file": file, "validation_file": write("plain", np.arange(20) % 3)})
+    plain = write("plain2", np.arange(60) % 3)
+    assert not warned({"file": plain, "validation_file": write("digits", np.arange(20) % 3, ["2", "0", "1"])})
+    with pytest.raises(Pmm3dError, match="the class 'dog' is none of 0, 1, 2"):
+        warned({"file": plain, "validation_file": write("names", np.arange(20) % 2, ["dog", "owl"])})
+
+
+@pytest.fixture
+def runs(tmp_path, job):
+    return Runs(tmp_path, job)
+
+
+def test_weights_of_classes_in_another_order_are_refused(runs):
+    def named(*names):
+        with h5py.File(runs.folder / "data.h5", "a") as file:
+            file["y"].attrs["class_names"] = names
+
+    named("cat", "dog", "owl")
+    assert runs.train(runs.config("first", training="steps = 1"), ranks=1).returncode == 0
+    named("dog", "cat", "owl")
+    fails(runs.train(runs.config("second", training=f"steps = 1\nweights = '{runs.folder}/first'"), ranks=2),
+          "'dog' is class 1 there and class 0 in this run. Convert the data with --class-names cat,dog,owl")
+    named("red", "green", "blue")
+    done = runs.train(runs.config("third", training=f"steps = 1\nweights = '{runs.folder}/first'"), ranks=1)
+    assert done.returncode == 0 and "was trained on other classes (cat, dog, owl)" in done.stderr, done.stderr
