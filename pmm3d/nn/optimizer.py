@@ -118,7 +118,7 @@ class Optimizer:
     def _grouped(self, given: list[Any], options: dict[str, Any]) -> list[Group]:
         groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
         declared = [name for name in dir(type(self)) if isinstance(getattr(type(self), name), Option)]
-        taken = {name for kind in type(self).__mro__ for name in signature(kind.__init__).parameters}
+        taken = {name for kind in type(self).__mro__ for name in signature(getattr(kind, "__init__")).parameters}
         own = sorted(options.keys() & taken - {*declared})
         self._check_known("", options, [*declared, *own, "shard_over_data"])
         for group in groups:
