@@ -18,7 +18,7 @@ from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
 from .forming import Coming, formed
-from .functional import of_output
+from .functional import activation_named, of_output
 from .parallel import Parallel
 from .parameter import Parameter
 from .pointwise import Pointwise, activated, slope_of
@@ -32,7 +32,7 @@ MOST_SCHEDULES = 1024
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
-           tf32: bool | None = None, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+           tf32: bool | None = None, activation: Callable[[Tensor], Tensor] | str | None = None) -> Tensor:
     """O = I W + b, or f(I W + b), by the schedule of AxoNN (Singh et al., SC'24).
 
     x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
@@ -44,8 +44,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
                      (sequence parallelism, Korthikanti et al. 2022)
     tf32             let a device round float32 factors to 10 bits of mantissa; None: as a Parameter's precision says,
                      and not for any other weight
-    activation       f: the result is that of f(linear(...)). `nn.relu`, `nn.tanh` and `nn.sigmoid` take the place of
-                     what they are of, on the host, as soon as each strip of it is summed; `Sequential` has them do so
+    activation       f, a function such as nn.gelu or its name ("gelu"): the result is f(linear(...)). On the host,
+                     `nn.relu`, `nn.tanh` and `nn.sigmoid` overwrite each strip of I W + b once it is summed;
+                     `Sequential` passes them here
 
     Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
     W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
@@ -75,6 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         tf32 = isinstance(weight, Parameter) and weight.precision.tf32
     else:
         check_tf32(tf32, x, "linear")
+    activation = activation_named(activation) if isinstance(activation, str) else activation
     in_place, known = of_output(activation), x.grid.attached.setdefault(_Schedule, {})
     key = (id(x.form), id(weight.form), None if bias is None else id(bias.form), type(weight), x.requires_grad,
            weight.requires_grad, activations, tf32, in_place, x.tape.parallel.overlap.regather_inputs)

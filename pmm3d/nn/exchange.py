@@ -22,7 +22,7 @@ from .in_torch import torch_lines
 from .masters import REMAINDER, is_state, state_name
 from .module import Module
 from .optimizer import Optimizer
-from .stored import Stored, convert, fill
+from .stored import convert, fill
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 
@@ -87,9 +87,9 @@ def torch_name(name: str) -> str:
 
 def _remainders(network: Module, optimizer: Optimizer | None) -> dict[str, DistMatrix]:
     """Name of a parameter -> its remainder, of those that have one."""
-    kept = {} if optimizer is None else optimizer.matrices()
-    names = {name: state_name(each.name, REMAINDER) for name, each in network.named_parameters().items()}
-    return {name: kept[remainder] for name, remainder in names.items() if remainder in kept}
+    named = network.named_parameters()
+    kept = {} if optimizer is None else optimizer.matrices(named)
+    return {name: kept[state_name(name, REMAINDER)] for name in named if state_name(name, REMAINDER) in kept}
 
 
 def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> Path:
@@ -126,13 +126,8 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimi
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
-    remainders = {name: (Stored.of(found, name), each) for name, each in _remainders(network, optimizer).items()}
-    known = {state_name(name, REMAINDER): each for name, (stored, each) in remainders.items()
-             if stored.besides or stored.dtype not in ("", matrices[name].dtype)}
-    fill(keeper, found, matrices | known, partial=True)
-    for name, (_, remainder) in remainders.items():
-        if state_name(name, REMAINDER) not in known:
-            remainder.local[...] = 0
+    remainders = {state_name(name, REMAINDER): each for name, each in _remainders(network, optimizer).items()}
+    fill(keeper, found, matrices | remainders, partial=True)
     network.loaded()
 
 

@@ -334,8 +334,8 @@ def r2(prediction: Tensor, target: Matrix) -> float:
 
 
 class R2:
-    """`r2` over several batches: add each, then ask for the value. The spread of the target is merged from the means and
-    squared deviations of batches and ranks (`statistics.merged`), in float64: a large mean costs no digits."""
+    """`r2` over several batches: add each, then ask for the value. The spread of the target is merged in float64 from
+    the means and squared deviations of batches and ranks (`statistics.merged`): a large mean costs no digits."""
 
     def __init__(self) -> None:
         self._rows, self._error = 0, 0.0

@@ -39,8 +39,6 @@ class Module:
     grid: Grid
     training = True
     calls: int
-    _named = False
-    """Whether the parameters have names (see `named_parameters`)."""
 
     if not TYPE_CHECKING:
 
@@ -57,8 +55,6 @@ class Module:
     def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
         x = as_tensor(x)
-        if not self._named:
-            self.named_parameters()
         out = self.forward(x, **options)
         if x.tape.inspect is not None:
             x.tape.inspect(self, out)
@@ -94,14 +90,13 @@ class Module:
     def named_parameters(self) -> dict[str, Parameter]:
         """Return the parameters by their paths in this module, in order. One used twice has its first path.
 
-        The outermost module that was asked, or called, gives a parameter its `name`: the path in that module. A part of
-        it that is asked later, in which the path has fewer steps, leaves the name as it is.
+        The call also sets each parameter's `name`, which error messages contain. A path with fewer steps than the
+        present name does not replace it, so the name is the path in the outermost module that was asked.
 
         Raises Pmm3dError for parameters that are held where they are not found, and for two of one path.
         """
         named, names = dict[str, Parameter](), dict[Parameter, str]()
         for prefix, module in self.named_modules():
-            module._named = True
             _check_nothing_hides(module)
             for name, child in module.children():
                 if isinstance(child, Parameter) and child not in names:

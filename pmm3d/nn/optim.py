@@ -17,7 +17,7 @@ from .optimizer import Optimizer, Option, Parameters
 from .torch_kernels import has_kernel
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGradientError", "Optimizer",
-           "Schedule", "Step"]
+           "Option", "Schedule", "Step"]
 
 
 class SGD(Optimizer):

@@ -4,7 +4,8 @@ asked (ZeRO-1)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from math import inf, isfinite, prod, sqrt
 from types import ModuleType
 from typing import Any
@@ -61,7 +62,8 @@ class Optimizer:
     steps            how many there were
     missed           parameter -> how many of them it had no gradient in
 
-    A subclass passes its options on by name, and declares each as a class attribute: `momentum = Option()`.
+    A subclass passes options of its own to this __init__ by name. Known are the parameters of its __init__ and the
+    options that it declares as class attributes: with `momentum = Option()`, `self.momentum` is the group's value.
 
     Raises Pmm3dError, on every rank, for unknown options and for numbers that make no sense.
 
@@ -116,9 +118,11 @@ class Optimizer:
     def _grouped(self, given: list[Any], options: dict[str, Any]) -> list[Group]:
         groups = given if given and all(isinstance(each, Mapping) for each in given) else [{"params": given}]
         declared = [name for name in dir(type(self)) if isinstance(getattr(type(self), name), Option)]
-        self._check_known("", options, [*declared, "shard_over_data"])
+        taken = {name for kind in type(self).__mro__ for name in signature(getattr(kind, "__init__")).parameters}
+        own = sorted(options.keys() & taken - {*declared})
+        self._check_known("", options, [*declared, *own, "shard_over_data"])
         for group in groups:
-            self._check_known(", in a group of parameters", group, ["params", *declared])
+            self._check_known(", in a group of parameters", group, ["params", *declared, *own])
         return [{**options, **group, "params": list(group.get("params", ()))} for group in groups]
 
     def _check_known(self, where: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -160,8 +164,6 @@ class Optimizer:
         `no_sync`), and for a factor that is none."""
         if not 0 < factor < inf:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
-        if not self.steps:
-            self._by_name(some=True)
         if check:
             check_finite(self.gradient_norm())
         filled, gathers = set(self._filled()), []
@@ -236,38 +238,62 @@ class Optimizer:
         """Of the state arrays that this parameter has."""
         return self.state_names
 
-    def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> state, as a checkpoint takes them: "optimizer/0.weight/momentum"; and, of parameters of low
-        precision, "optimizer/0.weight/remainder": what they lack of the weights that are changed. Parameters that were
-        frozen from the start have none."""
-        return {state_name(parameter.name, name):
-                DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
-                for parameter in self._by_name().values() if parameter.requires_grad or parameter in self._state
+    def matrices(self, paths: Mapping[str, Parameter] | None = None, stored: Collection[str] = ()
+                 ) -> dict[str, DistMatrix]:
+        """Return the state arrays by name, for a checkpoint: "optimizer/0.weight/momentum". A parameter of low
+        precision also has "optimizer/0.weight/remainder", its difference from the float32 weight.
+
+        paths    the network's `named_parameters()`; None: each parameter's `name`
+        stored   names in a checkpoint that is to be loaded
+
+        A frozen parameter without a state is left out, unless `stored` has a state of it. Raises Pmm3dError, without
+        `paths`, if two parameters have the same name.
+        """
+        return {state_name(path, name): DistMatrix(self.grid, array, parameter.shape, self._layout(parameter))
+                for path, parameter in self._by_path(paths).items()
+                if parameter.requires_grad or parameter in self._state or self._is_stored(path, parameter, stored)
                 for name, array in zip([*self.names_of(parameter), REMAINDER], self._states(parameter))}
 
-    def state(self) -> dict[str, Any]:
-        """What else a checkpoint needs; JSON-able."""
-        missed = {name: self.missed[each] for name, each in self._by_name().items()} if self.missed else {}
+    def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
+        """Return the other facts that a checkpoint needs; JSON-able. paths: as in `matrices`."""
+        missed = {path: self.missed[each] for path, each in self._by_path(paths).items()} if self.missed else {}
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
                 "missed": missed}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave: what was learned. Options (lr, weight_decay, betas, ...) stay as they were given to
-        this optimizer. Raises Pmm3dError if that was another kind of optimizer, and for two parameters of one name."""
+    def load_state(self, state: dict[str, Any], paths: Mapping[str, Parameter] | None = None,
+                   stored: Collection[str] | None = None) -> None:
+        """Take the facts that `state` returned. Options (lr, weight_decay, betas, ...) stay as they were given to this
+        optimizer.
+
+        paths, stored   as in `matrices`. A parameter without a state in `stored` had no gradient in all steps
+
+        Raises Pmm3dError if the facts are of another kind of optimizer; if they count missed gradients, as `matrices`.
+        """
         if state["kind"] != type(self).__name__:
             raise Pmm3dError(f"the state is of {state['kind']}; this optimizer is {type(self).__name__}")
         self.steps, missed = state["steps"], state.get("missed", {})
-        named = self._by_name() if missed else {}
-        self.missed = Counter({each: missed[name] for name, each in named.items() if name in missed})
+        named = self._by_path(paths) if missed or stored is not None else {}
+        begin = {path for path, each in named.items() if stored is not None and self.names_of(each)
+                 and not self._is_stored(path, each, stored)}
+        self.missed = +Counter({each: self.steps if path in begin else missed.get(path, 0)
+                                for path, each in named.items()})
 
-    def _by_name(self, some: bool = False) -> dict[str, Parameter]:
-        """Name -> parameter. some: those that have a name. Raises Pmm3dError for two parameters of one name."""
+    def _is_stored(self, path: str, parameter: Parameter, stored: Collection[str]) -> bool:
+        """Whether there is a state of the parameter among these names of a checkpoint."""
+        return any(state_name(path, name) in stored for name in (*self.names_of(parameter), REMAINDER))
+
+    def _by_path(self, paths: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
+        """Return this optimizer's parameters by their paths, or by their names if there are no paths. Raises Pmm3dError
+        for two parameters of the same name."""
+        if paths is not None:
+            own = set(self.parameters)
+            return {path: parameter for path, parameter in paths.items() if parameter in own}
         named = dict[str, Parameter]()
         for parameter in self.parameters:
-            if (parameter.name or not some) and named.setdefault(parameter.name, parameter) is not parameter:
+            if named.setdefault(parameter.name, parameter) is not parameter:
                 raise Pmm3dError(f"{type(self).__name__}: two parameters are named {parameter.name!r}, so a checkpoint "
                                  "would hold the state of one of them. Make both networks attributes of one Module, "
-                                 "and call its named_parameters() before")
+                                 "and pass its named_parameters() to this call")
         return named
 
     def own_square(self) -> float:

@@ -17,15 +17,15 @@ class Parameter(Tensor):
     """A tensor that a network learns, in any layout: a weight, its rows sharded over z within those of another axis; a
     vector; a table.
 
-    precision    of what types it, its gradient and its master weights are; None: `Precision.named` of its own type
-    name         its path in the network, as in "2.weight"
-    version      counts the changes of its values
-    accumulated  its gradient, and how far its sums are;   grad   the same as a DistMatrix
-    requires_grad   whether backward passes compute its gradient; see `requires_grad_`
-    has_state    whether an optimizer has a state for it, in its present layout
+    precision      types of the values, the gradient and the master weights; None: `Precision.named` of its own type
+    name           path in the outermost network that was asked for its parameters, such as "2.weight"
+    version        number of changes of its values
+    accumulated    its gradient, and which of the gradient's sums are done;   grad   the same as a DistMatrix
+    requires_grad  whether backward passes compute its gradient; see `requires_grad_`
+    has_state      whether an optimizer has a state for it, in its present layout
 
-    What is written to `local` or `value.local`, or to an array that was taken from them, counts in the next forward
-    pass, which gathers the shards anew (unless in `nn.unchanged`).
+    The next forward pass sees values that were written to `local`, to `value.local` or to an array taken from them: it
+    gathers the shards again (unless in `nn.unchanged`).
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="fsdp") as grid:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import random
 from ..comm import Grid
-from ..errors import GridError
+from ..errors import GridError, Pmm3dError
 
 STREAM = 2**32
 """The stream of a seed from which the seeds of layers derive. No network has this many layers."""
@@ -18,7 +18,7 @@ class Seeds:
     """The seeds of one grid's layers. `Seeds.of(grid)`.
 
     seed    the seed from which the others derive (`manual_seed`); 0 by default
-    taken   number of seeds that layers took since
+    taken   number of seeds that layers took from it
     """
 
     def __init__(self, seed: int = 0):
@@ -35,11 +35,13 @@ class Seeds:
 
 
 def manual_seed(grid: Grid, seed: int) -> None:
-    """Set the seed from which later layers on this grid derive theirs, those that are made without `seed=`.
+    """Set the seed of all layers that are made later on this grid without `seed=`. Collective.
 
-    Without this call the seed is 0. The first layer takes the first number of the stream, the second layer the second
-    number. So two layers never begin alike. A program that makes the same layers in the same order has the same weights
-    and the same dropout masks, on every grid.
+    seed   a whole number from 0 to 2^64 - 1, the same on all ranks; 0 without this call
+
+    The first layer takes the first number of the seed's stream, the second layer the second number, until the next
+    call. A program that makes the same layers in the same order has the same weights and the same dropout masks, on
+    every grid. Raises Pmm3dError, on every rank, for other seeds.
 
         >>> from pmm3d import nn
         >>> with Grid(shape="ddp") as grid:
@@ -49,7 +51,11 @@ def manual_seed(grid: Grid, seed: int) -> None:
         False
     """
     check_grid("manual_seed", grid)
-    grid.attached[Seeds] = Seeds(seed)
+    with grid.together("manual_seed", seed, always=True):
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+            raise Pmm3dError(f"manual_seed: the seed is a whole number from 0 to 2^64 - 1; got {seed!r}: convert it "
+                             "with int(...)")
+    grid.attached[Seeds] = Seeds(int(seed))
 
 
 def derived(seed: int, stream: int) -> int:

@@ -10,7 +10,7 @@ from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..errors import CheckpointError, Pmm3dError
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
-from .masters import EXACT, MASTER, REMAINDER, is_state, joined, part, state_name
+from .masters import EXACT, MASTER, REMAINDER, STATE, is_state, joined, part, state_name
 
 if TYPE_CHECKING:
     from ..io import Checkpoints
@@ -38,7 +38,8 @@ class Stored(NamedTuple):
         """Whether a weight of that type, and its remainder, are calculated from what is stored, not read as such."""
         if self.dtype in ("", weight.dtype):
             return remainder is not None and self.besides == state_name(self.name, MASTER)
-        return weight.dtype in LOW_PRECISION or self.wide == weight.dtype
+        return weight.dtype in LOW_PRECISION or self.wide == weight.dtype or (
+            self.dtype in LOW_PRECISION and not self.besides)
 
     def sources(self, weight: DistMatrix) -> dict[str, DistMatrix]:
         """New matrices like the weight, by the names of what is to be read into them, all in one library."""
@@ -70,16 +71,17 @@ def _holding(weight: DistMatrix, dtype: str) -> NumpyLibrary:
 
 def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
          check: Callable[[Any], None] | None = None, partial: bool = False) -> Any:
-    """Fill the matrices of a network, or of a training, from a checkpoint, also of weights of another type; the
-    checkpoint's meta. Collective.
+    """Fill the matrices of a network, or of a training, from a checkpoint. Returns the checkpoint's meta. Collective.
 
-    Weights of low precision, with their remainders, become weights of float32, and the other way round, and so do the
-    float32 copies of older checkpoints. check, partial as in `Checkpoints.fill`; what another type has no use for may
-    be left over all the same. Raises CheckpointError, on every rank, for what does not fit.
+    Weights of low precision, with their remainders, become weights of float32, and the other way round. So do the
+    float32 copies of older checkpoints. A weight without a state in the checkpoint, because it was frozen, begins with
+    a state of zeros; so does a remainder. check, partial: as in `Checkpoints.fill`. State that another type does not
+    need may be left over. Raises CheckpointError, on every rank, for matrices that do not fit.
     """
     plain, path = dict(matrices), str(found.path)
     with keeper.grid.together("load: types", path, always=True):
         conversions, spare = _planned(found, plain)
+        zeros = [plain.pop(name) for name in _lacking(found, plain)]
         for conversion in conversions:
             plain.update(conversion.sources)
     meta = keeper.fill(found, plain, check=check,
@@ -89,7 +91,18 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
         while conversions:
             weight, remainder, sources = conversions.pop()
             convert(weight, remainder, [*sources.values()])
+        for matrix in zeros:
+            matrix.local[...] = 0
     return meta
+
+
+def _lacking(found: Checkpoint, plain: Mapping[str, DistMatrix]) -> list[str]:
+    """Names of state arrays that the checkpoint lacks and that are 0 then: remainders, and all state of a weight of
+    which the checkpoint has no state."""
+    there, has_state = found.contents, {name.rpartition("/")[0] for name in found.contents if is_state(name)}
+    named = [(name, *name.removeprefix(STATE).rsplit("/", 1)) for name in plain if is_state(name)]
+    return [name for name, weight, kind in named if weight in there and name not in there
+            and (kind == REMAINDER or f"{STATE}{weight}" not in has_state)]
 
 
 def _planned(found: Checkpoint, plain: dict[str, DistMatrix]) -> tuple[list[Conversion], set[str]]:

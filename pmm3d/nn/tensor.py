@@ -64,8 +64,8 @@ class Tensor:
                  pending: Pending | None = None):
         if not isinstance(value, DistMatrix):
             raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}: an array that all ranks "
-                             "hold becomes a batch by DistMatrix.from_global(grid, array, layout=batch_layout()), with "
-                             "batch_layout of pmm3d.layout")
+                             "hold becomes a batch by DistMatrix.from_global(grid, array.astype(dtype), "
+                             "layout=batch_layout()), with the network's dtype and batch_layout of pmm3d.layout")
         self._take(value)
         self._pending, self.grad = pending, None
         self.node = Node(self.form, leaf=self) if requires_grad else node

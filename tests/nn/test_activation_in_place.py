@@ -54,6 +54,7 @@ def test_linear_takes_any_function(grid):
         found = nn.linear(x, layer.weight, layer.bias, activation=function).gather()
         assert np.array_equal(found, function(layer(x)).gather())
         assert np.array_equal(found, layer(x, activation=function).gather())
+        assert np.array_equal(layer(x, activation="tanh").gather(), nn.tanh(layer(x)).gather())
 
 
 @pytest.mark.parallel([1])

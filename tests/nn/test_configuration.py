@@ -64,6 +64,7 @@ def test_values_that_make_no_sense(given, text):
     ({"optimizer": {"kind": "adam", "momentum": 0.5}}, "optimizer.momentum"),
     ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, "optimizer.betas"),
     ({"optimizer": {"kind": "sgd", "eps": 1e-6}}, "optimizer.eps"),
+    ({"optimizer": {"decay_vectors": False}}, "optimizer.decay_vectors"),
     ({"schedule": {"kind": "constant", "floor": 0.1}}, "schedule.floor"),
     ({"schedule": {"every": 10}}, "schedule.every"),
     ({"schedule": {"factor": 0.5}}, "schedule.factor"),

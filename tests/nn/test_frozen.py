@@ -7,6 +7,7 @@ from networks import CLASSES, GRIDS, adamw, batch_of, bits, loss_of, network_of,
 from pmm3d import DisagreementError, DistMatrix, Grid, nn
 from pmm3d.io import Checkpoints
 from pmm3d.nn import optim
+from pmm3d.nn.exchange import load_weights
 from pmm3d.nn.training import TrainState
 
 OPTIONS = ({}, {"recompute": True}, {"activations": "sharded"})
@@ -91,6 +92,49 @@ def test_an_optimizer_leaves_them_and_a_checkpoint_has_no_state_of_them(comm, sh
         assert len(states) == 2 * len(changed) and not any("/0." in name for name in states)
         assert bits({name: matrix.gather() for name, matrix in states.items()}) == bits(
             {name: matrix.gather() for name, matrix in again.optimizer.matrices().items()})
+
+
+def trained(grid, steps, first, state=None, **options):
+    """Layer 0 and the like learn in the first steps only; (their training, the losses)."""
+    if state is None:
+        net = nn.MLP(grid, [6, 7, 5], seed=1, **options)
+        state = TrainState(net, adamw(net.parameters(), shard_over_data=True))
+    losses = []
+    for step in steps:
+        state.network.layers[0].requires_grad_(step < first)
+        loss = nn.mse(state.network(of_rows(grid, 6, step, state)), of_rows(grid, 5, step, state))
+        loss.backward()
+        state.optimizer.step()
+        losses.append(loss.item())
+    return state, losses
+
+
+def of_rows(grid, cols, step, state):
+    library = state.network.parameters()[0].library
+    return DistMatrix.random(grid, (8, cols), seed=step, dtype="float32", layout=nn_batch(), library=library)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("precision, first", [("float32", 2), ("bfloat16", 2), ("bfloat16", 0)])
+def test_a_run_goes_on_whether_it_freezes_before_or_after_it_is_loaded(comm, shared_path, precision, first):
+    """It froze after some steps, or from the start, and lets all learn again later; with ZeRO-1. Another precision
+    takes the weights."""
+    options = {"precision": precision, "library": "torch"}
+    with Grid(comm, "ddp", data=2) as grid:
+        state, _ = trained(grid, range(4), first, **options)
+        keeper = Checkpoints(grid, shared_path)
+        path, saved = state.save(keeper), state.network.layers[0].weight.gather().float()
+        _, wanted = trained(grid, range(4, 7), 9, state)
+        for frozen in (True, False):
+            again, _ = trained(grid, (), 0, **options)
+            again.network.layers[0].requires_grad_(not frozen)
+            again.resume(keeper, path)
+            assert trained(grid, range(4, 7), 9, again)[1] == wanted
+            assert again.optimizer.missed == {each: 4 - first for each in again.network.layers[0].parameters()}
+        full, _ = trained(grid, (), 0, library="torch")
+        load_weights(full.network, path)
+        assert abs(full.network.layers[0].weight.gather() - saved).max() <= 2**-8 * bool(first)
+        assert full.resume(keeper, path)["step"] == 4
 
 
 @pytest.mark.parallel([2])

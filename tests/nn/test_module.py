@@ -211,21 +211,21 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
 
 @pytest.mark.parallel([1, 2])
 def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails, shared_path):
-    """Names are given once, by the outermost module; equal ones are refused before the first step and in files."""
+    """The outermost module gives the names. Files do not take two of the same name."""
     with Grid(comm, "ddp") as grid:
         x, y = spread(grid, np.ones((4, 3))), spread(grid, np.ones((4, 2)), batch_layout(None))
         made = lambda: [nn.MLP(grid, [3, 4, 2], dtype="float64") for _ in "ab"]
         step = lambda opt, a, b: (nn.mse(a(x) + b(x), y).backward(), opt.step())
         a, b = made()
         opt = optim.AdamW([*a.parameters(), *b.parameters()])
-        for call in (opt.matrices, lambda: step(opt, a, b)):
-            fails(Pmm3dError, "two parameters are named '0.weight'.*attributes of one Module", call)
+        step(opt, a, b)
+        fails(Pmm3dError, "two parameters are named '0.weight'.*attributes of one Module", opt.matrices)
         fails(Pmm3dError, "does not hold.*0.weight, 0.bias", lambda: TrainState(a, opt))
 
         both = Holder(grid, backbone=a, head=b)
         opt = optim.AdamW([{"params": both.backbone.parameters(), "lr": 0.1}, {"params": both.head.parameters()}])
-        opt.zero_grad()
         fails(Pmm3dError, "two parameters are named '0.weight'", opt.matrices)
+        assert len(opt.matrices(both.named_parameters())) == 2 * len(opt.parameters)
         both.named_parameters()
         step(opt, a, b)
         assert list(a.named_parameters())[0] == "0.weight" and a.layers[0].weight.name == "backbone.0.weight"
@@ -241,17 +241,29 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
             assert (matrix.gather() == kept[name].gather()).all() and matrix.gather().any()
 
 
-@pytest.mark.parallel([1])
-def test_the_first_call_of_a_network_names_its_parameters(comm):
-    """So the state of groups of its parts has names of its own from the first step on."""
-    with Grid(comm) as grid:
-        class Parts(Holder):
-            def forward(self, x):
-                return self.head(self.backbone(x))
+@pytest.mark.parallel([1, 2])
+def test_a_checkpoint_has_the_names_of_its_own_network(comm, shared_path):
+    """Not those of a wrapper that was called, nor of another network that a part is in, nor of none at all."""
+    with Grid(comm, "ddp") as grid:
+        x, y = spread(grid, np.ones((4, 3))), spread(grid, np.ones((4, 2)), batch_layout(None))
+        made = lambda: (net := nn.MLP(grid, [3, 4, 2], dtype="float64"), TrainState(net, optim.AdamW(net.parameters())))
+        train = lambda net, state: (nn.mse(net(x), y).backward(), state.optimizer.step())
+        net, state = made()
+        wrapper = nn.Sequential(grid, net, nn.softmax)
+        wrapper(x)
+        train(net, state)
+        assert "optimizer/0.weight/mean" in {**net.matrices(), **state.optimizer.matrices()}
+        assert wrapper.parameters()[0].name == "0.0.weight"
+        keeper, (_, again) = Checkpoints(grid, shared_path), made()
+        state.save(keeper)
+        assert again.resume(keeper)["step"] == 1
 
-        net = Parts(grid, backbone=nn.MLP(grid, [3, 4, 2], dtype="float64"),
-                    head=nn.MLP(grid, [2, 4, 2], dtype="float64"))
-        opt = optim.AdamW([{"params": net.backbone.parameters()}, {"params": net.head.parameters()}])
-        nn.mse(net(spread(grid, np.ones((4, 3)))), spread(grid, np.ones((4, 2)))).backward()
-        opt.step()
-        assert len(opt.matrices()) == 16
+        layers = [nn.Linear(grid, 3, 4, dtype="float64"), net.layers[2]]
+        other = nn.Sequential(grid, nn.Sequential(grid, layers[0]), layers[1])
+        opt = optim.AdamW(other.parameters())
+        other.layers.append(nn.Linear(grid, 2, 2, dtype="float64"))
+        moved = TrainState(other, optim.AdamW([*opt.parameters, *other.layers[2].parameters()]))
+        layers[0].weight.name = layers[1].weight.name
+        train(other, moved)
+        wanted = {f"optimizer/{name}/{kind}" for name in other.named_parameters() for kind in ("mean", "square")}
+        assert {name for name in moved.matrices() if "/" in name} == wanted and len(wanted) == 12

@@ -49,8 +49,8 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
 def torch_weights(case, options, steps=STEPS):
-    """Name -> weight, as torch.optim.Muon trains the matrices and AdamW the vectors; in float64, where torch would round
-    to bfloat16."""
+    """Name -> weight, as torch.optim.Muon trains the matrices and AdamW the vectors; in float64, where torch would
+    round to bfloat16."""
     import torch
     from mpi4py import MPI
 

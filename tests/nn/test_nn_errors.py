@@ -94,7 +94,7 @@ def test_layers_that_cannot_be(grid, fails):
     fails(Pmm3dError, r"no activation named 'gleu' \(did you mean gelu\?\)", lambda: nn.MLP(grid, [4, 4, 2], "gleu"))
     net = nn.MLP(grid, [4, 4, 2], activation="gelu", dropout=0.5)
     assert net.layers[1] is nn.gelu
-    fails(Pmm3dError, r"got ndarray: .*DistMatrix.from_global\(grid, array, layout=batch_layout\(\)\)",
+    fails(Pmm3dError, r"got ndarray: .*DistMatrix.from_global\(grid, array.astype\(dtype\), layout=batch_layout\(\)\)",
           lambda: net(np.ones((4, 4))))
     assert net.eval() is net and not net.layers[2].training and net.train().layers[2].training
     fails(NotImplementedError, "define forward", lambda: nn.Module()(tensor(grid)))
@@ -124,9 +124,9 @@ def test_backward_passes_that_cannot_be(grid, fails):
 def test_layers_without_a_grid(grid, fails):
     layer = nn.Linear(grid, 4, 4)
     for name, call in {"Sequential": lambda: nn.Sequential(layer, nn.gelu, layer), "Dropout": lambda: nn.Dropout(0.1),
-                       "Linear": lambda: nn.Linear(3, 4), "LayerNorm": lambda: nn.LayerNorm(4),
+                       "Linear": lambda: nn.Linear(3, 4, 5), "LayerNorm": lambda: nn.LayerNorm(4, 4),
                        "MLP": lambda: nn.MLP([3, 4], nn.gelu)}.items():
-        fails((GridError, TypeError), f"{name}: the first argument is the Grid; got a .*|missing", call)
+        fails(GridError, f"{name}: the first argument is the Grid; got a ", call)
 
 
 @some

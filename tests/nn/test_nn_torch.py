@@ -1,6 +1,6 @@
 """Against torch: the same initial weights and batches give the same losses, on every grid."""
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -15,20 +15,15 @@ STEPS = 50
 pytestmark = pytest.mark.deadline(120)
 
 
-def everywhere(kind, *arguments, **fixed):
-    """With weight decay on vectors too, as torch has it."""
-    return lambda weights, **options: kind(weights, *arguments, **fixed, **options)
-
-
 OPTIMIZERS = {
     "AdamW": (adamw, lambda torch, weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)),
-    "Adam": (everywhere(optim.Adam, 5e-3, (0.8, 0.95), weight_decay=0.02),
+    "Adam": (partial(optim.Adam, lr=5e-3, betas=(0.8, 0.95), weight_decay=0.02),
              lambda torch, weights: torch.optim.Adam(weights, 5e-3, (0.8, 0.95), weight_decay=0.02)),
-    "SGD": (lambda weights, **options: optim.SGD(weights, 0.1, **options),
+    "SGD": (partial(optim.SGD, lr=0.1),
             lambda torch, weights: torch.optim.SGD(weights, 0.1)),
-    "momentum": (everywhere(optim.SGD, 0.05, 0.9, weight_decay=0.01),
+    "momentum": (partial(optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
                  lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.9, weight_decay=0.01)),
-    "nesterov": (everywhere(optim.SGD, 0.05, 0.8, nesterov=True, weight_decay=0.01),
+    "nesterov": (partial(optim.SGD, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
                  lambda torch, weights: torch.optim.SGD(weights, 0.05, 0.8, nesterov=True, weight_decay=0.01)),
 }
 SCHEDULES = {

@@ -146,6 +146,24 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(co
 
 
 @pytest.mark.parallel([1])
+def test_an_optimizer_of_ones_own_has_the_options_of_its_init(comm, fails):
+    class Signs(optim.Optimizer):
+        def __init__(self, parameters, lr, beta=0.5, **options):
+            super().__init__(parameters, lr, beta=beta, **options)
+
+        def update(self, xp, weight, gradient):
+            weight -= self.lr * self.group["beta"] * xp.sign(gradient)
+
+    with Grid(comm) as grid:
+        net = nn.Linear(grid, 3, 2)
+        made = Signs([{"params": [net.weight]}, {"params": [net.bias], "beta": 0.25}], 0.1)
+        assert [group["beta"] for group in made.groups] == [0.5, 0.25]
+        for wrong in (lambda: Signs(net.parameters(), 0.1, gamma=1),
+                      lambda: Signs([{"params": net.parameters(), "parameters": 1}], 0.1)):
+            fails(Pmm3dError, "unknown option (gamma|parameters)", wrong)
+
+
+@pytest.mark.parallel([1])
 def test_what_was_configured_is_no_part_of_a_state(comm):
     with Grid(comm) as grid:
         net = nn.Linear(grid, 3, 2)

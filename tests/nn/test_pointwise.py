@@ -46,7 +46,7 @@ def slope(name, kept):
     steep = kept * np.exp(-0.5 * kept * kept) / np.sqrt(2 * np.pi)
     made = {"relu": (kept > 0) * 1.0, "tanh": (1 - kept) * (1 + kept), "sigmoid": kept * (1 - kept),
             "silu": gate * (1 + kept * other), "gelu": normal + steep}[name]
-    size = {"silu": gate * (1 + np.abs(kept) * other), 
+    size = {"silu": gate * (1 + np.abs(kept) * other),
             "gelu": normal + np.abs(steep) * (1 + kept * kept / UNITS)}.get(name, np.abs(made))
     return made, size
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from networks import on_each_grid, spread, weights_of
 
-from pmm3d import nn
+from pmm3d import DisagreementError, Grid, Pmm3dError, nn
+from pmm3d.nn.precision import Precision
 from pmm3d.nn.training.config import NetworkSection
 from pmm3d.nn.training.own_network import OwnNetwork
-from pmm3d.nn.precision import Precision
 
 MODEL = """
 from pmm3d import nn
@@ -43,6 +43,15 @@ def test_layers_made_alike_are_not_alike_and_every_grid_has_the_same(comm):
     for one, other in zip(*found):
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parallel([2])
+def test_a_seed_is_one_whole_number_on_all_ranks(comm, fails):
+    with Grid(comm, "ddp") as grid:
+        fails(DisagreementError, "manual_seed", lambda: nn.manual_seed(grid, grid.rank))
+        for seed in (1.5, "a", None, True, -1, 2**64):
+            fails(Pmm3dError, "manual_seed: the seed is a whole number", lambda: nn.manual_seed(grid, seed))
+        nn.manual_seed(grid, np.int64(3))
 
 
 @pytest.mark.parallel([1])

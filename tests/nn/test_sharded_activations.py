@@ -52,8 +52,8 @@ def deep(grid, kind=WHOLE):
     make = lambda inputs, outputs, seed: nn.Linear(grid, inputs, outputs, dtype="float64", seed=seed, **kind)
     norm = nn.LayerNorm(grid, size, dtype="float64")
     block = nn.Sequential(grid, norm, make(size, 17, 2), nn.gelu, nn.Dropout(grid, 0.2, 3), make(17, size, 4))
-    return nn.Sequential(grid, make(inputs, size, 1), nn.tanh, nn.Recompute(nn.Residual(block)), nn.Dropout(grid, 0.1, 0),
-                         nn.Residual(make(size, size, 5)), make(size, classes, 6))
+    return nn.Sequential(grid, make(inputs, size, 1), nn.tanh, nn.Recompute(nn.Residual(block)),
+                         nn.Dropout(grid, 0.1, 0), nn.Residual(make(size, size, 5)), make(size, classes, 6))
 
 
 @cache

@@ -119,7 +119,7 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """how fast weights shrink: times the weight, it is added to the gradient (sgd, adam) or lr times taken off the
     weight (adamw, muon)"""
-    decay_vectors: bool = True
+    decay_vectors: Annotated[bool, Only("weight_decay", bool, "weight_decay is above 0")] = True
     """whether biases and gains shrink too, as in torch"""
     momentum: Annotated[Share, only("kind", "sgd", "muon")] = Field(
         default_factory=lambda given: 0.95 if given.get("kind") == "muon" else 0.9)

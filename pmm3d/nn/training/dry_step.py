@@ -87,7 +87,8 @@ class DrySteps:
 
     def __init__(self, config: Config, samples: tuple[int, ...] | SampleSizes | None = None, keep: int = 0):
         self.config, self.keep = config, keep
-        self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore[arg-type]
+        given = None if samples is None else SampleSizes(*samples)  # type: ignore[arg-type]
+        self.samples = sizes_in_file(config) if given is None else _checked(given)
         self.loss = loss_of(config, self.samples.classes)
         self._own: OwnNetwork | None = None
         if config.network.build:

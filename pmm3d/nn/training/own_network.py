@@ -43,7 +43,7 @@ class OwnNetwork:
                 module.__file__ = str(self._path)
                 sys.modules[MODULE] = module
                 exec(compile(source, str(self._path), "exec"), vars(module))
-            self._function: Callable[[Grid, int, int], Any] = getattr(module, function, None)  # type: ignore[assignment]
+            self._function: Callable[[Grid, int, int], Any] = getattr(module, function, None)  # type: ignore
             if not callable(self._function):
                 known = [name for name, value in vars(module).items()
                          if callable(value) and getattr(value, "__module__", "") == MODULE]

@@ -38,8 +38,8 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1])
     section = config.network.model_dump(exclude={"build", "hidden", "activation"})
-    network = MLP(grid, sizes, config.network.activation, seed=config.training.seed, precision=precision or config.precision,
-                  **section)
+    network = MLP(grid, sizes, config.network.activation, seed=config.training.seed,
+                  precision=precision or config.precision, **section)
     return network, network.output_layout
 
 

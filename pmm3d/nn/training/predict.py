@@ -21,10 +21,10 @@ from ...comm.words import names_in_words
 from ...errors import DataError, GridError
 from ...io.dataset import text_of
 from ...io.disk import check_replaceable, file_errors, sync
-from ...product.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
+from ...product.new_hdf5 import NewHdf5
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged

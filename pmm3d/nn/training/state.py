@@ -75,12 +75,16 @@ class TrainState:
 
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> matrix of all that a checkpoint holds: weights, and the optimizer's "optimizer/..."."""
-        return {**self.network.matrices(), **self.optimizer.matrices()}
+        return self._matrices()
+
+    def _matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
+        return {**self.network.matrices(), **self.optimizer.matrices(self.network.named_parameters(), stored)}
 
     def facts(self) -> Facts:
         """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
         "scale", "random", "grid", "blas"."""
-        return {"step": self.step, "lr": self.optimizer.lr, "optimizer": self.optimizer.state(),
+        return {"step": self.step, "lr": self.optimizer.lr,
+                "optimizer": self.optimizer.state(self.network.named_parameters()),
                 "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
                 "random": self.network.random_state(), "grid": self.network.grid.shape._asdict(),
                 "blas": self._blas()}
@@ -113,12 +117,13 @@ class TrainState:
                                  "(training.weights, nn.exchange.load_weights)")
             refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
 
-    def load(self, facts: Facts) -> None:
-        """Take the facts, once `check` has let them pass and the matrices are filled with those of the checkpoint."""
+    def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
+        """Take the facts, after `check` accepted them and the matrices were filled from the checkpoint. stored: names
+        of the checkpoint's matrices; a parameter without a state there begins as in its first step."""
         with self.network.grid.together("resume"):
             self.network.loaded()
             self.network.set_random_state(facts["random"])
-            self.optimizer.load_state(facts["optimizer"])
+            self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)
             if self.schedule is not None:
                 self.schedule.load_state(facts.get("schedule") or {**self.schedule.state(), "count": self.step})
             if self.loader is not None and facts.get("loader"):
@@ -140,8 +145,8 @@ class TrainState:
         found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
         if found is None:
             return None
-        folder, facts = found.path, fill(checkpoints, found, self.matrices(), check=check)
-        self.load(facts)
+        folder, facts = found.path, fill(checkpoints, found, self._matrices(found.contents), check=check)
+        self.load(facts, found.contents)
         retired = checkpoints.retire(self.step, spared=folder)
         changes = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
         self._tell([*map(str, changes), *self._rate(facts), *self._rounding(facts)], retired)
