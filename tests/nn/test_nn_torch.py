@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deadline(120)
 
 
 def everywhere(kind, *arguments, **fixed):
-    """With weight decay on vectors too, as torch has it."""
+    """A function that makes this optimizer, with these arguments, of weights."""
     return lambda weights, **options: kind(weights, *arguments, **fixed, **options)
 
 
