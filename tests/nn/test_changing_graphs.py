@@ -215,7 +215,7 @@ def test_a_rule_with_a_plan_of_its_own_sends_nothing_before_the_ranks_agree(comm
     with Grid(comm, (2, 1, 1)) as grid:
         a, b = (spread(grid, integers((8, 8)), layout) for layout in (nn.tensor.Layout.A, nn.tensor.Layout.B))
         plan, layers = MatmulPlan(a, b), [nn.Linear(grid, 8, 8, dtype="float64") for _ in range(2)]
-        plan(), plan()
+        plan(), plan(), nn.Sequential(grid, *layers).named_parameters()
         x = spread(grid, integers((4, 8)))
         out = layers[grid.rank](x)
         if grid.rank == 0:

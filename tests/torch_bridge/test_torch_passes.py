@@ -117,11 +117,11 @@ def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
 @pytest.mark.parallel([2])
 def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
     """Frozen before the forward pass, or between it and the backward pass; on the grid, and on no axis."""
-    parts = (nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    parts = lambda: (nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     plan = {"0": "column", "1": "x", "2": "row", "4": Split("column", gather=True)}
     for shape in ((2, 1, 1), (1, 1, 2)):
         with Grid(comm, shape) as grid:
-            net, kept = made(lambda: nn.Sequential(*parts), grid, plan), []
+            net, kept = made(lambda: nn.Sequential(*parts()), grid, plan), []
             x = input_rows(grid, torch.arange(32.0).reshape(8, 4))
 
             def forward():
