@@ -139,10 +139,12 @@ def reachable(last: Node) -> Iterator[Node]:
 
 
 def outside(last: Node | None, first: int) -> tuple[list[Node], list[Noted]]:
-    """Return what went into the nodes that an operation with the result `last` made, from number `first` on.
+    """Return what went into an operation that made the nodes from number `first` on.
 
-    Returns the nodes that are older, each once, and those of leaves, each as often as it was used; and the `Node.leaves`
-    of all nodes that the operation made.
+    last   the node of the operation's result
+
+    Returns the nodes that are older, each once, and those of leaves, each as often as it was used; and the
+    `Node.leaves` of all nodes that the operation made.
     """
     if last is None or last.number < first:
         return [] if last is None else [last], []

@@ -141,8 +141,8 @@ class Tensor:
         if tape.recording and any(nodes):
             frozen = [parent for parent, node in zip(parents, nodes)
                       if node is None and isinstance(parent, Tensor) and parent.accumulated is not None]
-            kept = (rule, [tape.pack(array) for array in keep]) if tape.keeping else ()
-            result.node = Node(result.form, nodes, *kept, frozen=frozen)
+            kept = [tape.pack(array) for array in keep] if tape.keeping else ()
+            result.node = Node(result.form, nodes, rule if tape.keeping else None, kept, frozen=frozen)
         return result
 
     def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: float = 1.0) -> None:

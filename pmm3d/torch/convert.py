@@ -187,8 +187,8 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
 
 
 def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) -> None:
-    """Compare the inputs of ranks that hold the same rows and columns: in the first call of a module in training, and in
-    the first one in evaluation. In evaluation only the ranks along x and y take part.
+    """Compare the inputs of ranks that hold the same rows and columns: in the first call in training, and in the first
+    one in evaluation. In evaluation only the ranks along x and y take part.
 
     If the widths leave open which axis splits the columns, ranks along each of these axes are not compared. Raises
     DisagreementError on every rank that takes part. Collective over these ranks.

@@ -29,7 +29,7 @@ ROWS = ("data", "z")
 COLUMNS = ("x", "y")
 """The axes whose ranks hold the same rows."""
 SAME_BATCH = ("Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
-              "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)), and cut the rows by input_rows")
+              "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows")
 MARK = "_pmm3d"
 """The attribute of a torch parameter that has its `Held`."""
 
