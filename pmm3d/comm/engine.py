@@ -108,7 +108,7 @@ class Engine:
     posted              exchanges whose persistent requests may be active, in the order of their posting
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
-    before_next         is called once, before the next collective of any axis begins
+    before_next         is called once, before the next collective or exchange of any axis begins
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
@@ -163,7 +163,7 @@ class Engine:
         self._wait(done, pending.record)
 
     def post(self, exchange: Posted, requests: list[MPI.Prequest]) -> None:
-        """Start the persistent requests of an exchange, of which `wait_posted` waits for the end."""
+        """Start the persistent requests of an exchange. `wait_posted` waits for their end."""
         with self._lock:
             self.posted[exchange] = None
             MPI.Prequest.Startall(requests)

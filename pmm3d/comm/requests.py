@@ -58,6 +58,7 @@ class Exchange:
 
     def begin(self) -> None:
         """Start all messages, as one call of the axis."""
+        self._engine.prepare_next()
         self.record = self._next_record()
         self.record.received, self.record.sent = self._received, self._sent
         self.record.across = self._across

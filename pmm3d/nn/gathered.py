@@ -32,12 +32,15 @@ class Weight(Protocol):
 
 @dataclass(eq=False)
 class Gathered:
-    """A weight's gathered block, of the values of one version: a gather under way, or the block if it is kept.
+    """A weight's gathered block, of the values of one version.
 
-    number     in the order of first use;   used   `_pauses` at the last use
-    following  by the phase of the pass: the weight that was needed next the last time, and in which phase. A strong
-               reference: all ranks must gather the same weight ahead, also one that is garbage on some of them
-    promise    the `unchanged` in which it was gathered;   copy   what the ranks of the node share of it
+    number     of the weight, in the order of first use;   used: `_pauses` at the last use
+    version    of the values;   nbytes: size of the block
+    pending    None, or the gather under way;   block: None, or the block that is kept
+    copy       None, or the block that the ranks of a node share
+    promise    the `unchanged` context in which the block was gathered
+    following  phase of the pass -> the next weight that the last pass used, and its phase. The reference is strong,
+               because all ranks must gather the same weight ahead, also if it is garbage on one of them
     """
 
     number: int

@@ -153,8 +153,11 @@ class Accumulated:
 
 
 class Leaf(Protocol):
-    """What a backward pass ends in: a tensor that no operation made. accumulated: a parameter's gradient, else None;
-    written: counts of what was written to its values."""
+    """A tensor that no operation made: a backward pass ends in it.
+
+    accumulated   the gradient of a parameter; None for another tensor
+    written       numbers of which one changes when the values are written (`Tensor.written`)
+    """
 
     name: str
     shape: tuple[int, int]

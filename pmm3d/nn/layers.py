@@ -7,6 +7,7 @@ and a `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
 from .arithmetic import add, cast
+from .compute import changed
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
 from .module import found
@@ -336,15 +338,19 @@ class Recompute(Module):
         if not tape.recording:
             return self.module(x)
         mode, first = self._mode(), next(tape.numbers)
+        frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
         with tape.set(keeping=False):
             out = self.module(x)
-        form, node, outer = x.form, x.node, outside(out.node, first)
+        form, node, (outer, noted) = x.form, x.node, outside(out.node, first)
 
         def rule(gradient: Array, value: Array) -> list[Array]:
-            again = self._again(Tensor(form.matrix(value), node=node), mode, gradient)
+            again = self._again(Tensor(form.matrix(value), node=node), mode, frozen, gradient)
             return [again.get(parent.number) for parent in outer]
 
-        return x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
+        made = x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
+        if made.node is not None:
+            made.node.leaves = noted
+        return made
 
     def _mode(self) -> Mode:
         """What a forward pass depends on besides its input and the parameters."""
@@ -355,14 +361,21 @@ class Recompute(Module):
         for module, training in mode[1].items():
             module.training = training
 
-    def _again(self, x: Tensor, mode: Mode, gradient: Array) -> dict[int, Array]:
-        """Forward once more, as it was, then backward through what was made here: number -> gradient of what was made
-        before and went in. Parameters take theirs at once."""
+    def _again(self, x: Tensor, mode: Mode, frozen: Sequence[Parameter], gradient: Array) -> dict[int, Array]:
+        """Compute the part again as in its forward pass, then its backward pass.
+
+        mode     what `_mode` returned before the forward pass
+        frozen   the parameters that were frozen in the forward pass: they get no gradient
+
+        Returns number -> gradient of each node that went in. Parameters receive their gradients in the pass.
+        """
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
         self._set_mode(mode)
         try:
-            with tape.set(recording=True, phase="recompute"):
+            with tape.set(recording=True, phase="recompute"), ExitStack() as stack:
+                for parameter in frozen:
+                    stack.enter_context(changed(parameter, node=None))
                 out = self.module(x)
         finally:
             self._set_mode(now)

@@ -176,7 +176,7 @@ class Optimizer:
                 gathers += self._spread(parameter)
             for gather in gathers:
                 gather.wait()
-        self._left.update((parameter, parameter.written) for parameter in filled)
+        self._left.update((parameter, parameter.written) for parameter in filled if parameter.precision.has_master)
         self._note_memory()
         self.zero_grad()
 
@@ -377,7 +377,7 @@ class Optimizer:
             changed = [weight, *states, *([] if remainder is None else [remainder]), *([gradient] * (factor != 1))]
             library.passed(type(self).__name__.lower(), gradient, *changed, *changed)
             return
-        written = self._left.get(parameter) != parameter.written
+        written = remainder is not None and self._left.get(parameter) != parameter.written
 
         def change(chunk: slice) -> None:
             self._change_slice(parameter, factor, weight[chunk], gradient[chunk],

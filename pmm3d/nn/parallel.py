@@ -128,10 +128,15 @@ class Parallel:
             if self._problem:
                 raise Pmm3dError(self._problem)
             if mine != others:
-                difference = _difference(Counter(dict(mine)), Counter(dict(others)))
+                difference = _difference(_added(mine), _added(others))
                 raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "
                                         f"{self.grid.rank} {difference}. All ranks must compute the same operations: "
                                         "what a rank decides alone must not choose layers")
+
+
+def _added(uses: Uses) -> Counter[str]:
+    """Return name -> number of uses; tensors of one name count together."""
+    return Counter(name for name, times in uses for _ in range(times))
 
 
 def _difference(mine: Counter[str], others: Counter[str]) -> str:

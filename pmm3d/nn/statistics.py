@@ -96,11 +96,12 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
 
 
 def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
-    """(mean, sum of squared deviations from it) of all parts together, from those of each part (Chan, Golub, LeVeque
-    1983).
+    """Merge the means, and the sums of squared deviations from the mean, of several parts (Chan, Golub, LeVeque 1983).
 
-    sizes            of the parts, (parts, 1) or (parts, n); total: their sum
+    sizes            number of elements of each part, (parts, 1) or (parts, n);   total: their sum
     means, squares   of each part, (parts, n). The first part must not be empty
+
+    Returns (mean, sum of squared deviations) of all elements, two arrays of n.
     """
     centre = means[0]
     mean = centre + xp.sum((means - centre) * sizes, axis=0) / max(1, total)

@@ -22,6 +22,8 @@ from .parallel import Parallel
 Rule = Callable[..., Sequence[Part]]
 """rule(gradient, *kept): from the gradient of a result to those of what it was made of. See `Tensor.made`."""
 Packing = Callable[[Any], Any]
+Noted = tuple[Leaf, tuple[object, ...]]
+"""A leaf, and its `written` when it was used."""
 
 
 def _as_it_is(array: Array) -> Array:
@@ -78,8 +80,8 @@ class Node:
     form      of the result;   number: nodes are numbered as they are made
     parents   the nodes of what went in, None where no gradient is needed
     rule      None for a leaf, and once a backward pass has used it
-    leaves    (leaf, its `written`) of the parents: references, because garbage collection on one rank must not decide
-              which gradients are summed
+    leaves    (leaf, its `written`) of the parents, and of the frozen parameters that went in: references, because
+              garbage collection on one rank must not decide which gradients are summed
     kept      what the rule needs, as `Tape.pack` left it;   unpack: the tape's, when it was packed
     leaf      a weak reference to the tensor that a gradient ends in
     """
@@ -87,11 +89,12 @@ class Node:
     __slots__ = ("__weakref__", "form", "kept", "leaf", "leaves", "number", "parents", "rule", "unpack")
 
     def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
-                 kept: Sequence[Any] = (), leaf: Leaf | None = None):
+                 kept: Sequence[Any] = (), leaf: Leaf | None = None, frozen: Sequence[Leaf] = ()):
         self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
         self.leaf, tape = None if leaf is None else ref(leaf), Tape.of(form.grid)
         self.number, self.unpack = next(tape.numbers), tape.unpack
-        self.leaves = [(leaf, leaf.written) for leaf in map(_leaf_of, parents) if leaf is not None]
+        leaves = [*map(_leaf_of, parents), *frozen]
+        self.leaves = [(leaf, leaf.written) for leaf in leaves if leaf is not None]
 
     @property
     def problem(self) -> str:
@@ -135,14 +138,21 @@ def reachable(last: Node) -> Iterator[Node]:
                 waiting.append(parent)
 
 
-def outside(last: Node | None, first: int) -> list[Node]:
-    """What an operation, whose result is `last`, made of its own since number `first` comes from: nodes of before, each
-    once, and leaves, each as often as it was used."""
+def outside(last: Node | None, first: int) -> tuple[list[Node], list[Noted]]:
+    """Return what went into an operation that made the nodes from number `first` on.
+
+    last   the node of the operation's result
+
+    Returns the nodes that are older, each once, and those of leaves, each as often as it was used; and the
+    `Node.leaves` of all nodes that the operation made.
+    """
     if last is None or last.number < first:
-        return [] if last is None else [last]
-    found, seen, waiting = list[Node](), {last.number}, [last]
+        return [] if last is None else [last], []
+    found, noted, seen, waiting = list[Node](), list[Noted](), {last.number}, [last]
     while waiting:
-        for parent in waiting.pop().parents:
+        node = waiting.pop()
+        noted += node.leaves
+        for parent in node.parents:
             if parent is None:
                 continue
             if parent.leaf is not None or (parent.number < first and parent not in found):
@@ -150,7 +160,7 @@ def outside(last: Node | None, first: int) -> list[Node]:
             elif parent.number >= first and parent.number not in seen:
                 seen.add(parent.number)
                 waiting.append(parent)
-    return found
+    return found, noted
 
 
 def uses(last: Node) -> tuple[Counter[Leaf], str]:

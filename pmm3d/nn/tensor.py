@@ -106,8 +106,12 @@ class Tensor:
         the value was the `out` of a product or of `redistribute`; torch's version of the shard, and its address. Writes
         by other libraries change none of them. With PMM3D_DEBUG=1 a digest of the shard is added, which does."""
         shard = self.shard
-        counts = self.version, self._value.fills, getattr(shard, "_version", 0), self.form.library.address(shard)
-        return (*counts, contents(self.shard)) if self.grid.debug else counts
+        try:
+            of_torch = getattr(shard, "_version", 0)
+        except RuntimeError:  # torch counts no writes to tensors that were made in its inference_mode
+            of_torch = 0
+        counts = self.version, self._value.fills, of_torch, self.form.library.address(shard)
+        return (*counts, contents(shard)) if self.grid.debug else counts
 
     def made(self, local: Array, parents: Sequence[Tensor | Node], rule: Rule, *, keep: Sequence[Array] = (),
              shape: tuple[int, int] | None = None, layout: Layout | None = None,
@@ -135,8 +139,10 @@ class Tensor:
                 raise GridError(f"an operation on tensors of two Grids: the result is on {self.grid.shape}, and a "
                                 "tensor that went in is on another one")
         if tape.recording and any(nodes):
-            kept = (rule, [tape.pack(array) for array in keep]) if tape.keeping else ()
-            result.node = Node(result.form, nodes, *kept)
+            frozen = [parent for parent, node in zip(parents, nodes)
+                      if node is None and isinstance(parent, Tensor) and parent.accumulated is not None]
+            kept = [tape.pack(array) for array in keep] if tape.keeping else ()
+            result.node = Node(result.form, nodes, rule if tape.keeping else None, kept, frozen=frozen)
         return result
 
     def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: float = 1.0) -> None:

@@ -89,9 +89,9 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
                 raise error
 
 
-def digest_of(array: Any) -> int:
-    """A digest of the elements of an array: a whole number below 2^53. Never raises."""
-    return int(hashlib.blake2b(contents(array).encode(), digest_size=6).hexdigest(), 16)
+def digest_of(*arrays: Any) -> int:
+    """Return a digest of the elements of arrays: a whole number below 2^53. Never raises."""
+    return int(hashlib.blake2b("".join(map(contents, arrays)).encode(), digest_size=6).hexdigest(), 16)
 
 
 def compared_dtype(dtype: Any) -> Any:

@@ -15,15 +15,11 @@ from ..nn.compute import stacked
 from ..nn.statistics import total
 from ..product.checks import check_replicas
 from ..product.relayout import relayout
-from .held import COLUMNS, ROWS, digest
+from .held import COLUMNS, ROWS, SAME_BATCH, digest
 from .operation import Passes
 
-FIRST_BATCHES = 4
-"""Calls of `input_rows` whose data the ranks compare: inputs and labels of two batches."""
 LIKE_LOSSES = 1e-3
 """Relative difference between sums of losses that rounding may make."""
-SAME_BATCH = ("All ranks must pass the same batch: seed the DataLoader's generator alike "
-              "(generator=torch.Generator().manual_seed(0)), and draw no batch from a rank's own random numbers")
 OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
                 "same labels (input_rows cuts a batch that all ranks hold), and all columns of the model's output")
 
@@ -31,12 +27,12 @@ OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their l
 def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a batch that all ranks hold: its first dim is cut over the axes data and z.
 
-    x   (m, ...) of any type; the same on all ranks. The ranks compare x in the first calls (inputs and labels of the
-        first batches), with PMM3D_DEBUG=1 in each call
+    x   (m, ...) of any type; the same on all ranks
 
     Returns (m / Gdata / Gz, ...); if m is no multiple of Gdata Gz, some ranks have one row more. Ranks along x and y
-    get the same rows. If x needs a gradient, every rank gets the whole gradient. Collective. Raises, on every rank,
-    LayoutError if x has no rows, DisagreementError if the ranks pass different x.
+    get the same rows. If x needs a gradient, every rank gets the whole gradient. Local, except with PMM3D_DEBUG=1: then
+    the ranks compare x. Raises LayoutError if x has no rows and, with PMM3D_DEBUG=1, DisagreementError on every rank if
+    the ranks pass different x.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="megatron") as grid:
@@ -45,7 +41,7 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or not x.dim():
         raise LayoutError(f"input_rows: a torch tensor whose first dim are the rows of a batch; got {x!r}")
-    if Passes.of(grid).compares("input_rows", FIRST_BATCHES):
+    if grid.debug:
         check_replicas(grid, "input_rows", 0, [digest([x])], SAME_BATCH)
     box = layout_of(ROWS).box((x.shape[0], 1), grid.shape, grid.coords)
     rows = slice(box.r0, box.r1)
@@ -74,7 +70,8 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
     """Return the mean over the rows of all ranks, as a tensor of no dims; the same on every rank.
 
     losses   any shape: those of this rank's rows, as of `cross_entropy(..., reduction="none")`; the same on all ranks
-             along x and y. These ranks compare their sums in the first call, with PMM3D_DEBUG=1 in each call
+             along x and y. These ranks compare their sums in the first call with gradients and in the first one
+             without, with PMM3D_DEBUG=1 in each call
 
     The result is right for any number of rows on each rank, also for none. If all ranks have the same number of rows,
     the plain mean of a rank's own rows trains the same. Each rank receives 16 bytes from others along data and z.
@@ -85,10 +82,10 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
         ...     mean(grid, input_rows(grid, torch.arange(5.0)))
         tensor(2.)
     """
-    passes = Passes.of(grid)
-    if passes.compares("mean"):
+    passes, trains = Passes.of(grid), torch.is_grad_enabled()
+    if passes.compares(f"mean {trains}"):
         check_replicas(grid, "mean", passes.row_group(), _sums_of(losses), OTHER_LABELS, spread=LIKE_LOSSES,
-                       along=() if torch.is_grad_enabled() else COLUMNS)
+                       along=() if trains else COLUMNS)
     made: torch.Tensor = _Mean.apply(grid, losses)  # type: ignore[no-untyped-call]
     return made
 

@@ -9,7 +9,6 @@ from zlib import crc32
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from ..arrays import library_of
 from ..comm import Grid
@@ -18,15 +17,13 @@ from ..layout import Layout
 from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
 from ..product.checks import check_replicas
-from .held import COLUMNS, MARK, ROWS, Held, digest, is_added
+from .held import COLUMNS, MARK, ROWS, SAME_BATCH, Held, digest
 from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread, split_columns
 from .operation import Passes
 from .plan import Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-SAME_ROWS = ("Ranks along x and y hold the same rows of a batch: seed the DataLoader's generator alike on all ranks "
-             "(generator=torch.Generator().manual_seed(0)), and let input_rows cut the rows")
 OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -190,9 +187,12 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
 
 
 def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) -> None:
-    """Compare what ranks that hold the same rows and columns were given: in the first call of a module in training, and
-    in the first one in evaluation. Raises DisagreementError on every rank, in evaluation on those along x and y: the
-    others need not call then. Collective over these ranks."""
+    """Compare the inputs of ranks that hold the same rows and columns: in the first call in training, and in the first
+    one in evaluation. In evaluation only the ranks along x and y take part.
+
+    If the widths leave open which axis splits the columns, ranks along each of these axes are not compared. Raises
+    DisagreementError on every rank that takes part. Collective over these ranks.
+    """
     trains = module.training and torch.is_grad_enabled()
     if not passes.compares(f"{what} {trains}"):
         return
@@ -203,9 +203,10 @@ def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) ->
         return tensor
 
     mapped(given, noted)
-    spread = [part for part in module.modules() if isinstance(part, Spread)]
-    split = next((axis for tensor in found if (axis := split_columns(spread, tensor))), "")
-    check_replicas(passes.grid, "the model's input", passes.row_group(split), [digest(found)], SAME_ROWS,
+    first = next(module.children(), module) if type(module) is nn.Sequential else module
+    layers = [first] if isinstance(first, Spread) else [part for part in module.modules() if isinstance(part, Spread)]
+    splits = set[str]().union(*(split_columns(layers, tensor) for tensor in found))
+    check_replicas(passes.grid, "the model's input", passes.row_group(splits), [digest(found)], SAME_BATCH,
                    along=() if trains else COLUMNS)
 
 
@@ -223,7 +224,7 @@ def _hold(module: nn.Module, grid: Grid, passes: Passes, label: str) -> None:
 def _sum_gradients(tensor: nn.Parameter, passes: Passes) -> None:
     def arrived(gradient: torch.Tensor | None) -> None:
         held: Held = getattr(tensor, MARK)
-        if gradient is None or not is_added(held, get_gradient_edge(tensor).node):
+        if gradient is None or not held.is_reached():
             return
         if gradient.layout != torch.strided:
             raise DTypeError(f"{held.weight.name}: its gradient is sparse, which is not summed over ranks: make the "

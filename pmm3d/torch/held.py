@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from weakref import ref
 from typing import Any
-from zlib import crc32
+from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -21,12 +20,16 @@ from ..nn.gradients import State
 from ..nn.parallel import Parallel
 from ..nn.parameter import Parameter
 from ..nn.precision import Precision
+from ..nn.tape import Node
 from ..product import DistMatrix
+from ..product.checks import digest_of
 
 ROWS = ("data", "z")
 """The axes that split the rows of a batch, major to minor."""
 COLUMNS = ("x", "y")
 """The axes whose ranks hold the same rows."""
+SAME_BATCH = ("Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
+              "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows")
 MARK = "_pmm3d"
 """The attribute of a torch parameter that has its `Held`."""
 
@@ -63,9 +66,18 @@ class Held:
         tensor = self.tensor()
         return tensor is not None and tensor.requires_grad and is_added(self, get_gradient_edge(tensor).node)
 
+    def follow(self) -> None:
+        """Let the weight learn if the torch parameter does now, and be frozen if not."""
+        tensor, weight = self.tensor(), self.weight
+        learns = tensor is not None and tensor.requires_grad
+        if weight.requires_grad != learns:
+            weight.node = Node(weight.form, leaf=weight) if learns else None
+
     def resume(self) -> None:
-        """A backward pass is to add to the gradient. Its start value is what `.grad` has now, whoever put it there.
+        """Prepare a backward pass that adds to the gradient. The pass begins from the present `.grad`, whoever set it.
+
         `.grad` is None until the end of the pass: if the pass ends with an error, no half of a sum is there."""
+        self.follow()
         tensor, record = self.tensor(), self.weight.accumulated
         grad = None if tensor is None else tensor.grad
         if tensor is not None:
@@ -109,8 +121,15 @@ def reached(node: Any) -> bool | None:
 
 
 def is_added(held: Held, node: Any) -> bool:
-    """Whether the pass under way adds to `.grad` of a parameter, whose node that is. Raises Pmm3dError if it is to be
-    brought by torch.autograd.grad."""
+    """Return whether the pass under way adds to `.grad` of a parameter that learns.
+
+    node   of torch's graph, that accumulates the gradient
+
+    Raises Pmm3dError if torch.autograd.grad asks for the gradient.
+    """
+    tensor = held.tensor()
+    if tensor is not None and not tensor.requires_grad:
+        return False
     found = reached(node)
     if found is None:
         raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
@@ -130,8 +149,5 @@ def _precision(dtype: str, tf32: bool) -> Precision:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """All their values, in 32 bits."""
-    found = 0
-    for tensor in (each for each in tensors if each.numel()):
-        found = crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
-    return found
+    """Return a digest of the values of all tensors: a whole number below 2^53."""
+    return digest_of(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in tensors))

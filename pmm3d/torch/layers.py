@@ -281,13 +281,13 @@ class Dropout3D(OnGrid):
         return f"p={self.p}, axis={self.axis!r}"
 
 
-def split_columns(layers: Sequence[Spread], x: torch.Tensor) -> str:
-    """The axis that splits the columns of a model's input x, "" if a rank has all columns. The width of x tells, by the
-    first of the model's layers that takes an input of this width."""
+def split_columns(layers: Sequence[Spread], x: torch.Tensor) -> set[str]:
+    """Return the axes that may split the columns of a model's input x; none if each rank has all columns.
+
+    layers   of the model: one of them takes x, and an axis counts if a layer takes an input of this width from it
+    """
     width = x.shape[-1] if x.dim() and x.is_floating_point() else -1
-    takes = (layer.takes for layer in layers if width in (layer.takes[1], own_width(layer)))
-    axis, columns, _ = next(takes, ("", width, 1))
-    return axis if width != columns else ""
+    return {layer.takes[0] for layer in layers if width == own_width(layer) != layer.takes[1]}
 
 
 def own_width(layer: Spread, coords: Coords | None = None) -> int:

@@ -24,7 +24,8 @@ from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
-from .held import ROWS, Held, is_added, reached
+from ..product.checks import check_replicas
+from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, is_added, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
@@ -52,7 +53,7 @@ class Passes:
         self._id = NO_PASS
         """torch's number of the pass under way, or of the last one. Numbers grow."""
         self._taken: Counter[Held] = Counter()
-        self._calls: Counter[str] = Counter()
+        self._called = set[str]()
 
     @classmethod
     def of(cls, grid: Grid) -> Passes:
@@ -60,18 +61,19 @@ class Passes:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
-    def compares(self, what: str, times: int = 1) -> bool:
-        """Whether the ranks compare the data of this call: the first calls of each kind, all calls with PMM3D_DEBUG=1.
-        Ranks that make the same calls get the same answer."""
-        self._calls[what] += 1
-        return self.grid.debug or (self.grid.engine.check and self._calls[what] <= times)
+    def compares(self, what: str) -> bool:
+        """Return whether the ranks compare the data of this call: the first call of each kind, all calls with
+        PMM3D_DEBUG=1. Ranks that make the same calls get the same answer."""
+        first = what not in self._called
+        self._called.add(what)
+        return self.grid.debug or (self.grid.engine.check and first)
 
-    def row_group(self, split: str = "") -> int:
-        """Number of the group of ranks that hold the same rows of a batch; with the axis that splits the columns, the
-        same columns too."""
-        grid = self.grid
-        place = [grid.axis(axis).index for axis in ROWS] + [grid.axis(split).index if split else -1]
-        return crc32(repr(place).encode())
+    def row_group(self, splits: Iterable[str] = ()) -> int:
+        """Number of the group of ranks that hold the same rows of a batch, and the same columns.
+
+        splits   the axes that split the columns, or may do so
+        """
+        return crc32(repr([(axis, self.grid.axis(axis).index) for axis in (*ROWS, *sorted(splits))]).encode())
 
     def begin_forward(self) -> bool:
         """A forward pass begins. Returns False if it computes something again inside a backward pass. Otherwise a
@@ -178,9 +180,14 @@ class Call:
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         self.passes.begin_forward()
+        if self.passes.grid.debug:
+            check_replicas(self.passes.grid, "a layer's input", self.passes.row_group(self.layout.cols), [digest([x])],
+                           SAME_BATCH, along=() if self.records else COLUMNS)
+        for held in self.held:
+            held.follow()
         made: torch.Tensor = _Operation.apply(self, x, *tensors)  # type: ignore[no-untyped-call]
         if made.requires_grad:
-            self.passes.used(self.held)
+            self.passes.used([held for held in self.held if held.weight.requires_grad])
         return made
 
 

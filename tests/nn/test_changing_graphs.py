@@ -9,7 +9,7 @@ from networks import GRIDS, alone, inner, largest_difference, on_each_grid, spre
 from samples import integers
 from torch_reference import by_rank_0
 
-from pmm3d import DisagreementError, Grid, nn
+from pmm3d import DisagreementError, Grid, MatmulPlan, nn
 from pmm3d.nn import optim
 
 pytestmark = pytest.mark.deadline(90)
@@ -208,3 +208,25 @@ def test_ranks_on_different_paths_are_told_before_a_rule_sends_anything(comm, fa
             fails(DisagreementError, "use different parameters", loss.backward)
             for parameter in parameters:
                 parameter.grad = None
+
+
+@pytest.mark.parallel([2])
+def test_a_rule_with_a_plan_of_its_own_sends_nothing_before_the_ranks_agree(comm, fails):
+    with Grid(comm, (2, 1, 1)) as grid:
+        a, b = (spread(grid, integers((8, 8)), layout) for layout in (nn.tensor.Layout.A, nn.tensor.Layout.B))
+        plan, layers = MatmulPlan(a, b), [nn.Linear(grid, 8, 8, dtype="float64") for _ in range(2)]
+        plan(), plan(), nn.Sequential(grid, *layers).named_parameters()
+        x = spread(grid, integers((4, 8)))
+        out = layers[grid.rank](x)
+        if grid.rank == 0:
+            out = out.made(out.shard, (out,), lambda gradient: (plan(), [gradient])[1])
+        fails(DisagreementError, "use different parameters", nn.mse(out, out.value).backward)
+
+
+@pytest.mark.parallel([2])
+def test_tensors_without_a_name_count_together_in_the_message(comm, fails):
+    with Grid(comm, "ddp") as grid:
+        one, two = (nn.Tensor(spread(grid, integers((4, 4))), requires_grad=True) for _ in range(2))
+        out = nn.sum(nn.sum(one + two if grid.rank else one * 1, 0), 1)
+        text = fails(DisagreementError, "use different parameters", out.backward)
+        assert comm.rank == 0 or "is used 2 times, on rank 0 1 times" in text

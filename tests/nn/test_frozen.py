@@ -148,6 +148,17 @@ def test_one_rank_that_freezes_alone_is_found(comm, fails):
         fails(DisagreementError, "the ranks use different parameters", loss.backward)
 
 
+@pytest.mark.parallel([2])
+def test_what_was_frozen_in_the_forward_pass_gets_no_gradient_when_it_is_computed_again(comm):
+    with Grid(comm, "fsdp") as grid:
+        net = network_of(grid, CLASSES, recompute=True)
+        frozen = net.layers[0].module.layers[0].requires_grad_(False)
+        loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0))
+        frozen.requires_grad_()
+        loss.backward()
+        assert frozen.weight.grad is None and frozen.weight.requires_grad and "0.bias" not in grads(net)
+
+
 @pytest.mark.parallel([1])
 def test_only_what_learns_is_in_the_memory_of_a_dry_run(comm):
     from pmm3d.nn.dry import dry_grid, memory, twin

@@ -227,6 +227,21 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, f
             fails(Pmm3dError, "on 1 of 2 ranks.*a parameter was changed", lambda: out.backward(y))
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.Recompute])
+def test_a_frozen_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails, kind):
+    with Grid(comm, "fsdp") as grid:
+        first, net = (nn.Linear(grid, 6, 6, bias=False, dtype="float64") for _ in range(2))
+        part = nn.Recompute(net) if kind is nn.Recompute else net
+        net.requires_grad_(False)
+        x = spread(grid, X, Layout())
+        out = part(first(x))
+        net.weight.assign(net.weight.value * 2)
+        fails(Pmm3dError, "a parameter was changed", lambda: out.backward(x))
+        part(first(x)).backward(x)
+        assert first.weight.grad is not None and net.weight.grad is None
+
+
 # Weights that are gone
 
 

@@ -238,3 +238,24 @@ def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm)
         gradient = net.weight.grad.gather()
         whole.step()
         assert np.allclose(weights_of(net)["weight"], before["weight"] - 0.1 * gradient)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_asks_what_was_written_only_if_there_is_a_remainder(comm, monkeypatch, dtype):
+    asked = []
+    with Grid(comm) as grid:
+        net = nn.Linear(grid, 3, 2, dtype=dtype, library="torch")
+        opt = optim.AdamW(net.parameters(), lr=0.1)
+        nn.sum(nn.sum(net(DistMatrix.ones(grid, (4, 3), dtype=dtype, library="torch")), 0), 1).backward()
+        monkeypatch.setattr(nn.Parameter, "written", property(asked.append))
+        opt.step()
+    assert bool(asked) == (dtype == "bfloat16")
+
+
+@pytest.mark.parallel([1])
+def test_layers_run_in_inference_mode_of_torch(comm):
+    torch = pytest.importorskip("torch")
+    with Grid(comm) as grid, torch.inference_mode():
+        net = nn.Linear(grid, 3, 2, library="torch")
+        assert net(DistMatrix.ones(grid, (4, 3), dtype="float32", library="torch")).shape == (4, 2)

@@ -51,6 +51,17 @@ class Mixed(nn.Module):
         return self.last(self.norm(self.first(x * self.scale)))
 
 
+class Gated(nn.Module):
+    """The layer that is made last takes the input: this rank's columns, as many as the other layer has in all."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.main = nn.Linear(4, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.gate(self.main(x))
+
+
 MIXED = {"first": "column", "norm": "x", "last": Split("row", gather=True)}
 
 
@@ -101,6 +112,40 @@ def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
                   lambda: torch.autograd.grad(loss(), [net.scale]))
 
     on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_a_frozen_layer_in_the_middle_keeps_nothing_and_gets_no_gradient(comm):
+    """Frozen before the forward pass, or between it and the backward pass; on the grid, and on no axis."""
+    parts = lambda: (nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    plan = {"0": "column", "1": "x", "2": "row", "4": Split("column", gather=True)}
+    for shape in ((2, 1, 1), (1, 1, 2)):
+        with Grid(comm, shape) as grid:
+            net, kept = made(lambda: nn.Sequential(*parts()), grid, plan), []
+            x = input_rows(grid, torch.arange(32.0).reshape(8, 4))
+
+            def forward():
+                kept.clear()
+                with torch.autograd.graph.saved_tensors_hooks(lambda each: (kept.append(each.nbytes), each)[1], id):
+                    net(x)
+                net.zero_grad()
+                return net(x).square().sum()
+
+            forward().backward()
+            every, whole = {name: each.grad.clone() for name, each in net.named_parameters()}, sum(kept)
+            loss = forward()
+            net[1:4].requires_grad_(False)
+            for _ in range(2):  # the second pass is frozen from its forward pass on
+                loss.backward()
+                found = {name: each.grad for name, each in net.named_parameters() if each.grad is not None}
+                assert found.keys() == {name for name in every if name[0] in "04"}
+                assert all(torch.equal(found[name], every[name]) for name in found)
+                loss = forward()
+            assert sum(kept) < whole
+            net.requires_grad_(True)
+            net[0].requires_grad_(False)
+            (loss + net(x).square().sum()).backward()  # learns again, in the second of two forward passes
+            assert net[2].weight.grad is not None and torch.equal(net[2].weight.grad, every["2.weight"])
 
 
 @pytest.mark.parallel([1])
@@ -260,13 +305,18 @@ def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
         net = made(Mixed, grid, MIXED)
         fails(DisagreementError, "the model's input: ranks 0 and 1 .*DataLoader", lambda: net(own()))
-        fails(DisagreementError, "input_rows: ranks 0 and 1 .*DataLoader", lambda: input_rows(grid, own()))
+        assert comm.rank or input_rows(grid, own()).shape == (2, 4)
         fails(DisagreementError, "mean: ranks 0 and 1 .*labels", lambda: mean(grid, own()))
+        with torch.no_grad():
+            fails(DisagreementError, "mean: ranks 0 and 1 .*labels", lambda: mean(grid, own()))
         net.eval()
         fails(DisagreementError, "the model's input", lambda: net(own()))
         net(own())
         rows = made(lambda: nn.Linear(4, 4), grid, {"": "row"})
         rows(own()[:, : 4 // 2])
+        made(Gated, grid, {"main": "row", "gate": "column"})(own())
+        net = made(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), grid)
+        fails(DisagreementError, "the model's input", lambda: net(own()))
     for debug in (False, True):
         with Grid(comm, (1, 1, 1), data=2, debug=debug) as grid:
             net = made(Mixed, grid, MIXED)
@@ -275,6 +325,10 @@ def test_ranks_that_share_rows_get_the_same_batch_or_an_error(comm, fails):
         net = made(Mixed, grid, MIXED)
         net(torch.ones(2, 4)).sum().backward()
         fails(DisagreementError, "the model's input", lambda: net(own()))
+        fails(DisagreementError, "input_rows: ranks 0 and 1 .*DataLoader", lambda: input_rows(grid, own()))
+        layer = Linear3D(grid, 4, 4, gather=True)
+        layer(torch.ones(2, 4)).sum().backward()
+        fails(DisagreementError, "a layer's input: ranks 0 and 1", lambda: layer(own()))
 
 
 class Keeping:
