@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mpi4py
 import pytest
 
-from mpi_runner import outer
-from mpi_runner.script_job import ScriptJobs
+# Conftests and test modules may import mpi4py.MPI in the outer pytest: that is not to start MPI. A rank has started it.
+mpi4py.rc(initialize=False, finalize=False)
+
+from mpi_runner import outer  # noqa: E402
+from mpi_runner.script_job import ScriptJobs  # noqa: E402
 
 RANK_PLUGIN = "mpi-rank"  # inside.RankPlugin.__name__
 NO_RANKS = "the fixture {!r} needs @pytest.mark.parallel([1, 2, ...]) on the test, its class or its module"
@@ -28,23 +32,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if _rank_plugin(config) is None:
-        _keep_mpi_off()
         config.pluginmanager.register(outer.OuterPlugin(config), "mpi-outer")
 
 
 def _rank_plugin(config):
     """This rank's half of the plugin; None in the outer pytest."""
     return config.pluginmanager.get_plugin(RANK_PLUGIN)
-
-
-def _keep_mpi_off():
-    """Let test modules import mpi4py.MPI in the outer pytest without starting MPI."""
-    try:
-        import mpi4py
-    except ImportError:
-        return
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
 
 
 def _configure_hypothesis(inside):
