@@ -54,7 +54,7 @@ def plot(results: list[Result], path: str) -> None:
     hosts = names_in_words(environment.hosts, MOST_HOSTS)
     axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)", ylabel="grid Gx x Gy x Gz")
     axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "
-                          counted(results[0].partition.ranks, "rank"),
+                          f"{counted(results[0].partition.ranks, 'rank')}",
                           f"{hosts}: {environment.cpu}; {blas}; {date.today().isoformat()}"), fontsize=10)
     axes.margins(x=0.18)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
