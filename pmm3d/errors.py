@@ -118,5 +118,5 @@ def needs(extra: str, what: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package == "pmm3d":
             raise
-        remedy = f'pip install "pmm3d[{extra}]"'
+        remedy = f'pip install ".[{extra}]" in the clone of pmm3d'
         raise MissingPackageError(f"{what}: the package {package} is missing. {remedy}") from None

@@ -73,7 +73,7 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     try:
         import_module(kind)
     except ImportError as error:
-        raise Pmm3dError(f'{kind} arrays need {kind}: pip install "pmm3d[{kind}]" ({error})') from None
+        raise Pmm3dError(f'{kind} arrays need {kind}: pip install ".[{kind}]" in the clone of pmm3d ({error})') from None
     if kind == "torch":
         from .torch_library import TorchLibrary
 

@@ -20,6 +20,7 @@ from ..model.machines import Machine
 from ..model.planning import PANELS_ACROSS_HOSTS
 from ..model.ranking import Product, nominal, rank_products, ranked_grids
 from .processes import Processes
+from .words import counted
 
 logger = logging.getLogger("pmm3d.comm")
 
@@ -105,17 +106,16 @@ class Auto:
                            chosen, f"{chosen.size:,}", f"{self.ranks:,}", f"{idle:,}", "are" if idle > 1 else "is")
 
     def _note(self, best: Candidate, others: Sequence[Candidate], machine: Machine, cores: int) -> None:
-        """Log the choice, its runner-up and the ranks that stay idle. Both times count the cores that there are."""
+        """Log the choice and its runner-up. Both times count the cores of a node."""
         def taken(one: Candidate) -> float:
             return seconds_on_cores(one, one.grid.size * (self.ranks // self.left), machine, cores)
 
         if others:
-            after, whole = others[0], self._whole(best)
-            idle = f" ({self.ranks - whole.size:,} of them stay idle)" if whole.size < self.ranks else ""
+            after = others[0]
             whose = "the nominal machine (pmm3d tune machine measures this one)" if machine.name == NOMINAL \
                 else machine.name
-            logger.info("auto: %s on %s ranks%s, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
-                        best.grid, f"{self.ranks:,}", idle, 1e3 * taken(best), whose, after.grid, 1e3 * taken(after),
+            logger.info("auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
+                        best.grid, f"{self.ranks:,}", 1e3 * taken(best), whose, after.grid, 1e3 * taken(after),
                         f"{cores} core{'s' * (cores > 1)}")
 
     def _whole(self, candidate: Candidate) -> GridShape:
@@ -183,11 +183,15 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
         raise GridError(f'a grid shape is three numbers of at least 1, or "auto"; got {shape!r}')
     wanted = GridShape(x, y, z, data, **axes)
     if wanted.size != ranks:
-        some = ranks // prod(wanted[3:]) or ranks
-        fitting = ", ".join(map(str, islice(ranked_grids(product, some, dtype), 3)))
-        others = _in_words({"data": data, **axes})
-        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. "
-                        f"Grids that fit {some} ranks, by modelled cost: {fitting}")
+        others, copies = _in_words({"data": data, **axes}), prod(wanted[3:])
+        fitting = ", ".join(map(str, islice(ranked_grids(product, ranks // copies or 1, dtype), 3)))
+        if ranks % copies:
+            remedy = f"Start {wanted.size} ranks, or change {others}: {copies} does not divide {ranks}"
+        elif copies > 1:
+            remedy = f"With {others} and {ranks} ranks, each copy has {counted(ranks // copies, 'rank')}: {fitting}"
+        else:
+            remedy = f"Grids that fit {counted(ranks, 'rank')}, by modelled cost: {fitting}"
+        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. {remedy}")
     return wanted
 
 

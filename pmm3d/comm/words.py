@@ -23,6 +23,15 @@ def in_bytes(nbytes: float) -> str:
     return f"{nbytes:,.0f} {unit}" if abs(nbytes) >= 100 else f"{nbytes:.3g} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, with the noun in the singular or the plural.
+
+        >>> counted(1, "rank"), counted(1024, "rank")
+        ('1 rank', '1,024 ranks')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def blas_in_words(blas: str, kernel: str, threads: int) -> str:
     """The BLAS of a run; that of a device has neither a kernel nor threads.
 

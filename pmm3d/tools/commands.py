@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from enum import Enum
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
@@ -52,9 +54,11 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def _pmm3d(version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+def _pmm3d(context: typer.Context,
+           version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
                                                  help="Print the version and end.")] = False) -> None:
     """Commands take the same options on all ranks."""
+    context.call_on_close(partial(setattr, sys, "stdout", sys.stdout))
 
 
 def _tune() -> None:

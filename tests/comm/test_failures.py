@@ -318,6 +318,14 @@ def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(job):
                 assert "the communicator has 6. Grids that fit 6 ranks, by modelled cost: " in str(error), error
             else:
                 raise AssertionError(shape)
+        for data, text in ((3, "With data 3 and 6 ranks, each copy has 2 ranks: "), (6, "copy has 1 rank: 1x1x1"),
+                           (4, "Start 12 ranks, or change data 4: 4 does not divide 6")):
+            try:
+                Grid(MPI.COMM_WORLD, (3, 1, 1), data)
+            except GridError as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(data)
         print("ok")
     """)
     assert done.returncode == 0 and done.stdout.count("ok") == 6, done.stderr

@@ -126,7 +126,7 @@ def test_a_python_that_lacks_a_package(program, site_packages, tmp_path, package
     done = program("tests/embed/faults.c")(2, "start", PMM3D_PYTHON=str(tmp_path / "bin" / "python"))
     assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stdout + done.stderr
     assert [fault[1] for fault in told(done)] == [PYTHON] * 4, done.stdout
-    text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \"pmm3d[embed]\""
+    text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \".[embed]\" in the clone"
     assert done.stdout.count(text) == 4, done.stdout
 
 

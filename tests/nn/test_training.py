@@ -292,7 +292,7 @@ def test_the_figures_for_prometheus(runs):
 @pytest.mark.parametrize("path, before, text", [
     ("nowhere/x.prom", "", "cannot be written: No such file or directory"),
     ("x.txt", "", "node exporters read files that end in .prom only"),
-    ("x.prom", "sys.modules['prometheus_client'] = None", 'pip install "pmm3d[monitor]"'),
+    ("x.prom", "sys.modules['prometheus_client'] = None", 'pip install ".[monitor]"'),
 ])
 def test_figures_that_cannot_be_written_are_refused_at_the_start(runs, path, before, text):
     config = runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/{path}'")

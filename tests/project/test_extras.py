@@ -50,7 +50,7 @@ MISSING = [
 def test_a_missing_package_names_its_extra(job, program, package, extra):
     done = job(1, f"{WITHOUT}import pmm3d\n{program}", '{"step": 1, "loss": 0.5}')
     assert done.returncode != 0
-    assert f'the package {package} is missing. pip install "pmm3d[{extra}]"' in done.stderr, done.stderr
+    assert f'the package {package} is missing. pip install ".[{extra}]" in the clone of pmm3d' in done.stderr, done.stderr
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
@@ -58,7 +58,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
     done = job(2, f"import sys; sys.modules['matplotlib'] = None; sys.argv = {bench}; "
                   "from pmm3d.tools.cli import main; main()")
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.count('the package matplotlib is missing. pip install "pmm3d[report]"') == 1, done.stderr
+    assert done.stderr.count('the package matplotlib is missing. pip install ".[report]"') == 1, done.stderr
 
 
 def test_what_a_product_needs_is_little():

@@ -132,6 +132,7 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     assert len(result["grid"]) == 3 and len(result["seconds"]) == 3 and result["verified"] is True
     assert result["bytes_sent"] == result["bytes_model"] and set(result["bytes_sent"]) == set("xyz")
     assert adds_up(done.stdout), done.stdout
+    assert "(ms, mean of the repetitions and of 4 ranks)" in done.stdout
     assert result["overlap"] == "decomposed" and "overlap decomposed" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -184,7 +185,7 @@ def test_matrices_in_shared_memory_are_read_in_place(pmm3d, tmp_path, grid, in_p
 def test_idle_ranks_are_reported(pmm3d):
     done = pmm3d(7, "bench", "--m", "6", "--n", "6", "--k", "6000", "--repeat", "1", "--verify", "freivalds")
     assert done.returncode == 0, done.stderr
-    shape, idle = re.search(r"(\S+) of 7 ranks, (\d) ranks idle", done.stdout).groups()
+    shape, idle = re.search(r"(\S+) of 7 ranks, (\d) ranks? idle", done.stdout).groups()
     assert prod(map(int, shape.split("x"))) + int(idle) == 7
 
 

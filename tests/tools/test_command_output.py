@@ -15,6 +15,7 @@ from pmm3d.tools.bench import result as results
 from pmm3d.tools.bench import tables
 from pmm3d.tools.commands import app
 from pmm3d.tools.figure_table import FigureTable
+from pmm3d.tools.page.bench_page import product_parts
 
 PROGRAM = """
 import sys
@@ -115,6 +116,19 @@ def test_what_is_no_text_does_not_go_to_standard_output(tmp_path):
         assert done.stderr.startswith("pmm3d: ") and done.stderr.count("\n") == 1, "no empty line of a bar"
 
 
+def test_the_parts_of_a_bar_add_up_to_the_mean_of_the_repetitions():
+    """Of repetitions whose mean is not their median, as in the table."""
+    phases = {"gather A": {"computed": 0.2, "waited": 0.5}, "multiply": {"computed": 1.0, "waited": 0.0}}
+    parts = product_parts({"seconds": [1.0, 1.0, 4.0], "phases": phases})
+    assert [part.length for part in parts] == pytest.approx([1000, 500, 500])
+
+
+def test_a_command_gives_standard_output_back():
+    before = sys.stdout
+    app(["plan", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2", "--json", "-"], standalone_mode=False)
+    assert sys.stdout is before
+
+
 @pytest.mark.parametrize("width", [80, 60, 45])
 def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     """Columns that do not fit follow below, with the names of the rows again; sentences wrap between words."""
@@ -129,6 +143,7 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     said = out.getvalue()
     words = {word for text in (*names, *(cell for row in rows for cell in row)) for word in text.split()}
     assert words <= set(said.split()) and max(map(len, said.splitlines())) <= width, said
+    assert said.count("continued") == {80: 1, 60: 2, 45: 3}[width]
     assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
 
 

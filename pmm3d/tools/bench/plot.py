@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from textwrap import fill
 
-from ...comm.words import MOST_HOSTS, blas_in_words, names_in_words
+from ...comm.words import MOST_HOSTS, blas_in_words, counted, names_in_words
 from ...errors import Pmm3dError, needs
 from ..page.bench_page import REST, product_parts
 from .result import Result
@@ -47,15 +47,14 @@ def plot(results: list[Result], path: str) -> None:
     case, speed, environment = results[0].case, results[0].speed, results[0].environment
     axes.axvline(1e3 * speed.median * speed.ratio, color="black", linestyle="--", linewidth=1,
                  label=f"limit: the GEMM alone, {speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s")
-    for name, result in zip(names, results):
-        axes.annotate(f" {result.speed.ratio:.2f} of the limit", (1e3 * result.speed.median, name), va="center",
-                      fontsize=9)
+    for name, result, end in zip(names, results, ends):
+        axes.annotate(f" {result.speed.ratio:.2f} of the limit", (end, name), va="center", fontsize=9)
     axes.invert_yaxis()
     blas = blas_in_words(environment.blas, environment.kernel, environment.threads)
     hosts = names_in_words(environment.hosts, MOST_HOSTS)
-    axes.set(xlabel="ms (mean over the ranks that took part, one product)", ylabel="grid Gx x Gy x Gz")
+    axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)", ylabel="grid Gx x Gy x Gz")
     axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "
-                          f"{results[0].partition.ranks} ranks",
+                          f"{counted(results[0].partition.ranks, 'rank')}",
                           f"{hosts}: {environment.cpu}; {blas}; {date.today().isoformat()}"), fontsize=10)
     axes.margins(x=0.18)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)

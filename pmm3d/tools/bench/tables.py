@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Column, Table
 
-from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words
+from ...comm.words import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
 from ..figure_table import FigureTable
 from ..page.bench_page import REST, whole_and_rest
 from .result import Result, Speed
@@ -60,7 +60,7 @@ def _headline(result: Result) -> str:
 
 def _environment(result: Result) -> Table:
     found = result.environment
-    hosts = [f"{host} ({ranks} ranks on {cores} cores)"
+    hosts = [f"{host} ({counted(ranks, 'rank')} on {counted(cores, 'core')})"
              for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)]
     devices = Counter(found.devices).items()
     return _rows("[bold]Environment[/]", {
@@ -72,7 +72,7 @@ def _environment(result: Result) -> Table:
 
 def _product(result: Result) -> Table:
     partition, speed, memory, check = result.partition, result.speed, result.memory, result.check
-    idle = f", {partition.idle_ranks} ranks idle" if partition.idle_ranks else ""
+    idle = f", {counted(partition.idle_ranks, 'rank')} idle" if partition.idle_ranks else ""
     low, middle, high = (1e3 * figure for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
     at_once = {"at once": f"[bold]{speed.at_once_ratio:.3f}[/] of {speed.at_once_gflops:.1f} GFLOP/s, that GEMM on all "
                           "cores together without a message"} if speed.at_once_gflops else {}
@@ -81,7 +81,7 @@ def _product(result: Result) -> Table:
                   f"{result.reference.gflops:.1f} GFLOP/s, in turns"}
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
     return _rows("[bold]Product[/]", {
-        "grid": f"{result.shape} of {partition.ranks} ranks{idle}; {partition.panels} panel(s) along k, "
+        "grid": f"{result.shape} of {counted(partition.ranks, 'rank')}{idle}; {partition.panels} panel(s) along k, "
                 f"{partition.strips} strip(s) of C; overlap {partition.overlap}"
                 + (f"; {' and '.join(partition.in_place)} read in place" if partition.in_place else ""),
         "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in partition.blocks.items()),
@@ -103,7 +103,8 @@ def _product(result: Result) -> Table:
 def _phases(result: Result) -> FigureTable:
     speed, partition = result.speed, result.partition
     at_work, idle = partition.ranks - partition.idle_ranks, partition.idle_ranks
-    whose = f"ms, mean over {at_work:,} rank{'s' * (at_work > 1)}" + (f", without {idle:,} idle" if idle else "")
+    whose = f"ms, mean of the repetitions and of {counted(at_work, 'rank')}"
+    whose += f", without {idle:,} idle" if idle else ""
     if speed.unit != "cores":
         whose += "; of the host, which asks the devices"
     table = FigureTable(f"[bold]Time of one product[/] ({whose})",
@@ -131,7 +132,7 @@ def _bytes(result: Result) -> FigureTable:
 def _bound(result: Result) -> str:
     bound, ranks = result.traffic.lower_bound_bytes, result.partition.ranks - result.partition.idle_ranks
     over = f"; this product received {result.traffic.received / bound:.3f} times that" if bound else ""
-    return f"Lower bound for any algorithm on {ranks} ranks: {bound:,.0f} bytes{over}"
+    return f"Lower bound for any algorithm on {counted(ranks, 'rank')}: {bound:,.0f} bytes{over}"
 
 
 def _limit(speed: Speed) -> str:

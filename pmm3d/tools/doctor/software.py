@@ -184,7 +184,8 @@ def judge_hdf5(finding: Finding, facts: list[Hdf5 | None], hosts: list[str]) -> 
     fact, others = facts[0], unlike_first(facts)
     if fact is None:
         finding.found = "no h5py"
-        finding.note("h5py is not installed: no data sets, no checkpoints", 'pip install "pmm3d[io]"')
+        finding.note("h5py is not installed: no data sets, no checkpoints",
+                     'pip install ".[io]" in the clone of pmm3d')
     else:
         finding.found = f"h5py {fact.h5py}, HDF5 {fact.hdf5}, {'' if fact.parallel else 'not '}parallel"
         finding.figures = fact._asdict()

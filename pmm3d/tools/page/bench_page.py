@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean, median
 
-from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words
+from ...comm.words import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
 from ...layout import GridShape
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section
@@ -37,7 +37,7 @@ def _shape(result: Json) -> str:
 
 def _facts(best: Json) -> list[tuple[str, str]]:
     found, times = best["environment"], best["seconds"]
-    hosts = names_in_words((f"{name} ({ranks} ranks on {cores} cores)" for name, ranks, cores in
+    hosts = names_in_words((f"{name} ({counted(ranks, 'rank')} on {counted(cores, 'core')})" for name, ranks, cores in
                             zip(found["hosts"], found["ranks_per_host"], found["cores_per_host"])), MOST_HOSTS)
     return [("numbers", f"{best['dtype']}, {best['array']}, stored {best['transpose']} (n as they are, t transposed)"),
             ("hosts", hosts),
@@ -77,7 +77,7 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
     return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
             Tile("of the limit", percent(best["ratio"]),
                  f"{best['cores']} {_unit(best)}, GEMM alone{_of_others(best)}"),
-            Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else f"{best['ranks']} ranks"),
+            Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else counted(best["ranks"], "rank")),
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),
             Tile("over the lower bound", _over_bound(best, 3), "bytes received, any algorithm"),
@@ -96,13 +96,13 @@ def whole_and_rest(result: Json) -> tuple[float, float]:
 
 
 def product_parts(result: Json) -> list[Part]:
-    """Where the median time of a product goes, in milliseconds."""
+    """Where the mean time of a product goes, in milliseconds. The parts add up to the whole product."""
     phases = result["phases"]
     spent = [Part("computing: GEMM", "compute0", 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
     spent += [Part(f"waiting: {name}", class_, 1e3 * phases[name]["waited"]) for name, class_ in PHASES.items()
               if phases.get(name, {}).get("waited")]
-    rest = 1e3 * median(result["seconds"]) - sum(part.length for part in spent)
-    return [*spent, Part(REST, "rest", max(0.0, rest))]
+    rest = 1e3 * whole_and_rest(result)[0] - sum(part.length for part in spent)
+    return [*spent, Part(REST, "rest", rest)]
 
 
 def _times(results: list[Json]) -> Section:
@@ -111,7 +111,7 @@ def _times(results: list[Json]) -> Section:
     legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
     drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
     return Section("Time of a product",
-                   "Mean over the ranks that took part. Dashed: what the GEMM alone would take on all cores.",
+                   "Mean of the repetitions and of the ranks that took part. Dashed: what the GEMM alone would take on all cores.",
                    [Figure(drawing, legend)])
 
 
