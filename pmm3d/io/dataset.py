@@ -115,6 +115,9 @@ class DataSet(AbstractContextManager["DataSet"]):
             return len(classes)
         if not isinstance(classes, (int, np.integer)) or classes < 1:
             raise DataError(f"classes is a number of at least 1; got {classes!r}")
+        if self.class_names is not None and classes != len(self.class_names):
+            raise DataError(f"{self.path}: classes is {classes}, but class_names lists {len(self.class_names)}: leave "
+                            "classes (data.classes) out")
         return int(classes)
 
     def _number_by(self, names: list[str]) -> None:
@@ -193,7 +196,10 @@ class DataSet(AbstractContextManager["DataSet"]):
                                 prefetch, str(rows)):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch)
             check_at_least(0, seed=seed)
-            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples))
+            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)
+            if part.samples != self.samples:
+                raise DataError(f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
+                                f"{self.samples}: split this one")
             if drop_last and len(part) < batch_size:
                 raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}")
             plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),

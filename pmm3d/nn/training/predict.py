@@ -156,6 +156,10 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     with grid.together("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
+        if asked.origin is not None and inputs.features == known.samples.features + 1:
+            raise DataError(f"{asked.named} has a column more than the {known.samples.features} inputs: if it is the "
+                            f"target, pmm3d convert {asked.named} FILE.h5 (--classes for labels), and predict from "
+                            "FILE.h5")
         if inputs.features != known.samples.features:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
