@@ -79,6 +79,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     if another text is above a number, or if its label is a text that no other line has. Blank lines are skipped. A cell
     may be quoted, and then contain delimiters and line breaks.
 
+    The names of the inputs' columns become the attribute `columns` of the inputs, which `pmm3d predict` compares.
+
     Two passes read the CSV file, so its size does not matter. The HDF5 file has a temporary name until it is complete.
 
     Raises DataError: a file that is missing, empty, in another encoding, or the target itself; a target that exists or
@@ -272,7 +274,10 @@ class _Conversion:
         if done != total or self._table.changed():
             raise DataError(f"{self._table.path} was written to while it was read: convert a copy of it")
         names = self._table.names if self._table.header else None
-        return Converted(x.shape, None if y is None else y.shape, names and [names[index] for index in self._inputs],
+        columns = names and [names[index] for index in self._inputs]
+        if columns:
+            x.attrs["columns"] = columns
+        return Converted(x.shape, None if y is None else y.shape, columns,
                          names and [names[index] for index in self._targets])
 
     def _count(self) -> int:

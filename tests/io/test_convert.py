@@ -373,6 +373,8 @@ def test_the_command(command, table, target):
         f"wrote {target}: x 2 x 2 ('a', 'b'); y 2 ('kind'); 2 classes: ant (1), cow (1); the first line is a header"
         in done.output)
     assert written(target)["y"].tolist() == [1, 0]
+    with h5py.File(target) as file:
+        assert file["x"].attrs["columns"].tolist() == ["a", "b"]
     assert f"{target} exists" in command(source, target).output
     done = command(source, target, "--overwrite", "--class-names", "cow,ant", "--target-columns", "-1")
     assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]

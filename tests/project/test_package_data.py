@@ -7,8 +7,6 @@ import zipfile
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -26,7 +24,6 @@ def test_every_file_of_the_package_is_installed_with_it():
 
 def test_type_checkers_see_an_editable_install(tmp_path):
     """As `make setup` makes one. mypy and editors follow paths, not import hooks."""
-    pytest.importorskip("setuptools", "77", "the build backend")
     source, environment = tmp_path / "source", tmp_path / "environment"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "pmm3d"):

@@ -52,6 +52,7 @@ def trained(pmm3d, tmp_path, tmp_path_factory, earlier):
         x = random.standard_normal((40, features)).astype("float32")
         with h5py.File(tmp_path / "data.h5", "w") as file:
             file["x"], file["y"] = x, np.arange(40) % 3
+            file["x"].attrs["columns"] = list("abcdefgh"[:features])
             file["y"].attrs["class_names"] = NAMES
             file["v"] = x[:, :1] * 2 + 1
         with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -299,6 +300,8 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv", "--inputs", "z"), "--inputs is z, but x.csv is a table")
     said(pmm3d("predict", "run", "no.csv", "--out", "out2.csv"), "there is no file no.csv")
     np.savetxt(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0], delimiter=",")
+    np.savetxt(tmp_path / "turned.csv", x, delimiter=",", header="b,a,c,d,e", comments="")
+    said(pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"), "turned.csv has the columns b, a, c")
     said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "xy.csv has a column more than the 5 inputs: if it is")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")

@@ -19,7 +19,7 @@ from ...comm import Grid
 from ...comm.shapes import chosen_shape
 from ...comm.words import names_in_words
 from ...errors import DataError, GridError
-from ...io.dataset import text_of
+from ...io.dataset import columns_of, text_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...product.new_hdf5 import NewHdf5
 from ...io.source import SourceFile
@@ -164,6 +164,10 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
                             "it was trained on, in their order, or name another data set (--inputs)")
+        columns, own = columns_of(inputs.dataset), known.samples.columns
+        if columns and own and columns != own:
+            raise DataError(f"{asked.named} has the columns {names_in_words(columns)}; the network of {asked.run} was "
+                            f"trained on {names_in_words(own)}. Give these, in this order")
         _check_batch(inputs, known.samples.outputs)
         _compare_names(inputs, known)
     try:
