@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,9 +60,9 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
                       and all columns are inputs
     target_columns    of a CSV file: a name, an index, or several; the others are the inputs. None: the last column
     classes           True: the targets are labels. The classes are numbered from 0: numbers in ascending order, then
-                      texts in sorted order; 1, 01 and 1.0 are one class. A list of names: the classes in this order,
-                      which gives a second file the numbers of the first. The names become the attribute `class_names`
-                      of the targets
+                      texts in sorted order; 1 and 1.0 are one class, 01 and 1e2 are texts. A list of names: the classes
+                      in this order, which gives a second file the numbers of the first. The names become the attribute
+                      `class_names` of the targets
     group_column      of a CSV file: a column that says which rows belong together, as those of one patient. It becomes
                       the data set `groups` (rows,) of numbers, for `data.groups`
     header            of a CSV file: whether its first line names the columns; None: by the rule below
@@ -71,10 +72,14 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     dtype             of numbers from a CSV file: "float32" or "float64"; arrays of a .npz file keep their type
     tell              called with the number of records done and of all
 
-    The first line of a CSV file is a header if none of its cells is a number. It is also a header if its numbers are
-    whole and one of its texts is above a number of the second line. It is a sample if its texts are above texts. It is
-    refused without `header` if it may be both: 0, 1, 2, ... (pandas' names of unnamed columns), or 0.5 and texts above
-    numbers. Blank lines are skipped. A cell may be quoted, and then contain delimiters and line breaks.
+    The first line of a CSV file is a header if none of its cells is a number. It is also a header if its cells differ,
+    its numbers are whole, and a text is above a number of the second line; unless the numbers are 0, 1, 2, ..., this
+    text must be the last cell. If each text of the first line is above a text of the second, the first line is a
+    sample. It is refused without `header` if it may be both: if it is 0, 1, 2, ... (pandas' names of unnamed columns),
+    if another text is above a number, or if its label is a text that no other line has. Blank lines are skipped. A cell
+    may be quoted, and then contain delimiters and line breaks.
+
+    The names of the inputs' columns become the attribute `columns` of the inputs, which `pmm3d predict` compares.
 
     Two passes read the CSV file, so its size does not matter. The HDF5 file has a temporary name until it is complete.
 
@@ -97,7 +102,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         check_regular(source)
         _check_target(source, target, overwrite)
         with _completed(target) as file:
-            if source.suffix == ".npz":
+            if source.suffix.lower() == ".npz":
                 if (target_columns, group_column, header, delimiter) != (None, None, None, None):
                     raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
                                     "group_column, header and delimiter, and name arrays with inputs and targets")
@@ -192,6 +197,10 @@ class _Labels:
             raise DataError(f"{text.strip()!r} is none of the classes {', '.join(self._given)}")
         self._seen[key] += times
 
+    def has_one(self, text: str) -> bool:
+        """Whether a label is a text, of a class that is not given, and was seen once."""
+        return self._given is None and number(text) is None and self._seen[_key(text)] == 1
+
     def _ordered(self) -> list[str | int | float]:
         return list(self._keys) or sorted(self._seen, key=lambda key: (isinstance(key, str), key))
 
@@ -210,8 +219,8 @@ class _Labels:
 
 
 def _key(text: str) -> str | int | float:
-    """Equal for labels of one class."""
-    value = number(text)
+    """Equal for labels of one class. Codes such as 01234 and 1E2 are texts."""
+    value = None if re.match("[+-]?0[0-9]", text.strip()) or "e" in text.lower() else number(text)
     return text.strip() if value is None else value
 
 
@@ -265,14 +274,18 @@ class _Conversion:
         if done != total or self._table.changed():
             raise DataError(f"{self._table.path} was written to while it was read: convert a copy of it")
         names = self._table.names if self._table.header else None
-        return Converted(x.shape, None if y is None else y.shape, names and [names[index] for index in self._inputs],
+        columns = names and [names[index] for index in self._inputs]
+        if columns:
+            x.attrs["columns"] = columns
+        return Converted(x.shape, None if y is None else y.shape, columns,
                          names and [names[index] for index in self._targets])
 
     def _count(self) -> int:
         """Number of records; counts the labels too."""
-        total, (column, *_) = 0, self._targets or [0]
+        total, (column, *_), first = 0, self._targets or [0], None
         for line, cells in self._table.records():
             total += 1
+            first = first or cells
             if self._labels is not None:
                 with self._at(line, column):
                     self._labels.see(cells[column])
@@ -283,6 +296,9 @@ class _Conversion:
                     self._groups.see(cells[self._group])
         if not total:
             raise DataError(f"{self._table.path} has no line of data")
+        sampled = self._table.guessed and not self._table.header
+        if sampled and first and self._labels is not None and self._labels.has_one(first[column]):
+            raise self._table.unsure()
         return total
 
     def _values(self, chunk: list[tuple[int, list[str]]], columns: list[int]) -> np.ndarray:

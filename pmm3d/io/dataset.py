@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from .loader import Loader, check_at_least
 from .reader import Plan, Rows
 from .source import SourceFile
 from .split import Part, last_rows, random_groups, random_rows
+
+if TYPE_CHECKING:
+    import h5py
 
 ROWS_AT_ONCE = 2**16
 """Of labels, when they are counted."""
@@ -47,6 +50,7 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     samples, features, outputs (columns of the targets; 1 for labels), classes (None for vectors)
     class_names   of the labels, in the order of their numbers; None for vectors and without names
+    columns       names of the inputs' columns, as `pmm3d convert` writes them; None without
     fingerprint   of what is in the data sets, by their names, shapes, types, names of classes and values (all if they
                   are few, else those of some rows); the same on every rank and grid
 
@@ -83,7 +87,7 @@ class DataSet(AbstractContextManager["DataSet"]):
                 raise DataError(f"{self.path}: {inputs!r} has {self.samples} rows, {targets!r} has {len(self.targets)}")
             self.features, self.outputs = prod(self.inputs.shape[1:]), prod(self.targets.shape[1:])
             self.labelled = labels is not False and self.targets.dtype.kind in "iu" and self.outputs == 1
-            self.class_names = self._names()
+            self.class_names, self.columns = self._names(), columns_of(self.inputs)
             self.numbering: np.ndarray | None = None
             self.classes = self._known_classes(classes)
             if self.labelled and self.classes is None:
@@ -115,6 +119,9 @@ class DataSet(AbstractContextManager["DataSet"]):
             return len(classes)
         if not isinstance(classes, (int, np.integer)) or classes < 1:
             raise DataError(f"classes is a number of at least 1; got {classes!r}")
+        if self.class_names is not None and classes != len(self.class_names):
+            raise DataError(f"{self.path}: classes is {classes}, but class_names lists {len(self.class_names)}: leave "
+                            "classes (data.classes) out")
         return int(classes)
 
     def _number_by(self, names: list[str]) -> None:
@@ -193,7 +200,10 @@ class DataSet(AbstractContextManager["DataSet"]):
                                 prefetch, str(rows)):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch)
             check_at_least(0, seed=seed)
-            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples))
+            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)
+            if part.samples != self.samples:
+                raise DataError(f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
+                                f"{self.samples}: split this one")
             if drop_last and len(part) < batch_size:
                 raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}")
             plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),
@@ -236,6 +246,12 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def columns_of(inputs: h5py.Dataset) -> list[str] | None:
+    """Names of the columns of samples, if an attribute names each one."""
+    names = inputs.attrs.get("columns")
+    return None if np.shape(names) != (prod(inputs.shape[1:]),) else list(map(text_of, names))
 
 
 def text_of(name: Any) -> str:

@@ -41,7 +41,9 @@ class SourceFile:
             self._identities = {path: _identity(path)}
             self.h5 = h5py.File(path, "r", locking="best-effort")
         except OSError as error:
-            raise DataError(f"cannot open {path}: {error.strerror or error}") from None
+            no_hdf5 = "signature not found" in str(error)
+            said = "it is no HDF5 file; pmm3d convert makes one from CSV or .npz" if no_hdf5 else error.strerror
+            raise DataError(f"cannot open {path}: {said or error}") from None
 
     def dataset(self, name: str) -> h5py.Dataset:
         """The data set of that name, if it holds rows of numbers, all of which are there."""

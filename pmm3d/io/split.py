@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,12 +25,14 @@ class Order(Protocol):
 class Part:
     """Some rows of a data set: the positions start:stop of an order of all rows.
 
-    split   how the order was made, for the state of a loader; "none" is the order of the file
-    order   None is the order of the file
+    samples   number of all rows
+    split     how the order was made, for the state of a loader; "none" is the order of the file
+    order     None is the order of the file
     """
 
     start: int
     stop: int
+    samples: int
     split: str = "none"
     order: Order | None = field(default=None, compare=False, repr=False)
 
@@ -51,6 +54,7 @@ class _ByGroups:
 
     def __init__(self, held_out: np.ndarray):
         self._rows = np.argsort(held_out, kind="stable")
+        self.digest = blake2b(np.packbits(held_out).data, digest_size=8).hexdigest()
         self._positions = np.argsort(self._rows)
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
@@ -63,14 +67,14 @@ class _ByGroups:
 def last_rows(samples: int, share: float) -> tuple[Part, Part]:
     """(rows to train on, held-out rows): the last ones are held out."""
     kept = samples - round(share * samples)
-    return Part(0, kept), Part(kept, samples)
+    return Part(0, kept, samples), Part(kept, samples, samples)
 
 
 def random_rows(samples: int, share: float, seed: int) -> tuple[Part, Part]:
     """(rows to train on, held-out rows): chosen at random by the seed, without a table."""
     kept = samples - round(share * samples)
-    split, order = f"by seed {seed}", Permutation(samples, seed, 1)
-    return Part(0, kept, split, order), Part(kept, samples, split, order)
+    split, order = f"by seed {seed}", Permutation(samples, seed, 0, 1)  # epochs have (seed, epoch)
+    return Part(0, kept, samples, split, order), Part(kept, samples, samples, split, order)
 
 
 def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tuple[Part, Part]:
@@ -84,12 +88,13 @@ def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tup
     if len(found) < 2:
         raise DataError(f"all rows of data set {name!r} are of one group, so none can be held out: name another "
                         "data set (data.groups), or leave it out")
-    chosen = Permutation(len(found), seed, 2)(np.arange(len(found)))
+    chosen = Permutation(len(found), seed, 0, 2)(np.arange(len(found)))
     held = np.cumsum(sizes[chosen])[:-1]
     count = 1 + int(np.argmin(abs(held - share * len(groups)))) if share else 0
     order = _ByGroups(np.isin(of_row.reshape(-1), chosen[:count]))
-    kept, split = len(groups) - int(held[count - 1] if count else 0), f"by groups {name!r}, seed {seed}"
-    return Part(0, kept, split, order), Part(kept, len(groups), split, order)
+    samples, split = len(groups), f"by groups {name!r}, seed {seed}, rows {order.digest}"
+    kept = samples - int(held[count - 1] if count else 0)
+    return Part(0, kept, samples, split, order), Part(kept, samples, samples, split, order)
 
 
 def completed(state: Mapping[str, Any]) -> dict[str, Any]:

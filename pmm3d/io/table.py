@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import DataError
 
 DELIMITERS = ",;\t|"
-MISSING = ("", "na", "n/a", "<na>", "nan", "nat", "null", "?")
+MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none", "?")
 """Cells without a value, in lower case."""
 END = "\x1a"
 """A line that is added after the last one: a record that is more than this line has a quote that is still open."""
@@ -50,8 +50,9 @@ class Table:
     header      whether the first line names the columns; None: by the rule of `convert`
     delimiter   between cells; None: the most frequent of , ; tab | in the first line, or blanks
 
-    header, guessed   whether the first line is a header; whether the rule found it
-    names             of the columns; without a header their indices as text
+    header    whether the first line is a header
+    guessed   whether the rule decided this
+    names     of the columns; without a header their indices as text
     """
 
     def __init__(self, path: Path, header: bool | None, delimiter: str | None, encoding: str):
@@ -64,7 +65,7 @@ class Table:
             self._delimiter = commonest
         if not (first := [[cell.strip() for cell in cells] for _, cells in islice(self._records(), 2)]):
             raise DataError(f"{path} is empty")
-        self.guessed = header is None
+        self.guessed, self._first = header is None, first[0]
         self.header = self._has_header(*first) if header is None else header
         self.names = first[0] if self.header else [str(index) for index in range(len(first[0]))]
         if twice := [name for name, times in Counter(self.names).items() if times > 1]:
@@ -79,15 +80,20 @@ class Table:
         numbers = [value for value in values if value is not None]
         if not numbers:
             return True
-        over_numbers = any(value is None and not is_missing(cell) and under is not None
-                           for value, cell, under in zip(values, first, below))
+        over_numbers = [value is None and not is_missing(cell) and under is not None
+                        for value, cell, under in zip(values, first, below)]
+        counted = numbers == list(range(len(numbers)))
         whole = all(isinstance(value, int) for value in numbers)
-        if over_numbers and whole:
+        if any(over_numbers) and whole and len(set(first)) == len(first) and (over_numbers[-1] or counted):
             return True
-        if over_numbers or len(numbers) > 1 and numbers == list(range(len(numbers))):
-            raise DataError(f"{self.path}: the first line, {', '.join(first[:8])}, may name the columns or be a "
-                            f"sample. {ASK}")
+        if any(over_numbers) or len(numbers) > 1 and counted:
+            raise self.unsure()
         return False
+
+    def unsure(self) -> DataError:
+        """The error if the first line may be a header or a sample."""
+        return DataError(f"{self.path}: the first line, {', '.join(self._first[:8])}, may name the columns or be a "
+                         f"sample. {ASK}")
 
     def indices(self, columns: Columns) -> list[int]:
         """Indices of columns that are given by name or by index; None is the last column."""

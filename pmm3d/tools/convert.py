@@ -75,7 +75,9 @@ def convert_command(
                        classes=classes if names is None else names, group_column=group_column, header=header,
                        chunk_rows=chunk_rows, delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite,
                        tell=tell)
-    say(f"wrote {target}: {_in_words(done, inputs, targets)}")
+    found = _in_words(done, inputs, targets)
+    sampled = done.columns is None and source.suffix.lower() != ".npz"
+    say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
 
 
 def _listed(text: str) -> list[str]:

@@ -63,14 +63,15 @@ def predict_command(
 
             def first() -> Asked:
                 check_ending(out, (*ENDINGS, ".csv"))
+                to_csv = out.suffix.lower() == ".csv"
                 asked = Asked(run, file, out, inputs, batch_size, overwrite)
                 check_files(asked)
                 check_writable(out)
                 if file.suffix.lower() in CONVERTED:
                     made = _beside(out, "samples", temporary)
-                    _convert(file, made, inputs or "x")
+                    _convert(file, made, inputs)
                     asked = replace(asked, source=made, origin=file, inputs=inputs or "x")
-                return replace(asked, target=_beside(out, "outputs", temporary)) if out.suffix == ".csv" else asked
+                return replace(asked, target=_beside(out, "outputs", temporary)) if to_csv else asked
 
             asked = on_first(comm, first)
             with _bar(comm.rank == 0) as tell:
@@ -89,13 +90,20 @@ def _beside(out: Path, what: str, temporary: ExitStack) -> Path:
     return path
 
 
-def _convert(file: Path, target: Path, inputs: str) -> None:
+def _convert(file: Path, target: Path, inputs: str | None) -> None:
     """Write the samples of a CSV or .npz file to HDF5. Raises DataError."""
+    arrays = file.suffix.lower() == ".npz"
+    if not file.exists():
+        raise DataError(f"there is no file {file}")
+    if inputs is not None and not arrays:
+        raise DataError(f"--inputs is {inputs}, but {file} is a table, whose columns are all inputs: leave it out")
     try:
-        convert(file, target, inputs=inputs, targets=None, dtype="float64")
+        convert(file, target, inputs=inputs or "x", targets=None, dtype="float64")
     except DataError as error:
-        raise DataError(f"{error}. pmm3d convert {file} FILE.h5 --no-targets has options for that; predict from "
-                        "FILE.h5 then") from None
+        remedy = ("--inputs names the array of the samples" if arrays else
+                  f"pmm3d convert {file} FILE.h5 has options for that: --no-targets if all columns are inputs, "
+                  "--classes if the last one is a label; predict from FILE.h5 then")
+        raise DataError(f"{error}. {remedy}") from None
 
 
 def _write_csv(source: Path, out: Path) -> None:

@@ -79,9 +79,10 @@ def test_labels_as_text_are_numbered_in_sorted_order(table, target):
 
 @pytest.mark.parametrize(
     "labels, numbers, names",
-    [("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]), ("10.0 2.0 1 1.0 01", [2, 1, 0, 0, 0], ["1", "2", "10"]),
+    [("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]), ("10.0 2.0 1 1.0 +1", [2, 1, 0, 0, 0], ["1", "2", "10"]),
+     ("01234 1234 1E2 100 0.5", [3, 2, 4, 1, 0], ["0.5", "100", "1234", "01234", "1E2"]),
      ("3 1 2", [2, 0, 1], ["1", "2", "3"]), ("-1 0.5 1", [0, 1, 2], ["-1", "0.5", "1"]), ("cow 2 10", [2, 0, 1],
-     ["2", "10", "cow"]), ("1_0 10 none", [1, 0, 2], ["10", "1_0", "none"]),
+     ["2", "10", "cow"]), ("1_0 10 no", [1, 0, 2], ["10", "1_0", "no"]),
      (f"{2**63 + 1} 7", [1, 0], ["7", "9223372036854775809"])],
 )
 def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path, labels, numbers, names):
@@ -102,7 +103,7 @@ def test_labels_numbered_as_the_caller_says(table, target):
 
 
 def test_more_names_than_an_old_attribute_holds(table, target):
-    convert(table("".join(f"1,name{number:05}\n" for number in range(5000))), target, classes=True)
+    convert(table("".join(f"1,name{number:05}\n" for number in range(5000))), target, classes=True, header=False)
     assert len(written(target)["names"]) == 5000
 
 
@@ -148,7 +149,7 @@ def test_bad_options(table, target, options, said):
     assert not target.exists()
 
 
-@pytest.mark.parametrize("cell", ["", "NaN", "NA", "n/a"])
+@pytest.mark.parametrize("cell", ["", "NaN", "NA", "n/a", "None", "#N/A", "-nan"])
 def test_a_missing_label(table, target, cell):
     with pytest.raises(DataError, match=f"line 2, column 1: a label is missing .*the cell is '{cell}'"):
         convert(table(f"1,cat\n2,{cell}\n"), target, classes=True)
@@ -164,8 +165,9 @@ def test_a_missing_label_of_a_npz_file(tmp_path, target):
 
 HEADERS = [  # first line, second line, whether the first one is a header; None: the user is asked
     ("0,1,2,3,y", "5.1,3.5,1.4,0.2,0", True), ("1990,1991,y", "1.5,2,3", True), (",0,1,y", "0,1.5,2,3", True),
-    ("a,b", "1,2", True), ("a,b", "1,cow", True), ("1,2,cow", "3,4,ant", False), ("1,2", "3,4", False),
-    ("0,5", "1,6", False), ("0,cow", "1,ant", False), ("0,1,2", "5,6,7", None), ("0,1,kind", "5.1,3.5,cow", None),
+    ("a,b", "1,2", True), ("a,b", "1,cow", True), ("1,2,cow", "3,4,cow", False), ("1,2", "3,4", False),
+    ("0,5", "1,6", False), ("1,2,cow", "3,4,ant", None), ("0,cow", "1,ant", None), ("5,3,low,0", "4,3,1,0", None),
+    ("0,1,y,2", "1.5,3,0,2", True), ("0,1,2", "5,6,7", None), ("0,1,kind", "5.1,3.5,cow", None),
     ("0.5,1.5,y", "1,2,0", None),
 ]
 
@@ -183,6 +185,8 @@ def test_whether_the_first_line_is_a_header(table, target, first, second, header
 
 
 def test_a_cell_without_a_value_in_the_first_line_does_not_make_it_a_header(table, target):
+    with pytest.raises(DataError, match="the first line, 5, 5, y, may name the columns"):
+        convert(table("5,5,y\n4,3,1\n"), target)
     with pytest.raises(DataError, match="line 1, column 1: 'NA' is not a finite number. If the first line names .*"):
         convert(table("1.5,NA,0\n2.5,3.5,1\n"), target)
 
@@ -369,9 +373,14 @@ def test_the_command(command, table, target):
         f"wrote {target}: x 2 x 2 ('a', 'b'); y 2 ('kind'); 2 classes: ant (1), cow (1); the first line is a header"
         in done.output)
     assert written(target)["y"].tolist() == [1, 0]
+    with h5py.File(target) as file:
+        assert file["x"].attrs["columns"].tolist() == ["a", "b"]
     assert f"{target} exists" in command(source, target).output
     done = command(source, target, "--overwrite", "--class-names", "cow,ant", "--target-columns", "-1")
     assert done.exit_code == 0 and written(target)["y"].tolist() == [0, 1]
+    done = command(table("1,2\n3,4\n"), target, "--overwrite")
+    assert "; no header: the first line is a sample" in done.output
+    source = table("a,b,kind\n1,2,cow\n3,4,ant\n")
     done = command(source, target, "--overwrite", "--class-names", 'cow, "ant"')
     assert done.exit_code == 0 and written(target)["names"] == ["cow", "ant"]
     for options in (["--class-names", ""], ["--target-columns", ""]):

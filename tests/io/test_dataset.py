@@ -12,6 +12,7 @@ from batches import LABELS, SAMPLES, VECTORS, X, epoch_of, rows_of
 from pmm3d import DataError, DTypeError, Grid, LayoutError
 from pmm3d.io import DataSet
 from pmm3d.io.reader import Columns, Reader
+from pmm3d.io.split import last_rows
 
 pytestmark = pytest.mark.parallel([1, 2, 4])
 
@@ -23,7 +24,10 @@ def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
         with h5py.File(named, "a") as file:
             file["y"].attrs["class_names"] = list("abcdefg")
     some_grid.comm.barrier()
-    assert DataSet(some_grid, named).classes == 7
+    assert DataSet(some_grid, named).classes == 7 == DataSet(some_grid, named, classes=7).classes
+    for number in (6, 9):
+        fails(DataError, f"classes is {number}, but class_names lists 7: leave classes",
+              lambda: DataSet(some_grid, named, classes=number))
     for number, names in enumerate((7, "abc", np.zeros((2, 2)), [])):
         odd = write(f"odd{number}.h5", x=X, y=LABELS)
         if some_grid.rank == 0:
@@ -90,8 +94,8 @@ def test_files_that_are_no_hdf5(some_grid, path, shared_path, fails):
         (shared_path / "text.h5").write_text("1,2\n" * 1000)
         (shared_path / "cut.h5").write_bytes(path.read_bytes()[:5000])
     some_grid.comm.barrier()
-    for name in ("text.h5", "cut.h5"):
-        fails(DataError, f"cannot open .*{name}", lambda: DataSet(some_grid, shared_path / name))
+    for name, said in (("text.h5", "it is no HDF5 file; pmm3d convert makes one"), ("cut.h5", ".*truncated")):
+        fails(DataError, f"cannot open .*{name}: {said}", lambda: DataSet(some_grid, shared_path / name))
 
 
 def test_numbers_that_make_no_batches(some_grid, path, fails):
@@ -103,6 +107,8 @@ def test_numbers_that_make_no_batches(some_grid, path, fails):
         for rows in ((0, 38), (-50, 3), (5, 5), (9, 3), 7, (1, 2, 3), slice(0, 9, 2), ("a", "b"), (0.5, 3)):
             fails(DataError, "rows is .* of at least one of the 37 samples", lambda: data.loader(8, rows=rows))
         fails(DataError, "drop_last leaves no batch: 37 rows", lambda: data.loader(38, drop_last=True))
+        fails(DataError, "the rows are a part of a data set of 9 samples; .* has 37: split this one",
+              lambda: data.loader(2, rows=last_rows(9, 0.5)[0]))
         fails(LayoutError, "names the axis 'q'", lambda: data.loader(8, split_inputs="q"))
         fails(LayoutError, "names the axis z twice", lambda: data.loader(8, split_targets="z"))
 

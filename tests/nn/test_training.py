@@ -70,7 +70,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
     assert ended.returncode == 75, ended.stderr
     assert 3 <= len(runs.metrics("ended")) < 12
     assert re.match(r"not finished: SIGTERM stopped the run at step [0-9]+ of 12\n", ended.stdout), ended.stdout
-    assert f"number of ranks: pmm3d train {runs.folder}/ended.toml --resume auto\nthis command ends" in ended.stdout
+    assert ("to resume, on the same number of ranks: python -m pmm3d.launcher -n 2 -m pmm3d train "
+            f"{runs.folder}/ended.toml --resume auto (or the site's launcher)\nthis command ends" in ended.stdout)
     assert "exit code 75 (not finished)" in ended.stdout and "predictions" not in ended.stdout
     resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
     assert resumed.returncode == 0 and "resumed" in resumed.stderr, resumed.stderr

@@ -52,6 +52,7 @@ def trained(pmm3d, tmp_path, tmp_path_factory, earlier):
         x = random.standard_normal((40, features)).astype("float32")
         with h5py.File(tmp_path / "data.h5", "w") as file:
             file["x"], file["y"] = x, np.arange(40) % 3
+            file["x"].attrs["columns"] = list("abcdefgh"[:features])
             file["y"].attrs["class_names"] = NAMES
             file["v"] = x[:, :1] * 2 + 1
         with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -292,10 +293,20 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     with h5py.File(tmp_path / "out.h5") as file:
         assert np.allclose(file["outputs"][...], right["outputs"], atol=1e-6) and file.attrs["source"] == "x.npz"
     assert not list(tmp_path.glob(".*"))
+    (tmp_path / "x.npz").rename(tmp_path / "x.NPZ")
+    assert pmm3d("predict", "run", "x.NPZ", "--out", "OUT.CSV").returncode == 0
+    assert (tmp_path / "OUT.CSV").read_text().startswith("class,cat,dog,eel\n")
+    said(pmm3d("predict", "run", "x.NPZ", "--out", "out2.csv", "--inputs", "z"), "it has 'x'. --inputs names the array")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv", "--inputs", "z"), "--inputs is z, but x.csv is a table")
+    said(pmm3d("predict", "run", "no.csv", "--out", "out2.csv"), "there is no file no.csv")
+    np.savetxt(tmp_path / "xy.csv", np.c_[x, x[:, 0] > 0], delimiter=",")
+    np.savetxt(tmp_path / "turned.csv", x, delimiter=",", header="b,a,c,d,e", comments="")
+    said(pmm3d("predict", "run", "turned.csv", "--out", "out2.csv"), "turned.csv has the columns b, a, c")
+    said(pmm3d("predict", "run", "xy.csv", "--out", "out2.csv"), "xy.csv has a column more than the 5 inputs: if it is")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")
     (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")
-    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "pmm3d convert x.csv FILE.h5 --no-targets has options")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "pmm3d convert x.csv FILE.h5 has options for that: --no-")
     np.savetxt(tmp_path / "x.csv", x[:, :4], delimiter=",")
     said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv: data set 'x' has 4 features a row")
     assert not list(tmp_path.glob(".*"))

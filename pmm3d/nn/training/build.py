@@ -89,7 +89,7 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
         validation: Rows | None = (data, held) if len(held) else None
         if section.validation_file is not None:
             other = DataSet(grid, section.validation_file, classes=names_of(data) or None, **options)
-            validation = opened.enter_context(other), Part(0, other.samples)
+            validation = opened.enter_context(other), Part(0, other.samples, other.samples)
             with grid.together("training"):
                 if (other.features, other.outputs) != (data.features, data.outputs):
                     raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "

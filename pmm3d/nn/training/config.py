@@ -72,7 +72,7 @@ class DataSection(Section):
     hold_out: Annotated[Literal["random", "last"], without("validation_file"), HELD_OUT] = Field(
         default_factory=lambda given: "random" if given.get("shuffle", True) else "last")
     """which rows are held out: random ones, by `training.seed`, or the last ones, as of a time series; left out: random
-    if shuffle is true"""
+    if shuffle is true. If shuffle is false, random rows to train on have one random order"""
     groups: Annotated[Name | None, without("validation_file"), HELD_OUT, only("hold_out", "random")] = None
     """name of a data set with a number for each row: rows with the same number are all held out, or none of them is"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None

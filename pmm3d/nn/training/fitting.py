@@ -77,8 +77,7 @@ def check_targets(config: Config, data: DataSet) -> None:
 
 def names_of(data: DataSet) -> list[str]:
     """A name for each class; its number if the file has none. Without labels the list is empty."""
-    numbers = [str(number) for number in range(data.classes or 0)]
-    return [*(data.class_names or []), *numbers[len(data.class_names or []) :]]
+    return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
 def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
@@ -91,12 +90,13 @@ def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet
     if data.grid.rank:
         return
     names, missing, section = names_of(data), counts == 0, config.data
-    nowhere = missing.all(axis=0)
+    nowhere, counted = missing.all(axis=0), data.class_names is None and section.classes is None
     for where, remedy in [
         (nowhere, "The network gets an output for each class up to the largest label. Labels from 1 to K make K + 1 "
-                  "classes: pmm3d convert --classes numbers them from 0"),
-        (missing[0] & ~nowhere, f"They are validated on, and not trained on: {_other_rows(section)}"),
-        (missing[-1] & ~nowhere, f"They are trained on, and not validated on: {_other_rows(section)}"),
+                  "classes: pmm3d convert --classes numbers them from 0" if counted else
+                  "Their outputs are never trained"),
+        (missing[0] & ~nowhere, f"They are validated on, and not trained on: {_other_rows(section, 'fewer')}"),
+        (missing[-1] & ~nowhere, f"They are trained on, and not validated on: {_other_rows(section, 'more')}"),
     ]:
         if where.any():
             found = names_in_words(name for name, here in zip(names, where) if here)
@@ -104,10 +104,12 @@ def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet
                            f"{'' if where is nowhere else ' on one side'}: {found}. {remedy}")
 
 
-def _other_rows(section: DataSection) -> str:
+def _other_rows(section: DataSection, how_many: str) -> str:
     if section.validation_file is not None:
         return "look at data.validation_file"
-    return "hold out random rows (data.hold_out), or more of them (data.validation)"
+    if section.hold_out == "last":
+        return "hold out random rows (data.hold_out)"
+    return f"hold out {how_many} rows (data.validation)"
 
 
 def check_steps(config: Config, grid: Grid, batches: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ...comm import Grid
 from ...comm.shapes import chosen_shape
 from ...comm.words import names_in_words
 from ...errors import DataError, GridError
-from ...io.dataset import text_of
+from ...io.dataset import columns_of, text_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.source import SourceFile
 from ...layout import GridShape, batch_layout
@@ -156,10 +156,18 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     with grid.together("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
+        if asked.origin is not None and inputs.features == known.samples.features + 1:
+            raise DataError(f"{asked.named} has a column more than the {known.samples.features} inputs: if it is the "
+                            f"target, pmm3d convert {asked.named} FILE.h5 (--classes for labels), and predict from "
+                            "FILE.h5")
         if inputs.features != known.samples.features:
             raise DataError(f"{asked.named}: data set {inputs.dataset.name[1:]!r} has {inputs.features} features a "
                             f"row, the network of {asked.run} takes {known.samples.features}. Give the columns that "
                             "it was trained on, in their order, or name another data set (--inputs)")
+        columns, own = columns_of(inputs.dataset), known.samples.columns
+        if columns and own and columns != own:
+            raise DataError(f"{asked.named} has the columns {names_in_words(columns)}; the network of {asked.run} was "
+                            f"trained on {names_in_words(own)}. Give these, in this order")
         _check_batch(inputs, known.samples.outputs)
         _compare_names(inputs, known)
     try:

@@ -20,12 +20,13 @@ SAMPLES = "samples"
 
 
 class Samples(Section):
-    """What the network was made for: columns of a sample and of the output, the loss, the names of the classes."""
+    """What the network was made for: columns of a sample and of the output, the loss, names of classes and columns."""
 
     features: Count
     outputs: Count
     loss: str
     class_names: list[str] | None = None
+    columns: list[str] | None = None
 
 
 class Recalled(NamedTuple):
@@ -35,7 +36,8 @@ class Recalled(NamedTuple):
 
 def samples_of(data: DataSet, loss: str) -> Samples:
     outputs = data.classes if loss == "cross_entropy" else None
-    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names)
+    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names,
+                   columns=data.columns)
 
 
 def compare_classes(found: Checkpoint, names: list[str] | None) -> None:

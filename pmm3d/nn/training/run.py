@@ -125,10 +125,12 @@ class Run:
         if self.saved is not None and self.checkpoints is not None:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
         if self.request >= END and again:
-            lines.append(f"to go on from there, under the same launcher, on any number of ranks: {again}")
+            ranks = self.grid.size
+            lines.append(f"to resume: {again}" if ranks == 1 else "to resume, on the same number of ranks: python -m "
+                         f"pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)")
         if self.request < END and self.log is not None:
             folder = self.log.folder
             lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
-            lines.append(f"predictions: pmm3d predict {folder} FILE.h5 --out OUT.h5; weights for torch: pmm3d export "
-                         f"{folder} FILE.safetensors")
+            lines.append(f"predictions: pmm3d predict {folder} FILE.h5 (or .csv) --out OUT.h5 (or .csv); weights for "
+                         f"torch: pmm3d export {folder} FILE.safetensors")
         return "\n".join(lines)
