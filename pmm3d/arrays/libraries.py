@@ -73,7 +73,8 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
     try:
         import_module(kind)
     except ImportError as error:
-        raise Pmm3dError(f'{kind} arrays need {kind}: pip install ".[{kind}]" in the clone of pmm3d ({error})') from None
+        raise Pmm3dError(f'{kind} arrays need {kind}: pip install ".[{kind}]" in the clone of pmm3d '
+                         f"({error})") from None
     if kind == "torch":
         from .torch_library import TorchLibrary
 

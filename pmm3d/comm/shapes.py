@@ -191,7 +191,8 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
             remedy = f"With {others} and {ranks} ranks, each copy has {counted(ranks // copies, 'rank')}: {fitting}"
         else:
             remedy = f"Grids that fit {counted(ranks, 'rank')}, by modelled cost: {fitting}"
-        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. {remedy}")
+        raise GridError(f"grid {x}x{y}x{z} ({others}) needs {wanted.size} ranks; the communicator has {ranks}. "
+                        f"{remedy}")
     return wanted
 
 

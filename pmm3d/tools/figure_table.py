@@ -25,7 +25,7 @@ class FigureTable:
     left        headings of further columns that are flushed left
     sentences   headings of columns whose text wraps between words
 
-    Columns that do not fit the terminal follow in a second table below, which is titled "continued" and repeats the rows' names.
+    Columns that do not fit the terminal follow in a table "continued" below, with the names of the rows again.
     """
 
     title: str

@@ -26,7 +26,8 @@ USES = [
 def test_a_missing_package_is_named_with_its_extra(package, use, what):
     done = subprocess.run([sys.executable, "-c", BLOCKED.format(package=package, use=use)], capture_output=True,
                           text=True)
-    assert done.stdout == f'{what}: the package {package} is missing. pip install ".[io]" in the clone of pmm3d\n', done.stderr
+    said = f'{what}: the package {package} is missing. pip install ".[io]" in the clone of pmm3d\n'
+    assert done.stdout == said, done.stderr
 
 
 @pytest.mark.parametrize("module", ["pmm3d.io", "pmm3d.io.lock"])

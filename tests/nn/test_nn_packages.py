@@ -29,7 +29,8 @@ def test_a_missing_package_is_named_with_its_extra(package, use, what, extra):
     program = BLOCKED.format(package=package, use=use)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     said, _, remedy = done.stdout.partition(" is missing. ")
-    assert said.startswith(f"{what}: the package {package}") and remedy == f'pip install ".[{extra}]" in the clone of pmm3d\n', done
+    assert said.startswith(f"{what}: the package {package}"), done
+    assert remedy == f'pip install ".[{extra}]" in the clone of pmm3d\n', done
 
 
 def test_the_core_loads_nothing_of_training_runs():

@@ -50,7 +50,8 @@ MISSING = [
 def test_a_missing_package_names_its_extra(job, program, package, extra):
     done = job(1, f"{WITHOUT}import pmm3d\n{program}", '{"step": 1, "loss": 0.5}')
     assert done.returncode != 0
-    assert f'the package {package} is missing. pip install ".[{extra}]" in the clone of pmm3d' in done.stderr, done.stderr
+    said = f'the package {package} is missing. pip install ".[{extra}]" in the clone of pmm3d'
+    assert said in done.stderr, done.stderr
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):

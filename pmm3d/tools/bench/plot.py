@@ -52,7 +52,8 @@ def plot(results: list[Result], path: str) -> None:
     axes.invert_yaxis()
     blas = blas_in_words(environment.blas, environment.kernel, environment.threads)
     hosts = names_in_words(environment.hosts, MOST_HOSTS)
-    axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)", ylabel="grid Gx x Gy x Gz")
+    axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)",
+             ylabel="grid Gx x Gy x Gz")
     axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "
                           f"{counted(results[0].partition.ranks, 'rank')}",
                           f"{hosts}: {environment.cpu}; {blas}; {date.today().isoformat()}"), fontsize=10)

@@ -111,7 +111,8 @@ def _times(results: list[Json]) -> Section:
     legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
     drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
     return Section("Time of a product",
-                   "Mean of the repetitions and of the ranks that took part. Dashed: what the GEMM alone would take on all cores.",
+                   "Mean of the repetitions and of the ranks that took part. "
+                   "Dashed: what the GEMM alone would take on all cores.",
                    [Figure(drawing, legend)])
 
 
