@@ -40,6 +40,7 @@ class OneOfMany:
     def __init__(self, size: int, rank: int, calls: Counter[str] | None = None, dims: tuple[int, ...] = ()):
         self.size, self.rank, self.dims = size, rank, dims
         self.calls: Counter[str] = Counter() if calls is None else calls
+        self._attributes: dict[int, Any] = {}
 
     @property
     def received(self) -> int:
@@ -49,6 +50,12 @@ class OneOfMany:
     def messages(self) -> int:
         """Calls in which others take part."""
         return self.calls.total() - self.calls["bytes"] - self.calls["Free"]
+
+    def Get_attr(self, key: int) -> Any:
+        return self._attributes.get(key)
+
+    def Set_attr(self, key: int, value: Any) -> None:
+        self._attributes[key] = value
 
     def Idup(self) -> tuple[OneOfMany, MPI.Request]:
         return self._of("Idup", self.size, self.rank), MPI.REQUEST_NULL

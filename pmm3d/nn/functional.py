@@ -219,8 +219,9 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     wanted, learns = x.requires_grad, gain.requires_grad
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | Product | None]:
-        of_rows = [_sum_of_rows(form, elementwise(form, times, gradient, normal)) if learns else None,
-                   _sum_of_rows(form, gradient)]
+        with computing(form.grid, "elementwise", name="layer_norm backward"):
+            product = elementwise(form, times, gradient, normal) if learns else None
+        of_rows = [None if product is None else _sum_of_rows(form, product), _sum_of_rows(form, gradient)]
         if not wanted:
             return [None, *of_rows]
         with computing(form.grid, "elementwise", name="layer_norm backward"):

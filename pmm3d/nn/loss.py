@@ -365,7 +365,7 @@ class R2:
         if self._like is None or not self._rows:
             return float("nan")
         form, grid, has_data = self._like, self._like.grid, self._like.library.has_data
-        own = across(form, self._own, 0, lambda parts, _: _together(parts) if has_data else parts[0])
+        own = across(form, self._own, 0, lambda parts, _: _together(parts) if has_data else self._own)
         [error] = total(grid, np.array([self._error]), form.layout.rows)
         error, spread = total(grid, np.array([error, own[2].sum()]), form.layout.cols)
         return float(1 - error / spread) if spread else float("nan")

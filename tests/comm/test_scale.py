@@ -27,7 +27,7 @@ MOST_BYTES = 20 * 10**6
 @pytest.mark.parallel(1)
 @pytest.mark.parametrize("shape", ["32x32x32", "32768x1x1", "auto"])
 def test_what_one_rank_of_many_holds(comm, shape):
-    """Grid, plan, watch and ledger together."""
+    """Grid, plan, watch and ledger together. The first Grid duplicates the caller's communicator once more than others."""
     tracemalloc.start()
     try:
         made = setup(RANKS, shape, lambda what, part: part())
@@ -35,7 +35,7 @@ def test_what_one_rank_of_many_holds(comm, shape):
     finally:
         tracemalloc.stop()
     assert held < MOST_BYTES
-    assert made.messages <= 24 and made.received <= 40 * RANKS
+    assert made.messages <= 25 and made.received <= 40 * RANKS
 
 
 @pytest.mark.parallel(1)

@@ -70,7 +70,7 @@ CASES = {
     "a network of one's own": (lambda x, w: Own()(x), {"square": 2, "multiply": 2, "add": 2},
                                {"multiply": 2, "elementwise": 3}),
 }  # fmt: skip
-NO_PASSES = {"defer_weights", "in_chunks", "no_grad", "no_sync", "relayout", "unchanged"}
+NO_PASSES = {"defer_weights", "in_chunks", "manual_seed", "no_grad", "no_sync", "relayout", "unchanged"}
 
 
 def labels(grid):
