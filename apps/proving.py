@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError
 from pmm3d.comm.ledger import Entry
-from pmm3d.io.new_hdf5 import written
+from pmm3d.io.disk import written
 from pmm3d.tools.terminal import complain
 
 ROWS = 2**26
