@@ -33,7 +33,11 @@ Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 
 
 class Option:
-    """A number that each group of parameters has its own of: that of the group under way, else of the first."""
+    """An option of which each group of parameters has its own value: that of the group under way, else of the first.
+
+        >>> class Lion(Optimizer):
+        ...     beta = Option()
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
