@@ -102,7 +102,7 @@ test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## th
 test-embed: system-packages setup embed ## the C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
 	$(VENV)/bin/python -m pytest tests/embed $(ARGS)
 
-embed: embed-compiler .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
+embed: .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
 
 embed-compiler: $(if $(filter test-embed,$(MAKECMDGOALS)),system-packages) # before minutes of installing
@@ -147,7 +147,7 @@ help: ## this list
 	@echo "  LAUNCH      with MPI=site, how ranks are started: LAUNCH='srun --mpi=pmix -n' (mpiexec -n)"
 
 # What the library starts in a caller's process: with no MPI of its own, so that the caller's is taken.
-.venv-embed/.installed: pyproject.toml setup.py constraints.txt
+.venv-embed/.installed: pyproject.toml setup.py constraints.txt | embed-compiler
 	@echo 'embed: installing what a caller starts into .venv-embed'
 	@test -x .venv-embed/bin/pip || $(PYTHON) -m venv --clear .venv-embed
 	@.venv-embed/bin/python -m pip install -q -e '.[embed,io,cli]' -c constraints.txt

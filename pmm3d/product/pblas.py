@@ -140,6 +140,8 @@ class PgemmPlan:
         ways = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
         self._coming = [TileMove(self._base, *way, dtype, self._library) for way in ways[0]]
         self._back = TileMove(self._base, *ways[1], dtype, self._library)
+        with self._base.together("pgemm", always=True):  # A and B may be under way at the same time
+            self._base.workspace.rehearse([move.work for move in self._coming], self._library)
         self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
                       for matrix, there in zip(self._matrices, on_grid)]
         context.made(self)
