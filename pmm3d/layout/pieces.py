@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .dealing import Dealt, Common, in_common
+from .dealing import Common, Dealt, in_common
 from .foreign import Tile, Tiled
 
 Overlaps = dict[int, list[Common]]

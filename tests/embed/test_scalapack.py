@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from callers import LIBRARIES, ROOT, Caller
+from callers import LIBRARIES, Caller
 
 SCALAPACK = ("-lscalapack-openmpi",)
 PACKAGES = "scalapack-mpi-test", "scalapack-test-common"

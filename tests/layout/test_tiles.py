@@ -11,7 +11,7 @@ from tiles import held, indices, places, tilings
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
 from pmm3d.layout import OnGrid, Placement
-from pmm3d.layout.dealing import Cyclic, Intervals, Common, in_common, packed, strided
+from pmm3d.layout.dealing import Common, Cyclic, Intervals, in_common, packed, strided
 from pmm3d.layout.pieces import arriving, leaving
 
 pairs = shapes.flatmap(lambda shape: st.tuples(*(tilings(shape, IDLE_TOO, layouts, grids) for _ in range(2))))

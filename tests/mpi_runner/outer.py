@@ -108,6 +108,8 @@ class OuterPlugin:
             "-qq", "--color=no", "-o", "addopts=", "-o", f"verbosity_assertions={max(option.verbose, 0)}",
             f"--tb={option.tbstyle}", "--capture=no" if option.capture == "no" else "--capture=tee-sys",
         ]  # fmt: skip
+        if option.all_tests:
+            arguments.append("--all")
         if option.showlocals:
             arguments.append("--showlocals")
         for setting in option.override_ini or ():

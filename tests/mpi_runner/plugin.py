@@ -20,6 +20,10 @@ def pytest_addoption(parser):
     group.addoption(
         "--mpi-deadline", type=float, default=90.0, metavar="S", help="seconds a parallel test may take (default 90)"
     )
+    group.addoption(
+        "--all", action="store_true", dest="all_tests",
+        help="every process grid, 6 ranks wherever a test lists them, and the tests marked thorough",
+    )  # fmt: skip
     group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
 
 
@@ -30,6 +34,8 @@ def _counts(text: str) -> set[int]:
 def pytest_configure(config):
     config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
+    config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
+    config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if _rank_plugin(config) is None:
         config.pluginmanager.register(outer.OuterPlugin(config), "mpi-outer")
@@ -71,17 +77,34 @@ def process_grids(nranks: int) -> list[tuple[int, int, int]]:
     return [(x, y, nranks // (x * y)) for x in divisors for y in divisors if nranks % (x * y) == 0]
 
 
+CANONICAL_GRIDS = {
+    4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)],
+    6: [(1, 2, 3), (3, 1, 2), (2, 3, 1)],
+    8: [(2, 2, 2), (1, 8, 1), (4, 1, 2), (1, 2, 4)],
+}
+"""Process grids in which each axis has each size, strides included; the others are like one of them."""
+
+
+def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:
+    """The process grids of a test without --all."""
+    return CANONICAL_GRIDS.get(nranks) or process_grids(nranks)
+
+
 def pytest_generate_tests(metafunc):
     """One item per rank count and, if the test asks for grid_shape, per process grid."""
     mark = metafunc.definition.get_closest_marker("parallel")
     if mark is None:
         return
     rank = _rank_plugin(metafunc.config)
-    counts = [n for n in _rank_counts(mark) if rank is None or n == rank.nranks]
+    counts, all_tests = _rank_counts(mark), metafunc.config.getoption("all_tests")
+    if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
+        counts.remove(6)
+    counts = [n for n in counts if rank is None or n == rank.nranks]
     if "nranks" not in metafunc.fixturenames:
         metafunc.fixturenames.append("nranks")
     if "grid_shape" in metafunc.fixturenames:
-        values = [(n, shape) for n in counts for shape in process_grids(n)]
+        values = [(n, shape) for n in counts
+                  for shape in (process_grids if all_tests else canonical_grids)(n)]
         ids = ["n{}-{}x{}x{}".format(n, *shape) for n, shape in values]
         metafunc.parametrize("nranks,grid_shape", values, ids=ids, indirect=True, scope="session")
     else:
@@ -100,6 +123,10 @@ def _rank_counts(mark) -> list[int]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests in one process first, then rank count by rank count, otherwise in the order written."""
+    if not config.getoption("all_tests"):
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
     only = config.getoption("ranks")
     if only is not None:
         config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) not in only])

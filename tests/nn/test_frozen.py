@@ -1,6 +1,5 @@
 """Frozen parameters: nothing is computed, sent or kept for their gradients, and the others stay as they are."""
 
-import numpy as np
 import pytest
 from networks import CLASSES, GRIDS, adamw, batch_of, bits, loss_of, network_of, on_each_grid, weights_of
 

@@ -188,7 +188,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
               lambda: DistMatrix.from_blocks(grid, np.ones((3, 6)), slabs, dtype="float32"))
         move = Redistribution(grid, cyclic, cyclic)
         fails(LayoutError, "shares memory with one that is read", lambda: move(array, array))
-        fails(LayoutError, f"stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))
+        fails(LayoutError, "stores 1 blocks|has 2 arrays; it stores 1", lambda: move([array, array], array))
         if size > 1:
             with pytest.raises(Exception, match="different arguments") as caught:
                 from_cyclic(array, BlockCyclic((10, 6), (2 + grid.rank % 2, 3), (size, 1)))

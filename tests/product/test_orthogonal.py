@@ -5,8 +5,18 @@ import pytest
 import scipy.linalg
 from samples import bits_of, integers, to_library, to_numpy
 
-from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError
-from pmm3d import matrix_sign, newton_schulz, polar
+from pmm3d import (
+    DisagreementError,
+    DistMatrix,
+    DTypeError,
+    Grid,
+    Layout,
+    LayoutError,
+    Pmm3dError,
+    matrix_sign,
+    newton_schulz,
+    polar,
+)
 from pmm3d.product.orthogonal import CUBIC, MUON, QUINTIC
 
 pytestmark = pytest.mark.parallel([1, 2, 4])

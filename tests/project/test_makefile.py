@@ -26,8 +26,8 @@ def environment():
 
 def test_all_tests_are_runs_beside_each_other_and_one_with_arguments():
     def planned(*words):
-        return subprocess.run(["make", "-n", "test", *words], cwd=ROOT, env=environment(), capture_output=True, text=True,
-                              check=True).stdout
+        return subprocess.run(["make", "-n", "test", *words], cwd=ROOT, env=environment(), capture_output=True,
+                              text=True, check=True).stdout
 
     both, one = planned("N=4"), planned("ARGS=-x")
     assert both.count("-m pytest") == 3 and '-m "not parallel"' in both and "-m parallel" in both

@@ -13,13 +13,13 @@ from pmm3d import Pmm3dError
 from pmm3d.comm import blas_choice
 from pmm3d.model.machine import Cpu
 from pmm3d.model.orders import ORDERS, Timed
+from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
 from pmm3d.tools.tune.blas.candidates import Candidate, candidates, kernels
 from pmm3d.tools.tune.blas.command import _apart
 from pmm3d.tools.tune.blas.measuring import Findings, Loaded, Times
 from pmm3d.tools.tune.blas.shapes import Gemm, of_product, of_training
 from pmm3d.tools.tune.blas.tables import script_lines
-from pmm3d.thread_counts import THREAD_COUNTS
 
 [NUMPYS] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
 GEMM = Gemm(64, 48, 32, "float64", "nt", 2)

@@ -15,7 +15,7 @@ from ...model.planning import OVERLAPS
 from ..outputs import check_writable, say_written
 from ..progress import progress
 from ..ranks import all_ranks, on_first
-from ..terminal import console, say
+from ..terminal import console
 
 if TYPE_CHECKING:
     from mpi4py import MPI

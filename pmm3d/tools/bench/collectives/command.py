@@ -14,7 +14,7 @@ from ....model.textbook import OPERATIONS
 from ...outputs import check_writable, say_written, write_text
 from ...progress import progress
 from ...ranks import all_ranks, on_first
-from ...terminal import console, say
+from ...terminal import console
 
 if TYPE_CHECKING:
     from mpi4py import MPI
