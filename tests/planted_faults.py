@@ -1,0 +1,115 @@
+"""Plant faults in a copy of the package, one at a time, and print which test finds each.
+
+    python tests/planted_faults.py                      all faults of planted_faults.toml, with the tests of `make test`
+    python tests/planted_faults.py --list               their names
+    python tests/planted_faults.py --only comm --all    the faults whose name contains "comm", with every grid
+    python tests/planted_faults.py --revision v0.1.0    the package and the tests of that revision
+    python tests/planted_faults.py --json found.json    the table as JSON too
+
+Each fault names tests. They run until the first failure. A fault that they do not find is tried with the tests of its
+room, and then counts as missed. The exit status is 1 if a fault was missed. The repository is not changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 1800.0
+"""Seconds that the tests of one fault may take. A fault that makes them hang is found."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only faults whose name contains the text")
+    parser.add_argument("--revision", metavar="REV", help="take package and tests from this revision of git")
+    parser.add_argument("--all", action="store_true", help="with every grid and the tests marked thorough")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--list", action="store_true", help="print the names of the faults")
+    options = parser.parse_args()
+    table = tomllib.loads((ROOT / "tests" / "planted_faults.toml").read_text())["fault"]
+    faults = [fault for fault in table if options.only in fault["name"]]
+    if options.list:
+        print(*(fault["name"] for fault in faults), sep="\n")
+        return 0
+    found = []
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        tree = copy(Path(folder), options.revision)
+        for number, fault in enumerate(faults, 1):
+            begun = time.monotonic()
+            by = planted(tree, fault, ["--all"] if options.all else [])
+            found.append({"fault": fault["name"], "found by": by, "seconds": round(time.monotonic() - begun)})
+            print(f"{number:3} of {len(faults)}  {found[-1]['seconds']:5} s  {fault['name']}\n"
+                  f"           {by or 'MISSED'}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
+    missed = [each["fault"] for each in found if not each["found by"]]
+    print(f"{len(found) - len(missed)} of {len(found)} faults were found.")
+    return bool(missed)
+
+
+def copy(folder: Path, revision: str | None) -> Path:
+    """A copy of what git tracks: of a revision, or as it is now in the working tree, new files included."""
+    if revision:
+        archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x"], cwd=folder, input=archive, check=True)
+        return folder
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def planted(tree: Path, fault: dict, options: list[str]) -> str:
+    """The first test that fails with the fault; "" if none does."""
+    path = tree / fault["file"]
+    right = path.read_text()
+    if right.count(fault["old"]) != 1:
+        raise SystemExit(f"{fault['name']}: {fault['file']} has its text {right.count(fault['old'])} times, not once")
+    named = [test for test in fault["tests"] if (tree / test).exists()]
+    room = f"tests/{Path(fault['file']).parts[1]}"
+    write(path, right.replace(fault["old"], fault["new"]))
+    try:
+        for tests in (named, [room] if (tree / room).is_dir() and room not in named else []):
+            if tests and (by := first_failure(tree, [*tests, *options])):
+                return by
+        return ""
+    finally:
+        write(path, right)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a module so that a compiled file of the text before, even of the same second, is stale."""
+    later = max(time.time(), path.stat().st_mtime + 2)
+    path.write_text(text)
+    os.utime(path, (later, later))
+
+
+def first_failure(tree: Path, arguments: list[str]) -> str:
+    environ = os.environ | {"PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT:g} s"
+    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    if done.returncode and not named:
+        raise SystemExit(f"pytest ended with {done.returncode} and no test that failed:\n{done.stdout}{done.stderr}")
+    return named[0] if named else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
