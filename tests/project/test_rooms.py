@@ -49,6 +49,14 @@ def test_an_import_that_runs_up_is_found(tmp_path):
     assert "3 broken" in subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True).stdout
 
 
+def test_ruff_finds_nothing():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [pinned] = [line.split("==")[1] for line in (ROOT / "constraints.txt").read_text().splitlines()
+                if line.startswith("ruff==")]
+    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
 USERS_PROGRAM = """
 import pmm3d, pmm3d.io, pmm3d.nn, pmm3d.nn.training
 {imports}
