@@ -103,7 +103,8 @@ def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
         torch: Any = library.xp
         found, number = torch.cuda.device_count(), torch.device(library.device).index or 0
         if not 0 <= number < found:  # torch keeps 8 bits of a number
-            raise Pmm3dError(f"library {name!r}: torch finds {found} CUDA devices here")
+            raise Pmm3dError(f"library {name!r}: torch finds {found} CUDA devices here. nvidia-smi and "
+                             "CUDA_VISIBLE_DEVICES show why; library=\"torch\" works on the host")
     if isinstance(library, DeviceLibrary):
         _check_devices(library)
     return library

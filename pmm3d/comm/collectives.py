@@ -259,8 +259,10 @@ def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Ex
     try:
         return _unless_wrong(link, prepare), None
     except Exception as raised:
-        out_of_memory = is_out_of_memory(raised)
-        return None, OutOfMemoryError(f"{link.record}: out of memory: {raised}") if out_of_memory else raised
+        if is_out_of_memory(raised):
+            return None, OutOfMemoryError(f"{link.record}: out of memory: {raised}. Pass out=, an array that exists "
+                                          "already, or free memory")
+        return None, raised
 
 
 def _unless_wrong(link: Link, prepare: Callable[[], Answer]) -> Answer:

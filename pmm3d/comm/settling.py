@@ -52,7 +52,9 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
                                         "staged"))
         news = before is None or before.direct != found.direct
         if news and not found.direct and link.record.members[link.rank] == 0:
-            logger.warning("%s: device memory goes through pinned host memory", why)
+            logger.warning("%s: device memory goes through pinned host memory, which is slower. If this MPI should "
+                           "take device pointers, load its build with GPU support (Cray MPICH: "
+                           "MPICH_GPU_SUPPORT_ENABLED=1)", why)
     transport.mode, transport.why = mode, f"{mode}: {why}"
     if mode == "staged" and mode not in transport.settled.values():
         yield from prepare(link, library, of_all)

@@ -190,7 +190,8 @@ class Checkpoints:
                     logger.warning(f"{path} is passed over: {error}")
         with self.grid.together("load_latest", always=True):
             if failed:
-                raise CheckpointError(f"no checkpoint in {self.folder} can be read. " + names_in_words(failed))
+                raise CheckpointError(f"no checkpoint in {self.folder} can be read. {names_in_words(failed)}. Restore "
+                                      "a copy of one, or begin a new run in another folder")
         return None
 
     def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: bool = False) -> Any:

@@ -135,7 +135,7 @@ def _check_options(inputs: str, targets: str | None, dtype: str, delimiter: str 
     if dtype not in DTYPES:
         raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
     if delimiter is not None and len(delimiter) != 1:
-        raise DataError(f"a delimiter is one character; got {delimiter!r}")
+        raise DataError(f"a delimiter is one character; got {delimiter!r}. In a shell a tab is $'\\t'")
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:

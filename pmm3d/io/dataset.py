@@ -205,7 +205,8 @@ class DataSet(AbstractContextManager["DataSet"]):
                 raise DataError(f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
                                 f"{self.samples}: split this one")
             if drop_last and len(part) < batch_size:
-                raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}")
+                raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}. Lower "
+                                "batch_size, or leave drop_last out")
             plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),
                         bool(drop_last), part.split, "feistel" if shuffle else "none")
             loader = Loader(self, plan, part, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch)

@@ -162,7 +162,8 @@ class Loader(AbstractContextManager["Loader"]):
         state = completed(state)
         with self.data.grid.together("Loader.load_state", state, other_data):
             if missing := [key for key in self.state() if key not in state and key != "data"]:
-                raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}")
+                raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}. Pass what "
+                                "Loader.state() returned")
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             differ = [f"{key} was {state[key]}, is {value}" for key, value in self.state().items()
                       if key not in ("epoch", "batch") and key in state and state[key] != value]

@@ -114,7 +114,8 @@ class Table:
         """(line number, cells) of each record below the header, each with a cell for each column."""
         for line, cells in islice(self._records(), int(self.header), None):
             if len(cells) != len(self.names):
-                raise DataError(f"{self.path}, line {line} has {len(cells)} cells; the first has {len(self.names)}")
+                raise DataError(f"{self.path}, line {line} has {len(cells)} cells; the first has {len(self.names)}. "
+                                "Name the delimiter (--delimiter), or put cells that contain it in quotes")
             yield line, cells
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:

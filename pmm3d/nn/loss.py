@@ -228,7 +228,8 @@ def _check_labels(logits: Tensor, host: np.ndarray, known: bool) -> None:
     classes = logits.shape[1]
     with nullcontext() if known else logits.grid.together("cross_entropy"):
         if host.dtype.kind not in "iu":
-            raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}")
+            raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}. Convert them (pmm3d convert "
+                             "--classes), or train with nn.mse")
         wrong = np.flatnonzero((host < 0) | (host >= classes))
         if len(wrong):
             raise Pmm3dError(f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "

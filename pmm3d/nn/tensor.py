@@ -219,7 +219,8 @@ class Tensor:
     def item(self) -> float:
         """The number in a 1 x 1 tensor; collective only in that it waits for a sum that is under way."""
         if self.shape != (1, 1):
-            raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}")
+            raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}. "
+                              "tensor.value.gather() returns all elements")
         host = self.library.to_numpy(whole(self).shard)
         return float(host[0, 0]) if host.size else float("nan")
 

@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 FIRST_RANK_SPEAKS = 1.0
 """Seconds that the others leave it to explain, before there is MPI: mpiexec ends all ranks when one has failed."""
 WRONG, UNFORESEEN = 2, 1
-"""Exit codes: of what the user can mend, which is said in a line; of what nobody foresaw, with its traceback."""
+"""Exit codes: of errors that the user can mend, which are one line; of unexpected errors, which have a traceback."""
 MOST_LINES = 8
 """Of different errors on as many ranks."""
 
@@ -150,4 +150,4 @@ def _exit_code(error: BaseException) -> int:
 def _in_a_line(error: BaseException) -> str:
     if _exit_code(error) == WRONG:
         return f"pmm3d: {headline(error)}"
-    return f"pmm3d: an error that nobody foresaw: {headline(error)}"
+    return f"pmm3d: an unexpected error; please report it with the output of pmm3d doctor: {headline(error)}"

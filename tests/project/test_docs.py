@@ -1,4 +1,4 @@
-"""The pages: programs on them run, links lead somewhere, names are in the reference, every message is explained."""
+"""The pages: their programs run, links and file names exist, and the reference is complete."""
 
 import dataclasses
 import re
@@ -14,9 +14,9 @@ except ImportError:
     import tomli as tomllib
 
 import h5py
-import library_messages
 import numpy as np
 import pytest
+from loops import given
 from typer.main import get_command
 
 from pmm3d import GridError
@@ -27,11 +27,15 @@ from pmm3d.nn.training.config import checked
 from pmm3d.tools.commands import NOT_FINISHED, app
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGES.md", *(ROOT / "docs").rglob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|docs|jobs|tests)/[\w./-]*\w")
+VARIABLE = re.compile(r"PMM3D_[A-Z_]*[A-Z]")
+COMMAND = re.compile(r"(?<![\w-])pmm3d ((?:tune |bench )?[a-z]+)([^`\n#]*)")
+OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
 
 def programs(page):
@@ -40,30 +44,28 @@ def programs(page):
 
 
 def anchors(page):
-    """What links into a page may name: its headings, as GitHub and the site write them."""
+    """The anchors of a page: its headings, as GitHub and the site write them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def by_page(pattern):
-    """(page, what was found), once each, as parameters."""
-    found = [(page, text) for page in PAGES for text in sorted(set(pattern.findall(page.read_text())))]
-    return [pytest.param(page, text, id=f"{page.relative_to(ROOT)}-{text}") for page, text in found]
+def wrong(pattern, is_right):
+    """Every match of `pattern` on a page that is not right, with its page."""
+    return [f"{page.relative_to(ROOT)}: {text}" for page in PAGES
+            for text in sorted(set(pattern.findall(page.read_text()))) if not is_right(page, text)]
 
 
-EMBEDDING = programs("docs/embedding.md")
-
-
-@pytest.mark.parametrize("number", range(len(EMBEDDING)))
-def test_programs_of_embedding_are_right(job, number):
-    done = job(4, EMBEDDING[number])
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith("right:")]
-    assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
+def test_programs_of_embedding_are_right(job):
+    for number, text in enumerate(programs("docs/embedding.md")):
+        with given(program=number):
+            done = job(4, text)
+            assert done.returncode == 0, done.stderr
+            told = [line for line in done.stdout.splitlines() if line.startswith("right:")]
+            assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
 
 
 def test_every_row_of_a_table_is_in_a_table():
-    """A table has a line of dashes below its head, and an empty line ends it: what follows would be shown as text."""
+    """A table has a line of dashes below its head. An empty line ends it: a row after that would be shown as text."""
     for page in PAGES:
         for block in re.split(r"\n\s*\n", FENCED.sub("", page.read_text())):
             rows = [line.strip() for line in block.splitlines() if re.fullmatch(r"\s*\|.*\|\s*", line)]
@@ -71,9 +73,9 @@ def test_every_row_of_a_table_is_in_a_table():
 
 
 def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
-    for name in ("docutils", "sphinx", "sphinx.util", "sphinx.util.docutils"):  # which make docs alone installs
+    for name in ("docutils", "sphinx", "sphinx.util", "sphinx.util.docutils"):  # only make docs installs them
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(nodes=None, SphinxDirective=object))
-    monkeypatch.syspath_prepend(ROOT / "docs" / "extensions")
+    monkeypatch.syspath_prepend(DOCS / "extensions")
     generated = import_module("generated")
     defaults = [generated._parameter(parameter)[2] for _, command in generated._commands(get_command(app))
                 for parameter in command.params]
@@ -81,13 +83,10 @@ def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
 
 
 def test_the_ten_lines_of_the_readme_run(job):
-    text = programs("README.md")[0]
+    [text] = programs("README.md")
+    assert programs("docs/index.md") == [text]
     done = job(4, text)
     assert done.returncode == 0 and done.stdout.count("Box(") == 4, done.stdout + done.stderr
-
-
-def test_the_ten_lines_of_the_first_page_are_those_of_the_readme():
-    assert programs("docs/index.md") == programs("README.md")[:1]
 
 
 def test_the_configuration_of_the_readme_is_one():
@@ -105,7 +104,7 @@ def test_the_configuration_of_the_readme_is_one():
 
 
 def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+    monkeypatch.syspath_prepend(DOCS)
     made = import_module("configuration")
     assert made.PAGE.read_text() == made.page(), "python docs/configuration.py writes it anew"
 
@@ -133,14 +132,8 @@ def test_the_network_of_ones_own_is_trained_by_the_command(job, tmp_path):
     assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_loops_of_the_readme_are_those_of_the_pages():
-    assert programs("README.md")[1:] == programs("docs/training.md")[:1]
-    [lines] = [text for text in PROGRAM.findall((ROOT / "README.md").read_text()) if "import" not in text]
-    assert lines in programs("docs/torch.md")[0]
-
-
 def test_the_operation_of_ones_own_has_the_right_gradient(job):
-    [rule] = [text for text in PROGRAM.findall((ROOT / "docs" / "training.md").read_text()) if "def rule" in text]
+    [rule] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "def rule" in text]
     done = job(4, f"""
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.nn import in_chunks
@@ -160,7 +153,7 @@ with Grid(shape=(2, 1, 2)) as grid:
 
 
 def test_the_heads_of_the_page_on_training_learn(job):
-    [heads] = [text for text in PROGRAM.findall((ROOT / "docs" / "training.md").read_text()) if "class Heads" in text]
+    [heads] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "class Heads" in text]
     done = job(4, f"""
 from pmm3d import DistMatrix, Grid, nn
 {heads}
@@ -173,34 +166,58 @@ with Grid(shape=(2, 1, 2)) as grid:
     assert done.returncode == 0 and done.stdout.count("gradients: True (2, 1)") == 4, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page, link", by_page(LINK))
-def test_a_link_leads_somewhere(page, link):
-    if "://" in link:
-        parts = urlsplit(link)
-        assert parts.scheme == "https" and "." in parts.netloc
-        return
-    path, _, anchor = link.partition("#")
-    target = page.parent / path if path else page
-    assert target.exists()
-    assert not anchor or anchor in anchors(target)
+def test_every_link_leads_somewhere():
+    def leads(page, link):
+        if "://" in link:
+            parts = urlsplit(link)
+            return parts.scheme == "https" and "." in parts.netloc
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        return target.exists() and (not anchor or anchor in anchors(target))
+
+    assert not wrong(LINK, leads)
 
 
-@pytest.mark.parametrize("page, path", by_page(OWN_FILE))
-def test_a_file_that_is_named_exists(page, path):
-    assert (ROOT / path).exists() or (page.parent / path).exists()
+def test_every_file_that_a_page_names_exists():
+    assert not wrong(OWN_FILE, lambda page, path: (ROOT / path).exists() or (page.parent / path).exists())
 
 
-@pytest.mark.parametrize("room", ["pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.torch"])
-def test_the_reference_has_every_public_name(room):
-    text = " ".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    shown = re.findall(r"auto(?:class|function|module):: ([\w.]+)", text)
-    public = [getattr(import_module(room), name) for name in import_module(room).__all__ if not name.startswith("__")]
-    homes = {f"{found.__module__}.{found.__qualname__}": found.__module__ for found in public}
-    assert not [name for name, home in homes.items() if not {name, home} & {*shown}]
+def test_every_variable_that_a_page_names_is_read_by_the_code():
+    code = [path for room in ("pmm3d", "embed", "jobs", "apps") for path in (ROOT / room).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"]
+    known = set(VARIABLE.findall("".join(path.read_text() for path in code)))
+    assert not wrong(VARIABLE, lambda page, name: page.name == "CHANGES.md" or name in known)
+
+
+def test_every_option_of_a_command_that_a_page_names_exists():
+    def children(command):
+        return getattr(command, "commands", {})
+
+    def exists(page, found):
+        words, rest = found
+        command = get_command(app)
+        for word in words.split():
+            command = children(command).get(word, command)
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        return {*OPTION.findall(rest)} <= known | {"--help"}
+
+    assert not wrong(COMMAND, lambda page, found: page.name == "CHANGES.md" or exists(page, found))
+
+
+def test_the_reference_has_every_public_name():
+    text = " ".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    shown = {*re.findall(r"auto(?:class|function|module):: ([\w.]+)", text)}
+    missing = []
+    for room in map(import_module, ("pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.torch")):
+        for found in (getattr(room, name) for name in room.__all__ if not name.startswith("__")):
+            name = f"{found.__module__}.{found.__qualname__}"
+            if not {name, found.__module__} & shown:
+                missing.append(name)
+    assert not missing
 
 
 def test_a_docstring_in_columns_becomes_a_list(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "extensions")
+    monkeypatch.syspath_prepend(DOCS / "extensions")
     as_rst = import_module("docstrings").as_rst
     lines = ["C = `a` *b", "", "a    (m, k)", "     whole", "b    first;   low, high: the rest"]
     listed = ["``a``", "    (m, k)", "    whole", "``b``", "    first", "``low, high``", "    the rest"]
@@ -209,36 +226,12 @@ def test_a_docstring_in_columns_becomes_a_list(monkeypatch):
 
 
 def test_the_sharp_bits_list_every_environment_variable():
-    table = re.findall(r"^\| `(PMM3D_\w+)` \|", (ROOT / "docs" / "sharp-bits.md").read_text(), re.M)
+    table = re.findall(r"^\| `(PMM3D_\w+)` \|", (DOCS / "sharp-bits.md").read_text(), re.M)
     assert {field.metadata["variable"] for field in dataclasses.fields(Settings)} <= set(table)
 
 
 def test_the_exit_codes_are_those_of_the_program():
-    text = (ROOT / "docs" / "site.md").read_text()
+    text = (DOCS / "site.md").read_text()
     assert f"{NOT_FINISHED} not finished, {HUNG} a hang" in text
-    assert f"exit code {HUNG}" in (ROOT / "docs" / "troubleshooting" / "hangs.md").read_text()
-
-
-def test_every_message_is_explained():
-    missing = [f"{message.path}:{message.line}: {message.text}" for message in library_messages.unexplained()]
-    assert not missing, "python tests/library_messages.py prints these, ready to be pasted"
-
-
-@pytest.mark.parametrize("page", sorted(library_messages.PAGES.glob("*.md")), ids=lambda page: page.stem)
-def test_a_message_comes_with_its_cause_or_remedy(page):
-    _, _, listed = page.read_text().partition("\n## Messages\n")
-    assert not re.findall(r"^- (`[^`]+`)\n(?!  \S)", listed, re.M)
-
-
-def test_a_message_that_no_page_has_is_found(tmp_path):
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "part.py").write_text(
-        'def check(size):\n    if size < 1:\n        raise GridError(f"the size is {size}; "\n'
-        '                        "at least 1 is needed")\n    problem = f"no {size}"\n    raise SystemExit(problem)\n'
-    )
-    (tmp_path / "page.md").write_text("- `the size is ...; at\n  least 1 is needed`\n  Give more.\n")
-    found = [message.text for message in library_messages.messages(tmp_path / "code")]
-    assert found == ["the size is ...; at least 1 is needed"]
-    assert library_messages.unexplained(tmp_path / "code", tmp_path) == []
-    (tmp_path / "page.md").write_text("nothing")
-    assert len(library_messages.unexplained(tmp_path / "code", tmp_path)) == 1
+    text = (DOCS / "troubleshooting" / "jobs.md").read_text()
+    assert f"| {NOT_FINISHED} |" in text and f"| {HUNG} |" in text

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from loops import given
 
 import pmm3d
 
@@ -48,6 +49,15 @@ def test_an_import_that_runs_up_is_found(tmp_path):
     assert "3 broken" in subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True).stdout
 
 
+def test_ruff_finds_nothing():
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache"]
+    done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [pinned] = [line.split("==")[1] for line in (ROOT / "constraints.txt").read_text().splitlines()
+                if line.startswith("ruff==")]
+    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
 USERS_PROGRAM = """
 import pmm3d, pmm3d.io, pmm3d.nn, pmm3d.nn.training
 {imports}
@@ -65,31 +75,30 @@ def test_types_are_right_and_a_strict_checker_knows_the_public_names(tmp_path):
     assert done.returncode == 0 and '"pmm3d.product.matrix.DistMatrix"' in done.stdout, done.stdout + done.stderr
 
 
-def public_names():
+def test_every_public_name_is_explained():
+    """Each has a docstring, with an example. An error has none: it cannot be shown without raising it."""
+    missing = []
     for room in PUBLIC:
         module = importlib.import_module(room)
-        assert module.__doc__, f"{room} does not say its job"
+        if not module.__doc__:
+            missing.append(f"{room}: no docstring")
         for name in getattr(module, "__all__", ()):
             thing = getattr(module, name)
             if getattr(thing, "__module__", "").startswith("pmm3d") and callable(thing):
-                yield pytest.param(thing, id=f"{room}.{name}")
+                text = inspect.getdoc(thing) or ""
+                is_error = inspect.isclass(thing) and issubclass(thing, Exception)
+                if not text or not is_error and ">>> " not in text:
+                    missing.append(f"{room}.{name}: no {'example' if text else 'docstring'}")
+    assert not missing
 
 
-@pytest.mark.parametrize("thing", list(public_names()))
-def test_a_public_name_is_explained(thing):
-    """What it is and what it returns; an example, but of errors, which cannot be shown without making them."""
-    text = inspect.getdoc(thing)
-    assert text
-    if not (inspect.isclass(thing) and issubclass(thing, Exception)):
-        assert ">>> " in text
-
-
-@pytest.mark.parametrize("module", ["pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.nn.training"])
-def test_names_that_are_loaded_when_used_are_those_that_type_checkers_see(module):
-    found = importlib.import_module(module)
-    [block] = [node for node in ast.parse(Path(found.__file__).read_text()).body if isinstance(node, ast.If)]
-    seen = {alias.asname or alias.name for statement in block.body for alias in statement.names}
-    assert seen == {name for name in found.__all__ if not name.startswith("__")}
+def test_names_that_are_loaded_when_used_are_those_that_type_checkers_see():
+    for module in ("pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.nn.training"):
+        with given(module=module):
+            found = importlib.import_module(module)
+            [block] = [node for node in ast.parse(Path(found.__file__).read_text()).body if isinstance(node, ast.If)]
+            seen = {alias.asname or alias.name for statement in block.body for alias in statement.names}
+            assert seen == {name for name in found.__all__ if not name.startswith("__")}
 
 
 EXAMPLES = """

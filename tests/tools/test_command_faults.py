@@ -39,7 +39,7 @@ def raises(job):
 def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, ranks, after):
     done = raises(ranks, "ValueError", after)
     assert done.returncode == 1
-    assert done.stderr.count("pmm3d: an error that nobody foresaw: ValueError: bad luck") == 1, done.stderr
+    assert done.stderr.count("output of pmm3d doctor: ValueError: bad luck") == 1, done.stderr
     assert done.stderr.count("Traceback") == 1
     assert ("(on rank 2)" in done.stderr) == (ranks == (2,))
 

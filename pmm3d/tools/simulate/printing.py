@@ -56,8 +56,8 @@ def print_curve(curve: Curve, console: Console) -> None:
                   "buckets: sums of gradients do not; none: nothing does")
     few = [point for point in curve.points if point.grid and point.batch < point.grid.data * point.grid.z]
     if few:
-        console.print(f"[yellow]From {few[0].ranks:,} ranks on, a batch of {few[0].batch:,} leaves ranks along data and "
-                      "z without a row[/]")
+        console.print(f"[yellow]From {few[0].ranks:,} ranks on, a batch of {few[0].batch:,} leaves ranks along data "
+                      "and z without a row[/]")
     for point in curve.points:
         if point.why_not:
             held = f" (it holds {in_bytes(point.memory)} a rank)" if point.memory else ""
