@@ -18,12 +18,6 @@ from mpi_runner.post_mortem import failure
 from mpi_runner.world import Planned, Trouble, World
 from pmm3d.tools import launcher
 
-XDIST = (
-    "parallel tests do not run under pytest-xdist, because they start their own processes: leave -n out, "
-    'or select the tests of one process with -m "not parallel"'
-)
-
-
 def rank_count(item) -> int:
     """The number of ranks a test needs; 0 for a test in one process."""
     callspec = getattr(item, "callspec", None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+
+from pmm3d.model import machine
 
 
 def phases(counts: Sequence[int], size: int, cores: int | None = None) -> list[dict]:
@@ -13,7 +14,7 @@ def phases(counts: Sequence[int], size: int, cores: int | None = None) -> list[d
     go on to the next phase in which they have a part.
     """
     return [
-        {"ranks": ranks, "blocks": blocks(ranks, size, cores or len(os.sched_getaffinity(0))), "tests": tests}
+        {"ranks": ranks, "blocks": blocks(ranks, size, cores or len(machine.cores())), "tests": tests}
         for ranks in sorted({*counts})
         if (tests := [index for index, count in enumerate(counts) if count == ranks])
     ]
