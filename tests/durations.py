@@ -2,8 +2,8 @@
 
     python tests/durations.py RUN.json [RUN.json ...] [--into tests/durations.md]
 
-Each RUN is a file of `pytest --record-durations RUN.json`, or the output of `pytest --durations=0` as a text file, which
-has neither processes nor machine.
+Each RUN is a file of `pytest --record-durations RUN.json`. It may also be the output of `pytest --durations=0`, which
+contains neither processes nor machine.
 """
 
 from __future__ import annotations

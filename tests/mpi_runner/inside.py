@@ -16,8 +16,8 @@ its block follows. No rank waits for a rank outside its block, so phases and blo
 
 from __future__ import annotations
 
-import fcntl
 import faulthandler
+import fcntl
 import json
 import os
 import signal

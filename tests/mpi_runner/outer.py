@@ -18,6 +18,7 @@ from mpi_runner.post_mortem import failure
 from mpi_runner.world import Planned, Trouble, World
 from pmm3d.tools import launcher
 
+
 def rank_count(item) -> int:
     """The number of ranks a test needs; 0 for a test in one process."""
     callspec = getattr(item, "callspec", None)
@@ -30,7 +31,14 @@ class Batch:
 
     items: list[pytest.Item]
     alone: bool = False  # one test at a time
-    crash: merge.RankFailures | None = None  # in which all these tests were under way
+    crash: merge.RankFailures | None = None  # during which all these tests were under way
+    rest: Batch | None = None  # the other tests of the mpiexec that crashed
+
+
+def failures(items, text: str) -> Iterator[tuple[pytest.Item, list[TestReport]]]:
+    """Each of these tests failed for the same reason."""
+    for item in items:
+        yield item, failure(item, time.time(), merge.RankFailures(text, []))
 
 
 class OuterPlugin:
@@ -86,64 +94,58 @@ class OuterPlugin:
                 batches.extendleft((yield from self.run_batch(batch)))
 
     def run_batch(self, batch: Batch):
-        """Yield each test with its reports; return what another mpiexec is to run, the last first."""
-        start = time.time()
+        """Yield each test with its reports; return the batches that another mpiexec is to run, the last first."""
         left = {item.nodeid: item for item in batch.items}
         try:
             world = self.world = self.launch(batch)
         except Exception as error:
-            yield from self.all_failed(batch.items, start, merge.RankFailures(f"no parallel test can run: {error}", []))
+            yield from failures(batch.items, f"no parallel test can run: {error}")
             return []
-        held = None  # the last test so far: the end of the job may be at its cost
         while left:
             outcome = world.wait()
             if isinstance(outcome, Trouble):
-                break
-            if held is not None:
-                yield held
-            reports = self.merged(outcome)
-            held = left.pop(outcome.nodeid), reports
-            if batch.crash is not None and any(report.failed for report in reports):
-                batch.crash = None
-        else:
-            trouble = world.finish()
-            end = post_mortem.last_words(world, trouble) if trouble else batch.crash
-            self.end_world()
-            item, reports = held
-            if end is not None:
-                reports = [*reports[:-1], failure(item, start, end, "teardown")[-1]]
-            yield item, reports
-            return []
-        if held is not None:
-            yield held
-        return (yield from self.after_trouble(batch, world, outcome, left, start))
+                return (yield from self.after_trouble(batch, world, outcome, left))
+            item, reports = left.pop(outcome.nodeid), self.merged(outcome)
+            if any(report.failed for report in reports):
+                batch.crash = None  # this failure is its likely cause
+            if left:
+                yield item, reports
+        # The end of the job counts as a part of its last test, and so does a crash that did not repeat itself.
+        trouble = world.finish()
+        end = post_mortem.last_words(world, trouble) if trouble else batch.crash
+        self.end_world()
+        if end is not None:
+            reports = [*reports[:-1], failure(item, time.time(), end, "teardown")[-1]]
+        yield item, reports
+        return []
 
-    def after_trouble(self, batch: Batch, world: World, trouble: Trouble, left: dict, start: float):
+    def after_trouble(self, batch: Batch, world: World, trouble: Trouble, left: dict[str, pytest.Item]):
         """Yield the test that crashed or hung, if it is known; return the batches for all others, the last first."""
-        suspects = trouble.suspects
+        suspects = [left.pop(test.nodeid) for test in trouble.suspects]
+        others = [*left.values()]
         if not suspects:
-            first, *others = left.values()
+            first, *others = others
             longrepr = post_mortem.last_words(world, trouble.text)
             self.end_world()
-            yield first, failure(first, start, longrepr)
+            yield first, failure(first, time.time(), longrepr)
             text = f"no test can run in a world of {world.size} ranks, see the first: {trouble.text}"
-            yield from self.all_failed(others, start, merge.RankFailures(text, []))
+            yield from failures(others, text)
             return []
-        if len(suspects) == 1:
-            longrepr = self.failure_of(world, suspects[0], trouble.text)
+        if len(suspects) > 1:
+            names = ", ".join(item.nodeid for item in suspects)
+            text = f"{trouble.text}; each of these tests passed when it ran again alone: {names}"
+            crash = post_mortem.last_words(world, text)
             self.end_world()
-            item = left.pop(suspects[0].nodeid)
-            yield item, failure(item, start, longrepr)
-            return [Batch([*left.values()], batch.alone)]
-        names = ", ".join(test.nodeid for test in suspects)
-        crash = post_mortem.last_words(world, f"{trouble.text}; each of these passed when it ran again alone: {names}")
+            rest = Batch(others, batch.alone)
+            return [rest, Batch(suspects, alone=True, crash=crash, rest=rest)]
+        (test,) = trouble.suspects
+        longrepr = self.failure_of(world, test, trouble.text)
         self.end_world()
-        suspected = [left.pop(test.nodeid) for test in suspects]
-        return [Batch([*left.values()], batch.alone), Batch(suspected, alone=True, crash=crash)]
-
-    def all_failed(self, items, start: float, longrepr):
-        for item in items:
-            yield item, failure(item, start, longrepr)
+        yield suspects[0], failure(suspects[0], test.start or time.time(), longrepr)
+        if batch.rest is None:
+            return [Batch(others, batch.alone)]
+        batch.rest.items[:0] = others
+        return []
 
     def launch(self, batch: Batch) -> World:
         """Start the ranks on these tests: as many ranks as the largest test has."""

@@ -26,7 +26,9 @@ def pytest_addoption(parser):
         help="every process grid, 6 ranks wherever a test lists them, and the tests marked thorough",
     )  # fmt: skip
     group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
-    group.addoption("--record-durations", metavar="FILE", help="write seconds, ranks and processes of each case as JSON")
+    group.addoption(
+        "--record-durations", metavar="FILE", help="write seconds, ranks and processes of each case as JSON"
+    )
     parser.addini("rank_executions_budget", "sum of the ranks of all parallel cases above which a run fails")
     parser.addini("processes_budget", "processes started above which a run fails")
 
@@ -38,7 +40,9 @@ def _counts(text: str) -> set[int]:
 def pytest_configure(config):
     config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
-    config.addinivalue_line("markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test")
+    config.addinivalue_line(
+        "markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test"
+    )
     config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
     config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
@@ -106,21 +110,20 @@ def pytest_generate_tests(metafunc):
     mark = metafunc.definition.get_closest_marker("parallel")
     if mark is None:
         return
-    counts, all_tests = _rank_counts(mark), metafunc.config.getoption("all_tests")
+    counts, all_tests = rank_counts(mark), metafunc.config.getoption("all_tests")
     if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
         counts.remove(6)
     if "nranks" not in metafunc.fixturenames:
         metafunc.fixturenames.append("nranks")
     if "grid_shape" in metafunc.fixturenames:
-        values = [(n, shape) for n in counts
-                  for shape in (process_grids if all_tests else canonical_grids)(n)]
+        values = [(n, shape) for n in counts for shape in (process_grids if all_tests else canonical_grids)(n)]
         ids = ["n{}-{}x{}x{}".format(n, *shape) for n, shape in values]
         metafunc.parametrize("nranks,grid_shape", values, ids=ids, indirect=True, scope="session")
     else:
         metafunc.parametrize("nranks", counts, ids=[f"n{n}" for n in counts], indirect=True, scope="session")
 
 
-def _rank_counts(mark) -> list[int]:
+def rank_counts(mark) -> list[int]:
     counts = mark.args[0] if len(mark.args) == 1 else None
     if isinstance(counts, int):
         counts = [counts]

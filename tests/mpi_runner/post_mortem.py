@@ -18,11 +18,13 @@ def last_words(
 ) -> merge.RankFailures:
     """Tracebacks of the test's ranks that failed, stacks of those still in the test, and what mpiexec wrote.
 
-    Without a test: stacks of all ranks. Call this while the job, if it still runs, has not been ended: a stack is
-    asked for by signal.
+    Without a test, or if no rank has begun it: stacks of all ranks. Call this before the job is ended: a stack is asked
+    for by signal.
     """
-    begun = test.begun if test else {rank: rank for rank in world.pids}
-    nranks, finished = (test.ranks, test.results) if test else (world.size, {})
+    if test is not None and test.begun:
+        begun, finished, nranks, written_before = test.begun, test.results, test.ranks, test.written_before
+    else:
+        begun, finished, nranks, written_before = {rank: rank for rank in world.pids}, {}, world.size, 0
     gone = [] if world.process.poll() is not None else world.gone()
     gone = [rank for rank, rank_in_world in begun.items() if rank_in_world in gone]
     all_stacks = world.stacks()
@@ -34,7 +36,7 @@ def last_words(
         parts = [(f"traceback, {ranks}", text) for ranks, text in tracebacks] + parts
     if gone:
         trouble += f"; {merge.name_ranks(gone, nranks)} ended without a word"
-    said = world.said(test.written_before if test else 0)
+    said = world.said(written_before)
     if said:
         parts.append(("what the job wrote last", said))
     return merge.RankFailures(trouble, parts)

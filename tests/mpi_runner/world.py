@@ -35,7 +35,8 @@ class Planned:
     deadline: float
     begun: dict[int, int] = field(default_factory=dict)  # rank within the test -> rank in the world
     results: dict[int, list[dict]] = field(default_factory=dict)  # rank within the test -> its reports
-    since: float = 0.0  # when all its ranks had begun it
+    start: float = 0.0  # when a rank began it, in seconds of the clock
+    since: float = 0.0  # when all its ranks had begun it, in seconds of a monotonic clock, as in the next line
     failed_since: float | None = None  # when a rank had failed or was gone
     written_before: int = 0  # bytes of output before it began
 
@@ -157,6 +158,7 @@ class World:
     def _begin(self, test: Planned, rank: int, rank_in_world: int) -> None:
         if not test.begun:
             self.under_way.append(test)
+            test.start = time.time()
             test.written_before = self.written  # at the look before this one
         test.begun[rank] = rank_in_world
         test.since = self.last_event
