@@ -40,7 +40,7 @@ class Tally:
         sys.addaudithook(_count)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item):
+    def pytest_runtest_makereport(self):
         report = yield
         report.processes, self.attributed = _started - self.attributed, _started
         return report
