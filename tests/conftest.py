@@ -12,8 +12,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 os.environ.pop("PMM3D_MACHINE", None)
-if "pmm3d-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # the ranks have that of the pytest that started them
-    CACHE = tempfile.TemporaryDirectory(prefix="pmm3d-tests-")
+# The ranks share the folder of the pytest that started them. Each worker of pytest-xdist has its own.
+FOLDER = f"pmm3d-tests-{os.environ.get('PYTEST_XDIST_WORKER', '')}"
+if FOLDER not in os.environ.get("XDG_CACHE_HOME", ""):
+    CACHE = tempfile.TemporaryDirectory(prefix=FOLDER)
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 pytest_plugins = ("mpi_runner.plugin", "grids")

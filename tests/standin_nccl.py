@@ -47,16 +47,21 @@ def _travel(group) -> None:
 
 
 class NcclCommunicator:
-    """Of ranks that are the first of COMM_WORLD; made and aborted count those of this process, travelled its messages,
-    stood_still how often it waited for others to connect."""
+    """Communicator of consecutive ranks of COMM_WORLD.
+
+    made and aborted count the communicators of this process, travelled its messages, and stood_still how often it
+    waited for other ranks to connect.
+    """
 
     made = aborted = travelled = stood_still = 0
 
     def __init__(self, size, identity, rank):
-        assert identity == get_unique_id() and MPI.COMM_WORLD.rank == rank
+        assert identity == get_unique_id()
         NcclCommunicator.made += 1
         self.connected = set()
-        self.comm = MPI.COMM_WORLD.Dup()
+        first = MPI.COMM_WORLD.rank - rank
+        ranks = MPI.COMM_WORLD.group.Range_incl([(first, first + size - 1, 1)])
+        self.comm = MPI.COMM_WORLD.Create_group(ranks)
         numbers = np.empty(size, np.int64)
         self.comm.Allgather(np.array([rank]), numbers)  # as blocking as NCCL's
 

@@ -66,7 +66,8 @@ class Order:
                 if other.queue is not queue and queue.after.get(other.queue, 0) < other.number and (
                         overlap(work.writes, other.reads + other.writes) or overlap(work.reads, other.writes)):
                     self.faults.append("work on two streams on the same bytes, without order")
-            self.read += any(meet(bytes, work.reads) for bytes in self._arrived)
+            # A copy: a finalizer that runs inside the loop may ask for work.
+            self.read += any(meet(bytes, work.reads) for bytes in tuple(self._arrived))
             self._open.append(work)
             self._works.append(work)
 
@@ -78,7 +79,7 @@ class Order:
                 kind == "Irecv" and meet(bytes, work.reads))]
             if uses:
                 self.faults.append(f"{kind} before the work on its bytes is known to be done")
-            self.produced += kind == "Isend" and any(meet(bytes, work.writes) for work in self._works)
+            self.produced += kind == "Isend" and any(meet(bytes, work.writes) for work in tuple(self._works))
             self._messages.append(Message(kind, request, bytes))
 
     def _look_at_messages(self) -> None:

@@ -1,16 +1,23 @@
-"""One rank: runs pytest on the planned tests and appends what happens to its own file.
+"""One rank: runs pytest on the planned tests and appends each event to its own file.
 
     python -m mpi_runner.inside FOLDER
 
-FOLDER holds plan.json from the outer pytest. This rank adds rank-N.jsonl, one line per event
-({"pid": ...}, {"ready": true}, {"test": index, "reports": [...]}), and rank-N.stacks, into which
-faulthandler writes every thread's stack at SIGUSR1, at a crash, and when this rank itself runs
-far past the deadline because there is no outer pytest left to end it.
+The outer pytest writes plan.json into FOLDER. Each rank adds two files:
+
+    rank-N.jsonl    one line per event: {"pid": ...}, {"ready": true}, {"begin": test, "rank": ...},
+                    {"test": test, "rank": ..., "reports": [...]}; "rank" is the rank within the test
+    rank-N.stacks   every thread's stack, from faulthandler: at SIGUSR1, at a crash, and when this rank
+                    ends itself, far past a deadline, because no outer pytest is left to end it
+
+All ranks follow the same list of phases. In a phase, blocks of consecutive ranks run tests of one size
+beside each other. The first rank of a block claims a test by adding a byte to a file of the phase, and
+its block follows. No rank waits for a rank outside its block, so phases and blocks cannot deadlock.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import os
 import signal
@@ -21,28 +28,29 @@ import pytest
 from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
-from mpi_runner.agreement import agree_in_hypothesis, any_rank, wait
+from mpi_runner.agreement import agree_in_hypothesis, largest, wait
 
-SPARE = 30.0  # seconds after which a rank that the outer pytest should have ended ends itself
+SPARE = 30.0  # seconds past a deadline after which a rank ends itself; the outer pytest ends it before
 
 
 class RankPlugin:
-    """Runs each test between a fresh communicator and an agreement on how it went."""
+    """Runs each test between a fresh communicator and an agreement on its outcome."""
 
     __name__ = "mpi-rank"  # pytest registers it under this name
 
     def __init__(self, folder: Path, plan: dict):
-        world = MPI.COMM_WORLD
         self.folder = folder
-        self.nranks = world.Get_size()
         self.plan = plan
         self.indices = {nodeid: index for index, nodeid in enumerate(plan["nodeids"])}
-        self.sync = world.Dup()
+        self.world = MPI.COMM_WORLD.Dup()
+        self.rank = self.world.Get_rank()
+        self.phases = [phase for phase in plan["phases"] if self.rank < phase["ranks"] * phase["blocks"]]
+        self.mine = [index for phase in self.phases for index in phase["tests"]]
+        self.functions = {plan["nodeids"][index].partition("[")[0] for index in self.mine}
         self.comm = None
         self.index = None
-        name = f"rank-{world.Get_rank()}"
-        self.events = open(folder / f"{name}.jsonl", "w")
-        self.stacks = open(folder / f"{name}.stacks", "w")
+        self.events = open(folder / f"rank-{self.rank}.jsonl", "w")
+        self.stacks = open(folder / f"rank-{self.rank}.stacks", "w")
         faulthandler.enable(self.stacks)
         faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
         self.limit(plan["startup"])
@@ -53,40 +61,79 @@ class RankPlugin:
         self.events.flush()
 
     def limit(self, seconds: float):
-        """From now on this rank ends itself, with its stacks, once it takes far longer than that."""
+        """From now on this rank ends itself, with its stacks, if it takes far longer than that."""
         faulthandler.dump_traceback_later(seconds + SPARE, exit=True, file=self.stacks)
+
+    def paths(self) -> list[str]:
+        """The files of this rank's tests."""
+        return list(dict.fromkeys(self.plan["paths"][index] for index in self.mine))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, collector, name, obj):
+        """Leave out functions that this rank does not run: making their cases takes most of a collection."""
+        if name.startswith("test") and callable(obj) and not isinstance(obj, type):
+            return None if f"{collector.nodeid}::{name}" in self.functions else []
+        return None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Keep exactly the planned tests, in the planned order."""
+        """Keep exactly this rank's tests."""
         found = {item.nodeid: item for item in items}
-        missing = [nodeid for nodeid in self.indices if nodeid not in found]
+        wanted = [self.plan["nodeids"][index] for index in self.mine]
+        missing = [nodeid for nodeid in wanted if nodeid not in found]
         if missing:
             raise pytest.UsageError(f"collected by the outer pytest but not on this rank: {missing[:5]}")
-        items[:] = [found[nodeid] for nodeid in self.indices]
+        items[:] = [found[nodeid] for nodeid in wanted]
 
-    def pytest_runtestloop(self):
+    def pytest_runtestloop(self, session):
+        items = {self.indices[item.nodeid]: item for item in session.items}
         self.limit(self.plan["startup"])
-        wait(self.sync.Ibarrier())
+        wait(self.world.Ibarrier())
+        blocks = [self.block(phase) for phase in self.plan["phases"]]  # all now, since this is collective
         self.write(ready=True)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item, nextitem):
-        self.index = self.indices[item.nodeid]
-        self.limit(self.plan["deadlines"][self.index])
-        self.comm = MPI.COMM_WORLD.Dup()
-        agree_in_hypothesis(item, self.sync)
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        to_json = item.config.hook.pytest_report_to_serializable
-        self.write(test=self.index, reports=[to_json(config=item.config, report=report) for report in reports])
-        self.finish(any(report.failed for report in reports))
+        for number, (phase, block) in enumerate(zip(self.plan["phases"], blocks)):
+            if block != MPI.COMM_NULL:
+                self.run_phase(block, [items[index] for index in phase["tests"]], self.folder / f"phase-{number}")
         return True
 
-    def finish(self, failed: bool):
-        """Wait for all ranks, then free the communicator unless a rank may still have requests on it."""
-        failed_somewhere = any_rank(failed, self.sync)
-        if not failed_somewhere:
-            self.comm.Free()
+    def block(self, phase: dict) -> MPI.Comm:
+        """Communicator of this rank's block in a phase; COMM_NULL if this rank has no part in the phase."""
+        number = self.rank // phase["ranks"]
+        return self.world.Split(number if number < phase["blocks"] else MPI.UNDEFINED)
+
+    def run_phase(self, block: MPI.Comm, items: list[pytest.Item], claims: Path):
+        """Run tests of a phase until none is left.
+
+        A block claims one test ahead, because pytest tears fixtures down for the test that follows.
+        """
+
+        def claim(failed: bool = False) -> tuple[bool, pytest.Item | None]:
+            number = count_up(claims) if block.rank == 0 else 0
+            failed, number = largest([int(failed), number], block)
+            return bool(failed), items[number] if number < len(items) else None
+
+        faulthandler.cancel_dump_traceback_later()  # the rest of the block may be busy in an earlier phase
+        _, item = claim()
+        _, following = claim()
+        while item is not None:
+            failed = self.run_test(item, following, block)
+            failed_somewhere, after = claim(failed)
+            if not failed_somewhere:  # otherwise a rank may still have requests on it
+                self.comm.Free()
+            item, following = following, after
+
+    def run_test(self, item, following, block: MPI.Comm) -> bool:
+        """Run one test on this rank. Return whether it failed here."""
+        self.index = self.indices[item.nodeid]
+        self.write(begin=self.index, rank=block.rank)
+        self.limit(self.plan["deadlines"][self.index])
+        self.comm = block.Dup()
+        agree_in_hypothesis(item, block)
+        reports = runtestprotocol(item, nextitem=following, log=False)
+        to_json = item.config.hook.pytest_report_to_serializable
+        reports_as_json = [to_json(config=item.config, report=report) for report in reports]
+        self.write(test=self.index, rank=block.rank, reports=reports_as_json)
+        return any(report.failed for report in reports)
 
     def shared_path(self) -> Path:
         path = self.folder / "shared" / str(self.index)
@@ -94,19 +141,28 @@ class RankPlugin:
         return path
 
 
+def count_up(path: Path) -> int:
+    """Number of earlier calls for this file, by all processes: the file grows by a byte a call."""
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        number = os.fstat(file.fileno()).st_size
+        file.write(b".")
+    return number
+
+
 def main(folder: Path) -> int:
     for stream in (sys.stdout, sys.stderr):  # whole lines, which are there when the rank is killed
         stream.reconfigure(line_buffering=True, write_through=False)
     plan = json.loads((folder / "plan.json").read_text())
-    if MPI.COMM_WORLD.Get_size() != plan["nranks"]:
+    if MPI.COMM_WORLD.Get_size() != plan["size"]:
         print(
-            f"mpiexec was asked for {plan['nranks']} ranks, but COMM_WORLD has {MPI.COMM_WORLD.Get_size()}: "
+            f"mpiexec was asked for {plan['size']} ranks, but COMM_WORLD has {MPI.COMM_WORLD.Get_size()}: "
             f"it belongs to another MPI than mpi4py, which uses {MPI.Get_library_version().splitlines()[0]}"
         )
         return 1
     rank = RankPlugin(folder, plan)
-    basetemp = f"--basetemp={folder / f'tmp-{MPI.COMM_WORLD.Get_rank()}'}"
-    status = pytest.main([*plan["arguments"], basetemp], plugins=[rank])
+    basetemp = f"--basetemp={folder / f'tmp-{rank.rank}'}"
+    status = pytest.main([*rank.paths(), *plan["arguments"], basetemp], plugins=[rank])
     rank.limit(plan["startup"])
     return int(status)
 

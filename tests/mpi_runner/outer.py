@@ -1,17 +1,21 @@
-"""The outer pytest's half: hands the parallel tests to mpiexec and reports what comes back."""
+"""The outer pytest's half: hands the parallel tests to mpiexec and reports the results."""
 
 from __future__ import annotations
 
 import shlex
 import signal
 import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from _pytest.reports import TestReport
 
 from mpi_runner import merge, post_mortem
+from mpi_runner.phases import one_by_one, phases
 from mpi_runner.post_mortem import failure
-from mpi_runner.world import World
+from mpi_runner.world import Planned, Trouble, World
 from pmm3d.tools import launcher
 
 
@@ -21,14 +25,29 @@ def rank_count(item) -> int:
     return callspec.params.get("nranks", 0) if callspec else 0
 
 
+@dataclass
+class Batch:
+    """Tests for one mpiexec."""
+
+    items: list[pytest.Item]
+    alone: bool = False  # one test at a time
+    crash: merge.RankFailures | None = None  # during which all these tests were under way
+    rest: Batch | None = None  # the other tests of the mpiexec that crashed
+
+
+def failures(items, text: str) -> Iterator[tuple[pytest.Item, list[TestReport]]]:
+    """Each of these tests failed for the same reason."""
+    for item in items:
+        yield item, failure(item, time.time(), merge.RankFailures(text, []))
+
+
 class OuterPlugin:
-    """Runs each parallel test by waiting for its result from the mpiexec of its rank count."""
+    """Runs the parallel tests in worlds of ranks and reports each as soon as it has ended."""
 
     def __init__(self, config):
         self.config = config
         self.world: World | None = None
-        self.indices: dict[str, int] = {}
-        self.cannot_start: dict[int, str] = {}  # rank count -> why no mpiexec of that size starts
+        self.results: Iterator[tuple[pytest.Item, list[TestReport]]] | None = None
 
     def pytest_sessionstart(self):
         # Ended from outside, pytest is to end its jobs as after Ctrl-C.
@@ -50,61 +69,107 @@ class OuterPlugin:
             self.world = None
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item, nextitem):
+    def pytest_runtest_protocol(self, item):
+        """Report the next parallel test that ends, which may be another than this one: each is reported once."""
         if rank_count(item) == 0:
             return None
+        self.results = self.results or self.run(item.session.items)
+        item, reports = next(self.results)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self.reports_of(item, is_last=nextitem is None or rank_count(nextitem) != rank_count(item)):
+        for report in reports:
+            report.ranks = rank_count(item)
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def reports_of(self, item, is_last: bool) -> list[TestReport]:
-        """Run a test, launching mpiexec for it and those after it if none is running."""
-        nranks = rank_count(item)
-        start = time.time()
-        if nranks in self.cannot_start:
-            return failure(item, start, merge.RankFailures(self.cannot_start[nranks], []))
-        try:
-            world = self.world = self.world or self.launch(item)
-        except Exception as error:
-            self.cannot_start[nranks] = f"no parallel test can run: {error}"
-            return failure(item, start, merge.RankFailures(self.cannot_start[nranks], []))
-        trouble = world.wait(self.indices[item.nodeid])
-        if trouble is not None:
-            return self.failure_of(item, start, trouble)
-        reports = self.merged(world, self.indices[item.nodeid])
-        if is_last:
-            trouble = world.finish()
-            if trouble is not None:
-                reports[-1] = failure(item, start, post_mortem.last_words(world, trouble), "teardown")[-1]
-            self.end_world()
-        return reports
+    def run(self, items) -> Iterator[tuple[pytest.Item, list[TestReport]]]:
+        """Each parallel test with its reports, in the order in which they end."""
+        own = [item for item in items if item.get_closest_marker("own_world")]
+        shared = [item for item in items if rank_count(item) and item not in own]
+        of_size = [[item for item in own if rank_count(item) == n] for n in sorted({*map(rank_count, own)})]
+        batches = deque([Batch(shared), *(Batch(group, alone=True) for group in of_size)])
+        while batches:
+            batch = batches.popleft()
+            if batch.items:
+                batches.extendleft((yield from self.run_batch(batch)))
 
-    def launch(self, item) -> World:
-        """Start the ranks on this test and on those that follow it with as many ranks."""
-        items = [other for other in item.session.items if rank_count(other) == rank_count(item)]
-        items = items[items.index(item) :]
-        self.indices = {other.nodeid: index for index, other in enumerate(items)}
+    def run_batch(self, batch: Batch):
+        """Yield each test with its reports; return the batches that another mpiexec is to run, the last first."""
+        left = {item.nodeid: item for item in batch.items}
+        try:
+            world = self.world = self.launch(batch)
+        except Exception as error:
+            yield from failures(batch.items, f"no parallel test can run: {error}")
+            return []
+        while left:
+            outcome = world.wait()
+            if isinstance(outcome, Trouble):
+                return (yield from self.after_trouble(batch, world, outcome, left))
+            item, reports = left.pop(outcome.nodeid), self.merged(outcome)
+            if any(report.failed for report in reports):
+                batch.crash = None  # this failure is its likely cause
+            if left:
+                yield item, reports
+        # The end of the job counts as a part of its last test, and so does a crash that did not repeat itself.
+        trouble = world.finish()
+        end = post_mortem.last_words(world, trouble) if trouble else batch.crash
+        self.end_world()
+        if end is not None:
+            reports = [*reports[:-1], failure(item, time.time(), end, "teardown")[-1]]
+        yield item, reports
+        return []
+
+    def after_trouble(self, batch: Batch, world: World, trouble: Trouble, left: dict[str, pytest.Item]):
+        """Yield the test that crashed or hung, if it is known; return the batches for all others, the last first."""
+        suspects = [left.pop(test.nodeid) for test in trouble.suspects]
+        others = [*left.values()]
+        if not suspects:
+            first, *others = others
+            longrepr = post_mortem.last_words(world, trouble.text)
+            self.end_world()
+            yield first, failure(first, time.time(), longrepr)
+            text = f"no test can run in a world of {world.size} ranks, see the first: {trouble.text}"
+            yield from failures(others, text)
+            return []
+        if len(suspects) > 1:
+            names = ", ".join(item.nodeid for item in suspects)
+            text = f"{trouble.text}; each of these tests passed when it ran again alone: {names}"
+            crash = post_mortem.last_words(world, text)
+            self.end_world()
+            rest = Batch(others, batch.alone)
+            return [rest, Batch(suspects, alone=True, crash=crash, rest=rest)]
+        (test,) = trouble.suspects
+        longrepr = self.failure_of(world, test, trouble.text)
+        self.end_world()
+        yield suspects[0], failure(suspects[0], test.start or time.time(), longrepr)
+        if batch.rest is None:
+            return [Batch(others, batch.alone)]
+        batch.rest.items[:0] = others
+        return []
+
+    def launch(self, batch: Batch) -> World:
+        """Start the ranks on these tests: as many ranks as the largest test has."""
+        counts = [rank_count(item) for item in batch.items]
+        size = max(counts)
         return World(
-            nranks=rank_count(item),
-            nodeids=[other.nodeid for other in items],
-            deadlines=[self.deadline(other) for other in items],
-            arguments=self.arguments(items),
+            size,
+            tests=[self.planned(item) for item in batch.items],
+            phases=one_by_one(counts) if batch.alone else phases(counts, size),
+            arguments=self.arguments(),
             show=self.config.option.capture == "no",
         )
 
-    def deadline(self, item) -> float:
+    def planned(self, item) -> Planned:
         mark = item.get_closest_marker("deadline")
-        return float(mark.args[0]) if mark else self.config.getoption("mpi_deadline")
+        deadline = float(mark.args[0]) if mark else self.config.getoption("mpi_deadline")
+        return Planned(item.nodeid, str(item.path), rank_count(item), deadline)
 
-    def arguments(self, items) -> list[str]:
-        """The ranks' pytest command line: these files whole, shown as this pytest was asked to show them."""
+    def arguments(self) -> list[str]:
+        """The ranks' pytest command line without files: results shown as this pytest was asked to show them."""
         option = self.config.option
-        paths = dict.fromkeys(str(item.path) for item in items)
         inifile = ["-c", str(self.config.inipath)] if self.config.inipath else []
         arguments = [
-            *paths, *inifile, f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider", "-p", "no:faulthandler",
+            *inifile, f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider", "-p", "no:faulthandler",
             "-qq", "--color=no", "-o", "addopts=", "-o", f"verbosity_assertions={max(option.verbose, 0)}",
             f"--tb={option.tbstyle}", "--capture=no" if option.capture == "no" else "--capture=tee-sys",
         ]  # fmt: skip
@@ -118,21 +183,15 @@ class OuterPlugin:
             arguments += ["-W", warning]
         return arguments
 
-    def merged(self, world: World, index: int) -> list[TestReport]:
-        return merge.merge({rank: self.decoded(reports) for rank, reports in sorted(world.results[index].items())})
+    def merged(self, test: Planned) -> list[TestReport]:
+        return merge.merge({rank: self.decoded(reports) for rank, reports in sorted(test.results.items())})
 
     def decoded(self, reports: list[dict]) -> list[TestReport]:
         from_json = self.config.hook.pytest_report_from_serializable
         return [from_json(config=self.config, data=data) for data in reports]
 
-    def failure_of(self, item, start: float, trouble: str) -> list[TestReport]:
-        """The report of a test that crashed or hung; the tests after it get a new mpiexec."""
-        world = self.world
-        index = self.indices[item.nodeid]
-        reports = {rank: self.decoded(reports) for rank, reports in world.results[index].items()}
+    def failure_of(self, world: World, test: Planned, trouble: str) -> merge.RankFailures:
+        """Why a test crashed or hung."""
+        reports = {rank: self.decoded(reports) for rank, reports in test.results.items()}
         failed = {rank: report for rank in reports for report in reports[rank] if report.failed}
-        longrepr = post_mortem.last_words(world, trouble, failed, finished=world.results[index].keys())
-        if not world.all_ready():
-            self.cannot_start[world.nranks] = f"no test on {world.nranks} ranks can run, see the first: {trouble}"
-        self.end_world()
-        return failure(item, start, longrepr)
+        return post_mortem.last_words(world, trouble, test, failed)

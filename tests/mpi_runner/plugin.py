@@ -1,4 +1,4 @@
-"""What the outer pytest and the ranks share: marks, options, parametrisation, order, fixtures."""
+"""Common to the outer pytest and the ranks: marks, options, parametrisation, order, fixtures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ mpi4py.rc(initialize=False, finalize=False)
 
 from mpi_runner import outer  # noqa: E402
 from mpi_runner.script_job import ScriptJobs  # noqa: E402
+from mpi_runner.tally import Tally  # noqa: E402
 
 RANK_PLUGIN = "mpi-rank"  # inside.RankPlugin.__name__
 NO_RANKS = "the fixture {!r} needs @pytest.mark.parallel([1, 2, ...]) on the test, its class or its module"
@@ -25,6 +26,11 @@ def pytest_addoption(parser):
         help="every process grid, 6 ranks wherever a test lists them, and the tests marked thorough",
     )  # fmt: skip
     group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
+    group.addoption(
+        "--record-durations", metavar="FILE", help="write seconds, ranks and processes of each case as JSON"
+    )
+    parser.addini("rank_executions_budget", "sum of the ranks of all parallel cases above which a run fails")
+    parser.addini("processes_budget", "processes started above which a run fails")
 
 
 def _counts(text: str) -> set[int]:
@@ -34,11 +40,20 @@ def _counts(text: str) -> set[int]:
 def pytest_configure(config):
     config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
+    config.addinivalue_line(
+        "markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test"
+    )
     config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
     config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
+    if config.getoption("numprocesses", None) and "not parallel" not in config.option.markexpr:
+        raise pytest.UsageError(
+            "pytest-xdist (-n) cannot run the parallel tests, which start ranks of their own. "
+            'Leave -n out, or add -m "not parallel".'
+        )
     if _rank_plugin(config) is None:
         config.pluginmanager.register(outer.OuterPlugin(config), "mpi-outer")
+        config.pluginmanager.register(Tally(config), "mpi-tally")
 
 
 def _rank_plugin(config):
@@ -95,23 +110,20 @@ def pytest_generate_tests(metafunc):
     mark = metafunc.definition.get_closest_marker("parallel")
     if mark is None:
         return
-    rank = _rank_plugin(metafunc.config)
-    counts, all_tests = _rank_counts(mark), metafunc.config.getoption("all_tests")
+    counts, all_tests = rank_counts(mark), metafunc.config.getoption("all_tests")
     if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
         counts.remove(6)
-    counts = [n for n in counts if rank is None or n == rank.nranks]
     if "nranks" not in metafunc.fixturenames:
         metafunc.fixturenames.append("nranks")
     if "grid_shape" in metafunc.fixturenames:
-        values = [(n, shape) for n in counts
-                  for shape in (process_grids if all_tests else canonical_grids)(n)]
+        values = [(n, shape) for n in counts for shape in (process_grids if all_tests else canonical_grids)(n)]
         ids = ["n{}-{}x{}x{}".format(n, *shape) for n, shape in values]
         metafunc.parametrize("nranks,grid_shape", values, ids=ids, indirect=True, scope="session")
     else:
         metafunc.parametrize("nranks", counts, ids=[f"n{n}" for n in counts], indirect=True, scope="session")
 
 
-def _rank_counts(mark) -> list[int]:
+def rank_counts(mark) -> list[int]:
     counts = mark.args[0] if len(mark.args) == 1 else None
     if isinstance(counts, int):
         counts = [counts]

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from _pytest.reports import TestReport
 
 from mpi_runner import merge
-from mpi_runner.world import World
+from mpi_runner.world import Planned, World
 
 
 def last_words(
-    world: World, trouble: str, failed: Mapping[int, TestReport] | None = None, finished: Collection[int] = ()
+    world: World, trouble: str, test: Planned | None = None, failed: Mapping[int, TestReport] = MappingProxyType({})
 ) -> merge.RankFailures:
-    """Tracebacks of the ranks that failed, stacks of those still in the test, and what mpiexec said.
+    """Tracebacks of the test's ranks that failed, stacks of those still in the test, and what mpiexec wrote.
 
-    To be called while the job, if it still runs, has not been ended: a stack is asked for by signal.
+    Without a test, or if no rank has begun it: stacks of all ranks. Call this before the job is ended: a stack is asked
+    for by signal.
     """
-    nranks = world.nranks
+    if test is not None and test.begun:
+        begun, finished, nranks, written_before = test.begun, test.results, test.ranks, test.written_before
+    else:
+        begun, finished, nranks, written_before = {rank: rank for rank in world.pids}, {}, world.size, 0
     gone = [] if world.process.poll() is not None else world.gone()
-    stacks = {rank: readable(text) for rank, text in world.stacks().items() if rank not in finished and text}
-    parts = [(f"stack, {ranks}", text) for ranks, text in merge.group(stacks, nranks)]
+    gone = [rank for rank, rank_in_world in begun.items() if rank_in_world in gone]
+    all_stacks = world.stacks()
+    stacks = {rank: readable(all_stacks[number]) for rank, number in begun.items() if rank not in finished}
+    parts = [(f"stack, {ranks}", text) for ranks, text in merge.group(stacks, nranks) if text]
     if failed:
         trouble = f"{merge.name_ranks(failed, nranks)} failed, and {trouble}"
         tracebacks = merge.group({rank: report.longrepr for rank, report in failed.items()}, nranks)
         parts = [(f"traceback, {ranks}", text) for ranks, text in tracebacks] + parts
     if gone:
         trouble += f"; {merge.name_ranks(gone, nranks)} ended without a word"
-    said = world.said()
+    said = world.said(written_before)
     if said:
         parts.append(("what the job wrote last", said))
     return merge.RankFailures(trouble, parts)

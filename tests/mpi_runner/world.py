@@ -1,4 +1,4 @@
-"""One mpiexec whose ranks run a list of tests, watched through the files they write."""
+"""One mpiexec whose ranks run tests, watched through the files that the ranks write."""
 
 from __future__ import annotations
 
@@ -10,104 +10,158 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpi_runner.leftovers import remove_leftovers
 from mpi_runner.merge import name_ranks
 from pmm3d.tools import launcher
 
-STARTUP = 180.0  # seconds until every rank has imported and collected the tests
-AFTER_FAILURE = 5.0  # seconds left to the other ranks once one has failed or is gone
+STARTUP = 600.0  # seconds until every rank has imported and collected the tests
+IDLE = 60.0  # seconds in which no test is under way, though some are left
+AFTER_FAILURE = 5.0  # seconds left to the other ranks of a test once one has failed or is gone
 AT_EXIT = 60.0  # seconds from the last test to the end of mpiexec
 LOOK_EVERY = 0.01  # seconds between two looks at the ranks' files
 
 
+@dataclass
+class Planned:
+    """A test that a world is to run."""
+
+    nodeid: str
+    path: str
+    ranks: int
+    deadline: float
+    begun: dict[int, int] = field(default_factory=dict)  # rank within the test -> rank in the world
+    results: dict[int, list[dict]] = field(default_factory=dict)  # rank within the test -> its reports
+    start: float = 0.0  # when a rank began it, in seconds of the clock
+    since: float = 0.0  # when all its ranks had begun it, in seconds of a monotonic clock, as in the next line
+    failed_since: float | None = None  # when a rank had failed or was gone
+    written_before: int = 0  # bytes of output before it began
+
+    @property
+    def complete(self) -> bool:
+        return len(self.results) == self.ranks
+
+    def unfinished(self, done: Collection[int]) -> str:
+        return name_ranks(set(range(self.ranks)) - set(done), self.ranks)
+
+
+@dataclass
+class Trouble:
+    """Why a world is of no more use, and the tests that may be the cause: none before all ranks had started."""
+
+    text: str
+    suspects: list[Planned]
+
+
 class World:
-    """A running mpiexec.
+    """A running mpiexec. `wait()` returns the next test that all its ranks have reported, or the trouble."""
 
-    results[i][r] is what rank r reported of test i; `wait(i)` returns once all ranks have, or
-    says what went wrong.
-    """
-
-    def __init__(self, nranks: int, nodeids: list[str], deadlines: list[float], arguments: list[str], show: bool):
-        mpiexec = launcher.command(nranks, ["-m", "mpi_runner.inside"])  # raises if there is none
-        self.nranks = nranks
-        self.deadlines = deadlines
-        self.folder = Path(tempfile.mkdtemp(prefix=f"pmm3d-tests-{nranks}-"))
-        self.files = [RankFile(self.folder / f"rank-{rank}.jsonl") for rank in range(nranks)]
+    def __init__(self, size: int, tests: list[Planned], phases: list[dict], arguments: list[str], show: bool):
+        mpiexec = launcher.command(size, ["-m", "mpi_runner.inside"])  # raises if there is none
+        self.size = size
+        self.tests = tests
+        self.folder = Path(tempfile.mkdtemp(prefix=f"pmm3d-tests-{size}-"))
+        self.files = [RankFile(self.folder / f"rank-{rank}.jsonl") for rank in range(size)]
         self.pids: dict[int, int] = {}
         self.ready: set[int] = set()
-        self.results: list[dict[int, list[dict]]] = [{} for _ in nodeids]
+        self.under_way: list[Planned] = []
+        self.completed: list[Planned] = []
         self.output = open(self.folder / "output.txt", "a+")
-        plan = dict(nranks=nranks, nodeids=nodeids, deadlines=deadlines, arguments=arguments, startup=STARTUP)
+        plan = dict(
+            size=size,
+            nodeids=[test.nodeid for test in tests],
+            paths=[test.path for test in tests],
+            deadlines=[test.deadline for test in tests],
+            phases=phases,
+            arguments=arguments,
+            startup=STARTUP,
+        )
         (self.folder / "plan.json").write_text(json.dumps(plan))
         self.started = time.time()
-        self.since = time.monotonic()
-        self.written_before = 0
+        self.last_event = time.monotonic()
+        self.written = 0
         self.process = subprocess.Popen(
             [*mpiexec, str(self.folder)],
-            env=launcher.environment(nranks, _environment()),
+            env=launcher.environment(size, _environment()),
             stdin=subprocess.DEVNULL,
             stdout=None if show else self.output,
             stderr=None if show else subprocess.STDOUT,
             preexec_fn=os.setpgrp,  # in a session of its own it would keep the cores from what runs beside it
         )
 
-    def wait(self, index: int) -> str | None:
-        """Wait for test `index` on all ranks. None if each has reported, else what went wrong."""
-        failed_since = None
-        # What was written before a look that finds this test unfinished cannot come from the next one.
-        unfinished = self.written_before
+    def wait(self) -> Planned | Trouble:
         while True:
             ended = self.process.poll() is not None
-            written = os.fstat(self.output.fileno()).st_size
             self.read()
-            if len(self.results[index]) == self.nranks:
-                self.since, self.written_before = time.monotonic(), unfinished
-                return None
-            unfinished = written
+            if self.completed:
+                return self.completed.pop(0)
             if ended:
                 when = "before all ranks had finished the test" if self.all_ready() else "before all ranks had started"
-                return f"the job ended with status {self.process.returncode} {when}"
-            if failed_since is None and self.some_rank_failed(index):
-                failed_since = time.monotonic()
-            late = self.lateness(index, failed_since)
-            if late is not None:
-                return late
+                return self.trouble(f"the job ended with status {self.process.returncode} {when}")
+            trouble = self.lateness()
+            if trouble is not None:
+                return trouble
             time.sleep(LOOK_EVERY)
 
-    def lateness(self, index: int, failed_since: float | None) -> str | None:
-        """Which ranks have taken too long by now, if any have."""
-        if self.all_ready():
-            limit, what, done = self.deadlines[index], "finish the test", self.results[index].keys()
-        else:
-            limit, what, done = STARTUP, "start", self.ready
+    def trouble(self, text: str) -> Trouble:
+        """Any test under way may be the cause; if none is, the next one, so that not all are tried again for ever."""
+        next_ones = [test for test in self.tests if not test.complete][:1]
+        return Trouble(text, (self.under_way or next_ones) if self.all_ready() else [])
+
+    def lateness(self) -> Trouble | None:
+        """What has taken too long by now, if anything has."""
         now = time.monotonic()
-        if now > self.since + limit:
-            return f"{name_ranks(set(range(self.nranks)) - done, self.nranks)} did not {what} within {limit:g} s"
-        if failed_since is not None and now > failed_since + AFTER_FAILURE:
-            return f"the others did not {what} within {AFTER_FAILURE:g} s of that"
+        if not self.all_ready():
+            late = now > self.last_event + STARTUP
+            ranks = name_ranks(set(range(self.size)) - self.ready, self.size)
+            return self.trouble(f"{ranks} did not start within {STARTUP:g} s") if late else None
+        if not self.under_way and now > self.last_event + IDLE:
+            return self.trouble(f"no rank began a test within {IDLE:g} s")
+        gone = set(self.gone())
+        for test in self.under_way:
+            if test.failed_since is None and (gone & {*test.begun.values()} or _has_failed(test)):
+                test.failed_since = now
+            unfinished = test.unfinished(test.results)
+            if len(test.begun) == test.ranks and now > test.since + test.deadline:
+                return Trouble(f"{unfinished} did not finish the test within {test.deadline:g} s", [test])
+            if test.failed_since is not None and now > test.failed_since + AFTER_FAILURE:
+                return Trouble(f"the others did not finish the test within {AFTER_FAILURE:g} s of that", [test])
         return None
 
     def all_ready(self) -> bool:
-        """Whether every rank has collected the tests."""
-        return len(self.ready) == self.nranks
+        """Whether every rank has collected its tests."""
+        return len(self.ready) == self.size
 
     def read(self) -> None:
         """Take in what the ranks have written since."""
+        written = os.fstat(self.output.fileno()).st_size
         for rank, file in enumerate(self.files):
             for event in file.new_events():
+                self.last_event = time.monotonic()
                 if "pid" in event:
                     self.pids[rank] = event["pid"]
                 elif "ready" in event:
                     self.ready.add(rank)
-                    self.since = time.monotonic()
+                elif "begin" in event:
+                    self._begin(self.tests[event["begin"]], event["rank"], rank)
                 else:
-                    self.results[event["test"]][rank] = event["reports"]
+                    test = self.tests[event["test"]]
+                    test.results[event["rank"]] = event["reports"]
+                    if test.complete:
+                        self.under_way.remove(test)
+                        self.completed.append(test)
+        self.written = written
 
-    def some_rank_failed(self, index: int) -> bool:
-        reports = [report for reports in self.results[index].values() for report in reports]
-        return any(report["outcome"] == "failed" for report in reports) or bool(self.gone())
+    def _begin(self, test: Planned, rank: int, rank_in_world: int) -> None:
+        if not test.begun:
+            self.under_way.append(test)
+            test.start = time.time()
+            test.written_before = self.written  # at the look before this one
+        test.begun[rank] = rank_in_world
+        test.since = self.last_event
 
     def gone(self) -> list[int]:
         """Ranks whose process has ended."""
@@ -141,9 +195,9 @@ class World:
             return f"the job did not end within {AT_EXIT:g} s of its last test (MPI_Finalize?)"
         return f"the job ended with status {status} after its last test (MPI_Finalize?)" if status else None
 
-    def said(self, lines: int = 40) -> str:
-        """The end of what mpiexec and the ranks have written since shortly before the test began."""
-        self.output.seek(self.written_before)
+    def said(self, since: int = 0, lines: int = 40) -> str:
+        """The last lines of what mpiexec and the ranks have written after so many bytes."""
+        self.output.seek(since)
         return "\n".join(self.output.read().splitlines()[-lines:])
 
     def end(self) -> None:
@@ -154,6 +208,10 @@ class World:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.process.returncode != 0:
             remove_leftovers(self.started)
+
+
+def _has_failed(test: Planned) -> bool:
+    return any(report["outcome"] == "failed" for reports in test.results.values() for report in reports)
 
 
 class RankFile:

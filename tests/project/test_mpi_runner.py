@@ -1,5 +1,6 @@
 """The MPI test plugin, tried on small test folders in a pytest of their own."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,21 +8,29 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import durations
 import pytest
 from mpi_runner import merge
-from mpi_runner.plugin import process_grids
+from mpi_runner.phases import blocks, phases
+from mpi_runner.plugin import process_grids, rank_counts
 
 CONFTEST = 'pytest_plugins = ("mpi_runner.plugin",)'
 
 GOOD = """
 import os
+import time
+from pathlib import Path
+
 import pytest
 from hypothesis import given, strategies as st
+from mpi4py import MPI
 
+HERE = Path(__file__).parent
 pytestmark = pytest.mark.parallel([1, 3])
 
+@pytest.mark.parallel([1, 3, 4])
 def test_sum(comm, nranks):
-    assert comm.allreduce(1) == nranks
+    assert comm.allreduce(1) == nranks == comm.size
 
 def test_every_grid(comm, grid_shape):
     gx, gy, gz = grid_shape
@@ -47,24 +56,90 @@ def test_known_bug(comm):
 class TestOfAClass:
     def test_nearest_mark_wins(self, comm):
         assert comm.size == 2
+
+@pytest.mark.parallel([2])
+@pytest.mark.own_world("reads COMM_WORLD")
+def test_own_world(comm):
+    assert MPI.COMM_WORLD.Get_size() == 2
+
+@pytest.fixture(scope="module")
+def made_once():
+    return []
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("number", [1, 2])
+def test_module_fixture(comm, made_once, number):
+    made_once.append(number)
+    assert made_once == [1, 2][:number] and MPI.COMM_WORLD.Get_size() == 4
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("number", range(4))
+def test_two_meet(comm, number):
+    # A block takes two tests of four at most before it meets the other block.
+    (HERE / f"met-{number}").touch()
+    while len(list(HERE.glob("met-*"))) == 1:
+        time.sleep(0.01)
 """
 
 ONE_PROCESS = """
+import subprocess, sys
+
 def test_mpi_is_not_started():
     from mpi4py import MPI
     assert not MPI.Is_initialized()
 
 def test_comm_needs_the_mark(comm):
     pass
+
+def test_starts_two_processes():
+    for _ in range(2):
+        subprocess.run(["true"], check=True)
 """
 
 BAD = """
 import os
 import signal
+import time
+from pathlib import Path
+
 import pytest
 from hypothesis import given, strategies as st
 
+HERE = Path(__file__).parent
+EXITED, HUNG = (HERE / "exited").exists(), (HERE / "hung").exists()
 pytestmark = pytest.mark.parallel([3])
+
+# Four tests in turn: while the first block is in the first of them and has claimed one more, the second block is in
+# another.
+
+@pytest.mark.parallel([1])
+def test_exits(comm):
+    while not (HERE / "beside the exit").exists():
+        time.sleep(0.01)
+    (HERE / "exited").touch()
+    os._exit(3)
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("number", range(3))
+def test_beside_the_exit(comm, number):
+    if not EXITED:
+        (HERE / "beside the exit").touch()
+        time.sleep(60)
+
+@pytest.mark.parallel([1])
+@pytest.mark.deadline(3)
+def test_hangs(comm):
+    while not (HERE / "beside the hang").exists():
+        time.sleep(0.01)
+    (HERE / "hung").touch()
+    time.sleep(60)
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("number", range(3))
+def test_beside_the_hang(comm, number):
+    if not HUNG:
+        (HERE / "beside the hang").touch()
+        time.sleep(60)
 
 def test_one_rank_fails(comm):
     print("rank", comm.rank, "was here")
@@ -77,12 +152,12 @@ def test_skipped_on_one_rank(comm):
     if comm.rank == 0:
         pytest.skip("only here")
 
-@pytest.mark.deadline(20)
 @given(st.integers(0, 1000))
 def test_hypothesis_fails_on_one_rank(comm, n):
     comm.barrier()
     assert comm.rank != 1 or n < 100
 
+@pytest.mark.deadline(1)
 def test_one_rank_raises_while_others_wait(comm):
     print("about to wait")
     if comm.rank == 1:
@@ -92,18 +167,9 @@ def test_one_rank_raises_while_others_wait(comm):
 def test_next_after_hang(comm):
     comm.barrier()
 
-@pytest.mark.deadline(1)
-def test_all_ranks_hang(comm):
-    comm.recv(source=(comm.rank + 1) % comm.size)
-
 def test_killed(comm):
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    comm.barrier()
-
-def test_exits(comm):
-    if comm.rank == 1:
-        os._exit(3)
     comm.barrier()
 
 def test_next_after_crash(comm):
@@ -115,11 +181,40 @@ def test_breaks_the_end_of_the_job(comm):
         atexit.register(os._exit, 5)
 """
 
+CRASHES_ONCE = """
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+AGAIN = (HERE / "0").exists()
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("number", range(4))
+def test_crashes_beside_another(comm, number):
+    if AGAIN:
+        return
+    if number == 0:
+        while not list(HERE.glob("[123]")):
+            time.sleep(0.01)
+    (HERE / str(number)).touch()
+    if number == 0:
+        os._exit(3)
+    time.sleep(60)
+
+@pytest.mark.parallel([2])
+def test_not_reached(comm):
+    pass
+"""
+
 
 class Outcomes:
     """What an inner pytest run reported, from its junit file."""
 
     def __init__(self, folder: Path, process: subprocess.CompletedProcess):
+        self.durations = folder / "durations.json"
         self.returncode = process.returncode
         self.output = process.stdout
         self.of = {}
@@ -145,30 +240,36 @@ def run_pytest(folder: Path, *arguments: str, env=None, **files: str) -> Outcome
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     return Outcomes(folder, process)
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    return run_pytest(tmp_path_factory.mktemp("good"), "-v", test_good=GOOD, test_one_process=ONE_PROCESS)
+    return run_pytest(
+        tmp_path_factory.mktemp("good"),
+        "-v",
+        "--record-durations=durations.json",
+        test_good=GOOD,
+        test_one_process=ONE_PROCESS,
+    )
 
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
-    return run_pytest(tmp_path_factory.mktemp("bad"), "--mpi-deadline=2", test_bad=BAD)
+    return run_pytest(tmp_path_factory.mktemp("bad"), test_bad=BAD)
 
 
 def test_a_test_runs_once_per_rank_count(good):
     names = [name for name in good.of if name.startswith(("test_sum", "test_nearest"))]
-    assert names == ["test_sum[n1]", "test_nearest_mark_wins[n2]", "test_sum[n3]"]
+    assert sorted(names) == ["test_nearest_mark_wins[n2]", "test_sum[n1]", "test_sum[n3]", "test_sum[n4]"]
     assert {good.of[name] for name in names} == {"passed"}
 
 
 def test_a_test_runs_once_per_process_grid(good):
     names = [name for name in good.of if name.startswith("test_every_grid")]
-    assert names == [f"test_every_grid[{grid}]" for grid in ("n1-1x1x1", "n3-1x1x3", "n3-1x3x1", "n3-3x1x1")]
+    assert sorted(names) == [f"test_every_grid[{grid}]" for grid in ("n1-1x1x1", "n3-1x1x3", "n3-1x3x1", "n3-3x1x1")]
     assert {good.of[name] for name in names} == {"passed"}
 
 
@@ -181,6 +282,15 @@ def test_process_grids_are_complete():
 def test_folders_and_drawn_examples(good):
     assert good.of["test_shared_path_is_shared_and_tmp_path_is_not[n3]"] == "passed"
     assert good.of["test_ranks_draw_the_same[n3]"] == "passed"
+
+
+def test_tests_of_few_ranks_run_beside_each_other(good):
+    assert {good.of[f"test_two_meet[n2-{number}]"] for number in range(4)} == {"passed"}
+
+
+def test_a_world_of_its_own_and_fixtures_of_modules(good):
+    assert good.of["test_own_world[n2]"] == "passed"
+    assert [good.of[f"test_module_fixture[n2-{number}]"] for number in (1, 2)] == ["passed", "passed"]
 
 
 def test_skip_and_xfail_are_reported_as_such(good):
@@ -218,22 +328,27 @@ def test_hypothesis_failure_on_one_rank_does_not_hang(bad):
 
 def test_hang_shows_traceback_and_stacks_and_output(bad):
     text = bad.text["test_one_rank_raises_while_others_wait[n3]"]
-    assert "rank 1 of 3 failed, and ranks 0, 2 of 3 did not finish the test within 2 s" in text
+    assert "rank 1 of 3 failed, and ranks 0, 2 of 3 did not finish the test within 1 s" in text
     assert "traceback, rank 1 of 3" in text and "raised on one rank" in text
     assert "stack, ranks 0, 2 of 3" in text and "in test_one_rank_raises_while_others_wait" in text
     assert "about to wait" in text
 
 
-def test_hang_of_all_ranks_ends_at_the_mark(bad):
-    text = bad.text["test_all_ranks_hang[n3]"]
-    assert "all 3 ranks did not finish the test within 1 s" in text
-    assert "stack, all 3 ranks" in text and "in test_all_ranks_hang" in text
+def test_hang_ends_at_the_mark_and_not_its_neighbour(bad):
+    text = bad.text["test_hangs[n1]"]
+    assert "rank 0 of 1 did not finish the test within 3 s" in text
+    assert "stack, rank 0 of 1" in text and "in test_hangs" in text
+    assert {bad.of[f"test_beside_the_hang[n1-{number}]"] for number in range(3)} == {"passed"}
+
+
+def test_crash_fails_its_test_and_not_its_neighbour(bad):
+    assert "the job ended with status" in bad.text["test_exits[n1]"]
+    assert {bad.of[f"test_beside_the_exit[n1-{number}]"] for number in range(3)} == {"passed"}
 
 
 def test_dead_rank_fails_its_test_only(bad):
     assert "the job ended with status" in bad.text["test_killed[n3]"]
     assert re.search(r"(?i)killed|signal 9", bad.text["test_killed[n3]"])
-    assert "the job ended with status" in bad.text["test_exits[n3]"]
 
 
 def test_the_rest_runs_after_hang_and_crash(bad):
@@ -245,22 +360,67 @@ def test_a_job_that_breaks_after_its_last_test_is_noticed(bad):
     assert "after its last test" in bad.text["test_breaks_the_end_of_the_job[n3]"]
 
 
-def test_selection_works_as_usual(tmp_path):
-    outcomes = run_pytest(tmp_path, "-x", "test_bad.py::test_one_rank_fails[n3]", "test_bad.py", test_bad=BAD)
-    assert outcomes.of == {"test_one_rank_fails[n3]": "failure"}
-    outcomes = run_pytest(tmp_path, "-k", "grid and (3x1 or 1x1x1)", "--ranks=2,3", test_good=GOOD)
-    assert outcomes.of == {"test_every_grid[n3-1x3x1]": "passed", "test_every_grid[n3-3x1x1]": "passed"}
+def test_a_crash_that_no_test_repeats_alone_is_an_error_and_ends_x(tmp_path):
+    outcomes = run_pytest(tmp_path, "-x", test_crashes_once=CRASHES_ONCE)
+    assert sorted(outcomes.of.values()) == ["error", "passed"]
+    (text,) = [outcomes.text[name] for name, outcome in outcomes.of.items() if outcome == "error"]
+    assert "each of these tests passed when it ran again alone" in text
+    assert all(f"test_crashes_once.py::{name}" in text for name in outcomes.of)
+    assert outcomes.returncode == 1
 
 
-def test_no_mpiexec_is_one_clear_error_per_test(tmp_path):
-    outcomes = run_pytest(tmp_path, "-k", "sum", env={"PMM3D_MPIEXEC": "no-such-mpiexec"}, test_good=GOOD)
-    assert outcomes.of == {"test_sum[n1]": "failure", "test_sum[n3]": "failure"}
-    assert "no-such-mpiexec" in outcomes.text["test_sum[n3]"]
+def test_selection_works_as_usual_and_no_mpiexec_is_one_clear_error_per_test(tmp_path):
+    arguments = "-k", "grid and (3x1 or 1x1x1)", "--ranks=2,3"
+    outcomes = run_pytest(tmp_path, *arguments, env={"PMM3D_MPIEXEC": "no-such-mpiexec"}, test_good=GOOD)
+    assert outcomes.of == {"test_every_grid[n3-1x3x1]": "failure", "test_every_grid[n3-3x1x1]": "failure"}
+    assert "no-such-mpiexec" in outcomes.text["test_every_grid[n3-3x1x1]"]
 
 
-def test_malformed_mark_is_refused(tmp_path):
-    text = "import pytest\n@pytest.mark.parallel(1, 2)\ndef test_it(comm): pass\n"
-    assert "write @pytest.mark.parallel([1, 2, 6])" in run_pytest(tmp_path, test_mark=text).output
+def test_durations_are_recorded_and_become_a_page(good):
+    cases = json.loads(good.durations.read_text())["cases"]
+    assert cases["test_good.py::test_sum[n3]"]["ranks"] == 3
+    assert cases["test_one_process.py::test_starts_two_processes"] | {"seconds": 0} == {
+        "seconds": 0, "ranks": 0, "processes": 2
+    }  # fmt: skip
+    assert f"| all | {len(good.of)} | {sum(case['ranks'] for case in cases.values())} | 2 |" in durations.page(
+        [durations.read(good.durations)]
+    )
+
+
+def test_durations_are_read_from_what_pytest_prints(tmp_path):
+    path = tmp_path / "run.log"
+    path.write_text("1.50s call     tests/a/test_b.py::test_c[n4-x]\n0.50s setup    tests/a/test_b.py::test_c[n4-x]\n"
+                    "== 1 passed in 3.00s ==\n")  # fmt: skip
+    page = durations.page([durations.read(path)])
+    assert "## `run.log`: 3 s" in page and "| tests/a | 1 | 4 | 0 | 2.0 |" in page
+
+
+def test_budgets_are_kept_in_one_place_and_count_workers(tmp_path):
+    settings = "testpaths=test_one_process.py", "rank_executions_budget=5", "processes_budget=1"
+    arguments = "-n2", "-m", "not parallel", "-k", "not comm", *(f"-o{setting}" for setting in settings)
+    outcomes = run_pytest(tmp_path, *arguments, test_one_process=ONE_PROCESS)
+    assert {*outcomes.of.values()} == {"passed"} and outcomes.returncode == 1
+    assert re.search(
+        r"0 rank-executions of at most 5; \d processes started of at most 1: above the budget", outcomes.output
+    )
+
+
+def test_xdist_is_refused_for_parallel_tests(tmp_path):
+    outcomes = run_pytest(tmp_path, "-n2", test_good=GOOD)
+    assert 'Leave -n out, or add -m "not parallel"' in outcomes.output and outcomes.of == {}
+
+
+def test_malformed_mark_is_refused():
+    with pytest.raises(pytest.UsageError, match=r"write @pytest.mark.parallel\(\[1, 2, 6\]\)"):
+        rank_counts(pytest.mark.parallel(1, 2).mark)
+
+
+def test_blocks_are_at_least_two_and_as_many_ranks_as_cores():
+    assert [blocks(ranks, 8, cores=2) for ranks in (1, 2, 3, 4, 5, 8)] == [2, 2, 2, 2, 1, 1]
+    assert [blocks(ranks, 8, cores=16) for ranks in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 1, 1]
+    assert phases([4, 1, 4], size=8, cores=2) == [
+        {"ranks": 1, "blocks": 2, "tests": [1]}, {"ranks": 4, "blocks": 2, "tests": [0, 2]}
+    ]  # fmt: skip
 
 
 def test_job_runs_a_script_on_every_rank(job):
@@ -285,9 +445,9 @@ def test_job_that_hangs_fails_the_test_with_what_it_said(job):
         if MPI.COMM_WORLD.rank == 0:
             MPI.COMM_WORLD.recv(source=1)
     """
-    said = "(?s)did not end within 6 s.*before.*line 8 in <module>.*  rank 0 .pid"
+    said = "(?s)did not end within 9 s.*before.*line 8 in <module>.*  rank 0 .pid"
     with pytest.raises(pytest.fail.Exception, match=said):
-        job(2, script, timeout=2)
+        job(2, script, timeout=3)
 
 
 def test_equal_texts_are_grouped_whatever_their_addresses():
