@@ -2,17 +2,12 @@
 
 import numpy as np
 import pytest
-from loops import given
-from mpi_runner.plugin import process_grids
 from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.layout import itemsize, offsets, part_sizes
 
 pytestmark = [pytest.mark.parallel(RANKS), pytest.mark.uneven]
-
-GRIDS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(2, 1, 2)], 6: [(1, 2, 3)], 8: [(4, 1, 2)]}
-"""Axes of 2, 3, 4, 6 and 8 ranks, which are 1, 2 or 4 ranks apart. With --all: every grid."""
 AXES = ("x", "y", "z", "data", "everyone")
 KINDS = [(TESTED, "float64", trail) for trail in ((), (3,), (2, 3))] + [("standin", "complex64", (2,))]
 """Array library, type, and trailing dims: the arrays have one dim more."""
@@ -41,18 +36,6 @@ def axes(grid):
     """The axes with several ranks, and one, "data", with a single rank."""
     found = [grid.axis(name) for name in AXES]
     return [axis for axis in found if axis.size > 1 or axis.name == "data"]
-
-
-@pytest.fixture
-def each_grid(comm, nranks, pytestconfig):
-    """each_grid(check): runs check(grid) on each grid in turn."""
-
-    def run(check):
-        for shape in process_grids(nranks) if pytestconfig.getoption("all_tests") else GRIDS[nranks]:
-            with given(shape=shape), Grid(comm, shape, device_transport="direct") as grid:
-                check(grid)
-
-    return run
 
 
 def on_each_grid(check):
