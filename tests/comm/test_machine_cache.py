@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from loops import given
 
+from pmm3d import Pmm3dError
 from pmm3d.comm import machine_cache
 from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember
-from pmm3d.errors import Pmm3dError
 from pmm3d.model.machines import as_toml, load
 
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from loops import given
 
-from pmm3d import DistMatrix, Grid, nn
+from pmm3d import DistMatrix, Grid, GridShape, nn
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm.alike import classes, representatives
 from pmm3d.comm.replay import seconds_of, tasks, totals
-from pmm3d.layout import GridShape, batch_layout
+from pmm3d.layout import batch_layout
 from pmm3d.model.machines import Group, groups_of
 from pmm3d.model.simulation import Task, simulate
 from pmm3d.nn import optim
