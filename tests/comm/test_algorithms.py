@@ -1,11 +1,13 @@
 """The algorithms of the collectives in one process, by a fake link: results, steps, messages, bytes, order of sums."""
 
 from functools import reduce
+from itertools import product
 from math import log2
 
 import numpy as np
 import pytest
 from fake_link import LIBRARY, run
+from loops import given
 
 from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
 from pmm3d.comm.transport import Link
@@ -13,8 +15,15 @@ from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, Stages, stages
 from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
 
-SIZES = range(1, 65)
-SOME = (1, 2, 3, 7, 8, 16, 17, 23, 24, 37, 48, 64)
+SIZES = (*range(1, 25), 32, 37, 48, 59, 64)
+"""Groups of one stage (up to 16 ranks), and of several stages, with pairs and without."""
+FEW = (1, 3, 16, 17, 24, 37)
+
+
+@pytest.fixture
+def sizes(pytestconfig):
+    """Group sizes. With --all: each size up to 64."""
+    return range(1, 65) if pytestconfig.getoption("all_tests") else SIZES
 
 
 def rows_of(size):
@@ -50,88 +59,93 @@ def all_stages(request):
         request.getfixturevalue("stages_of_two")
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_gathers(all_stages, size):
-    counts = rows_of(size)
-    parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-    outs, links = run(size, lambda link: gather_parts(link, LIBRARY, parts[link.rank],
-                                                      np.zeros((sum(counts), 3)), counts))
-    assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
-    assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
+def test_gathers(all_stages, sizes):
+    for size in sizes:
+        with given(size=size):
+            counts = rows_of(size)
+            parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
+            outs, links = run(size, lambda link: gather_parts(link, LIBRARY, parts[link.rank],
+                                                              np.zeros((sum(counts), 3)), counts))
+            assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
+            assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_part_may_lie_in_the_whole_already(size):
-    counts = part_sizes(size + 3, size)
-    starts = offsets(counts)
+def test_a_part_may_lie_in_the_whole_already(sizes):
+    for size in sizes:
+        with given(size=size):
+            counts = part_sizes(size + 3, size)
+            starts = offsets(counts)
 
-    def gather(link):
-        out = np.zeros(size + 3)
-        part = out[starts[link.rank] : starts[link.rank + 1]]
-        part[...] = link.rank
-        return gather_parts(link, LIBRARY, part, out, counts)
+            def gather(link):
+                out = np.zeros(size + 3)
+                part = out[starts[link.rank] : starts[link.rank + 1]]
+                part[...] = link.rank
+                return gather_parts(link, LIBRARY, part, out, counts)
 
-    expected = np.repeat(np.arange(size), counts)
-    assert all(np.array_equal(out, expected) for out in run(size, gather)[0])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_scatters_sums_in_the_order_of_the_contract(all_stages, size):
-    counts, rows = rows_of(size), sum(rows_of(size))
-    wholes = floats(size, (rows, 2))
-    outs, links = run(size, lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
-                                                      np.ones((counts[link.rank], 2)), counts, beta=0))
-    assert np.array_equal(np.concatenate(outs), summed(wholes))
-    assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
+            expected = np.repeat(np.arange(size), counts)
+            assert all(np.array_equal(out, expected) for out in run(size, gather)[0])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128", "int64"])
-def test_beta_and_types(size, dtype):
-    wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
-    counts = part_sizes(size + 1, size)
-    outs, links = run(size, lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
-                                                      np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
-    assert all(np.array_equal(out, np.full_like(out, 3 + sum(rank % 5 for rank in range(size)))) for out in outs)
-    assert moved(links) == [reduce_volume(counts, rank, 2, dtype)[:2] for rank in range(size)]
+def test_scatters_sums_in_the_order_of_the_contract(all_stages, sizes):
+    for size in sizes:
+        with given(size=size):
+            counts, rows = rows_of(size), sum(rows_of(size))
+            wholes = floats(size, (rows, 2))
+            outs, links = run(size, lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
+                                                              np.ones((counts[link.rank], 2)), counts, beta=0))
+            assert np.array_equal(np.concatenate(outs), summed(wholes))
+            assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", SOME)
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_a_sum_does_not_depend_on_its_size_or_its_cuts(size, dtype):
+def test_beta_and_types():
+    for size, dtype in product(FEW, ["float16", "float32", "complex128", "int64"]):
+        with given(size=size, dtype=dtype):
+            wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
+            counts = part_sizes(size + 1, size)
+            outs, links = run(size, lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
+                                                              np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
+            expected = 3 + sum(rank % 5 for rank in range(size))
+            assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
+            assert moved(links) == [reduce_volume(counts, rank, 2, dtype)[:2] for rank in range(size)]
+
+
+def test_a_sum_does_not_depend_on_its_size_or_its_cuts():
     """Small messages and large ones, whole or in pieces, one rank's part or another's: bitwise the same."""
-    large = 40_000 // max(1, size // 8)
-    arrays = floats(size, large, dtype)
+    for size, dtype in product(FEW, ["float16", "float64"]):
+        with given(size=size, dtype=dtype):
+            large = 40_000 // max(1, size // 8)
+            arrays = floats(size, large, dtype)
 
-    def total(cuts):
-        def sums(link):
-            out = np.zeros(large, dtype)
-            for low, high in zip(cuts, cuts[1:]):
-                yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
-            return out
+            def total(cuts):
+                def sums(link):
+                    out = np.zeros(large, dtype)
+                    for low, high in zip(cuts, cuts[1:]):
+                        yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
+                    return out
 
-        outs, links = run(size, sums)
-        volumes = [[all_reduce_volume(high - low, dtype, size, rank) for low, high in zip(cuts, cuts[1:])]
-                   for rank in range(size)]
-        assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
-                                for parts in volumes]
-        assert all(np.array_equal(out, outs[0]) for out in outs)
-        return outs[0]
+                outs, links = run(size, sums)
+                volumes = [[all_reduce_volume(high - low, dtype, size, rank) for low, high in zip(cuts, cuts[1:])]
+                           for rank in range(size)]
+                assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
+                                        for parts in volumes]
+                assert all(np.array_equal(out, outs[0]) for out in outs)
+                return outs[0]
 
-    whole = total([0, large])
-    assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
-    if dtype == "float16":
-        assert np.array_equal(whole, summed([array.astype("float32") for array in arrays]).astype("float16"))
-    else:
-        assert np.array_equal(whole, summed(arrays))
+            whole = total([0, large])
+            assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
+            if dtype == "float16":
+                assert np.array_equal(whole, summed([array.astype("float32") for array in arrays]).astype("float16"))
+            else:
+                assert np.array_equal(whole, summed(arrays))
 
 
-@pytest.mark.parametrize("size", SOME)
-def test_in_place(size):
-    for elements in (5, 20_000):
-        arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-        outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]))
-        assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
+def test_in_place():
+    for size in FEW:
+        with given(size=size):
+            for elements in (5, 20_000):
+                arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
+                outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]))
+                assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
 
 
 def costs(links):
@@ -159,49 +173,54 @@ def reduced(size, elements):
 LARGE, SMALL = 2**7 * 3**2 * 5 * 7, 1
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 16])
-def test_direct_costs_one_step(size):
+def test_direct_costs_one_step():
     """n bytes, p ranks: all-gather and reduce-scatter 1 step of p-1 messages and n (p-1)/p; gather and add n (p-1)."""
-    share = 8 * LARGE * (size - 1) // size
-    assert gathered(size, LARGE) == scattered(size, LARGE) == (1, size - 1, share)
-    assert reduced(size, LARGE) == (2, size - 1, 2 * share)
-    assert reduced(size, SMALL) == (1, size - 1, 8 * (size - 1))
+    for size in [2, 3, 4, 6, 8, 16]:
+        with given(size=size):
+            share = 8 * LARGE * (size - 1) // size
+            assert gathered(size, LARGE) == scattered(size, LARGE) == (1, size - 1, share)
+            assert reduced(size, LARGE) == (2, size - 1, 2 * share)
+            assert reduced(size, SMALL) == (1, size - 1, 8 * (size - 1))
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-def test_halving_and_doubling_cost_as_published(stages_of_two, size):
+def test_halving_and_doubling_cost_as_published(stages_of_two):
     """lg p steps and n (p-1)/p; all-reduce 2 lg p and 2 n (p-1)/p; small ones lg p steps and n lg p."""
-    share, steps = 8 * LARGE * (size - 1) // size, int(log2(size))
-    assert stages(size) == Stages(0, (2,) * steps)
-    assert gathered(size, LARGE) == scattered(size, LARGE) == (steps, 1, share)
-    assert reduced(size, LARGE) == (2 * steps, 1, 2 * share)
-    assert reduced(size, SMALL) == (steps, 1, 8 * steps)
+    for size in [2, 4, 8, 16, 32, 64]:
+        with given(size=size):
+            share, steps = 8 * LARGE * (size - 1) // size, int(log2(size))
+            assert stages(size) == Stages(0, (2,) * steps)
+            assert gathered(size, LARGE) == scattered(size, LARGE) == (steps, 1, share)
+            assert reduced(size, LARGE) == (2 * steps, 1, 2 * share)
+            assert reduced(size, SMALL) == (steps, 1, 8 * steps)
 
 
-@pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 21, 48, 63])
-def test_halving_of_other_numbers(stages_of_two, size):
+def test_halving_of_other_numbers(stages_of_two):
     """2 floor(lg p) steps, and one before and after each half; 2 n (p-1)/p + 2 n at the most, and what pairs share."""
-    n, q = 8 * LARGE // size * size, int(log2(size))
-    steps, messages, received = reduced(size, n // 8)
-    assert stages(size) == Stages(size - 2**q, (2,) * q) and (steps, messages) == (2 * q + 4, 1)
-    assert received <= 2 * n + 2 * n
+    for size in [3, 5, 6, 7, 9, 21, 48, 63]:
+        with given(size=size):
+            n, q = 8 * LARGE // size * size, int(log2(size))
+            steps, messages, received = reduced(size, n // 8)
+            assert stages(size) == Stages(size - 2**q, (2,) * q) and (steps, messages) == (2 * q + 4, 1)
+            assert received <= 2 * n + 2 * n
 
 
-@pytest.mark.parametrize("size", [18, 20, 24, 28, 32, 36, 40, 42, 48, 56, 60, 64])
-def test_stages_move_as_little_in_few_messages(size):
-    share = 8 * LARGE // size * (size - 1)
-    steps, messages, received = scattered(size, LARGE // size * size)
-    assert received == share and (steps, messages) == (len(stages(size).radices), max(stages(size).radices) - 1)
-    assert gathered(size, LARGE // size * size) == (steps, messages, share)
+def test_stages_move_as_little_in_few_messages():
+    for size in [18, 20, 24, 28, 32, 36, 40, 42, 48, 56, 60, 64]:
+        with given(size=size):
+            share = 8 * LARGE // size * (size - 1)
+            steps, messages, received = scattered(size, LARGE // size * size)
+            assert received == share and (steps, messages) == (len(stages(size).radices), max(stages(size).radices) - 1)
+            assert gathered(size, LARGE // size * size) == (steps, messages, share)
 
 
-@pytest.mark.parametrize("size", [17, 19, 23, 37, 59])
-def test_pairs_cost_a_step_before_and_one_after(size):
+def test_pairs_cost_a_step_before_and_one_after():
     """Of any other p: two steps more, and at the ranks that act for two n bytes more in each half."""
-    n = 8 * LARGE // size * size
-    group = stages(size)
-    steps, _, received = reduced(size, n // 8)
-    assert steps == 2 * len(group.radices) + 4 and received <= 2 * n + 2 * n + 2 * n // size
+    for size in [17, 19, 23, 37, 59]:
+        with given(size=size):
+            n = 8 * LARGE // size * size
+            group = stages(size)
+            steps, _, received = reduced(size, n // 8)
+            assert steps == 2 * len(group.radices) + 4 and received <= 2 * n + 2 * n + 2 * n // size
 
 
 def test_large_parts_of_a_group_with_pairs_go_round_the_ring(monkeypatch):
@@ -223,18 +242,19 @@ def test_the_rule():
     assert stages(4096) == Stages(0, (8, 8, 8, 8)) and stages(32768) == Stages(0, (8, 8, 8, 8, 8))
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 23])
-def test_windows_meet(monkeypatch, size):
+def test_windows_meet(monkeypatch):
     """Both ends of a message find it in the same window, in whatever order ranks come: else the job would hang here."""
-    monkeypatch.setattr("pmm3d.comm.transport.WINDOW", 3)
-    drawn = np.random.default_rng(size).integers(0, 3, (size, size))
+    for size in [1, 2, 5, 16, 23]:
+        with given(size=size):
+            monkeypatch.setattr("pmm3d.comm.transport.WINDOW", 3)
+            drawn = np.random.default_rng(size).integers(0, 3, (size, size))
 
-    def exchange(link):
-        message = lambda peer: np.full(3, 100 * link.rank + peer)
-        sends = [(peer, message(peer)) for peer in range(size) for _ in range(drawn[link.rank, peer])]
-        receives = [(peer, np.zeros(3, int)) for peer in range(size) for _ in range(drawn[peer, link.rank])]
-        yield from Link.exchange_in_windows(link, LIBRARY, sends, receives)
-        return all(np.all(array == 100 * peer + link.rank) for peer, array in receives)
+            def exchange(link):
+                message = lambda peer: np.full(3, 100 * link.rank + peer)
+                sends = [(peer, message(peer)) for peer in range(size) for _ in range(drawn[link.rank, peer])]
+                receives = [(peer, np.zeros(3, int)) for peer in range(size) for _ in range(drawn[peer, link.rank])]
+                yield from Link.exchange_in_windows(link, LIBRARY, sends, receives)
+                return all(np.all(array == 100 * peer + link.rank) for peer, array in receives)
 
-    right, links = run(size, exchange)
-    assert all(right) and max(link.messages for link in links) <= 6
+            right, links = run(size, exchange)
+            assert all(right) and max(link.messages for link in links) <= 6

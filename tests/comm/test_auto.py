@@ -3,17 +3,18 @@
 import logging
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+from loops import given
 
-from pmm3d import BlacsContext, DistMatrix, Grid, GridError, Layout, matmul, pgemm
+from pmm3d import BlacsContext, DistMatrix, Grid, GridError, GridShape, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.replay import tasks
 from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.comm.stacks import Process
-from pmm3d.layout import GridShape
 from pmm3d.model import product_costs
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
@@ -41,34 +42,40 @@ def replayed(shape, size, dtype, machine, data=1):
     return simulate([alone]).seconds, sum(action.received for action in done)
 
 
-@pytest.mark.parametrize("hidden", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("size, shape, dtype", [
+PRODUCTS = [
     ((1024, 1024, 1024), (2, 2, 2), "float64"), ((1024, 2048, 512), (8, 2, 2), "float64"),
     ((4096, 513, 1000), (4, 1, 2), "float32"), ((1000, 4096, 2048), (4, 4, 4), "complex128"),
     ((2048, 2048, 4096), (1, 16, 2), "float64"), ((8192, 512, 512), (1, 1, 16), "float32"),
-    ((512, 8192, 512), (16, 1, 1), "float64"), ((4096, 4096, 4096), (8, 4, 4), "float64")])
-@pytest.mark.parametrize("name", ["nominal", "perlmutter"])
-def test_a_price_is_that_of_the_replayed_dry_run(size, shape, dtype, hidden, name):
-    machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
-    candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine).priced(*shape)
-    seconds, received = replayed(shape, size, dtype, machine)
-    assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.03)
-    assert candidate.bytes >= received
-    if all(extent % GridShape(*shape).size == 0 for extent in size):
-        assert candidate.bytes == received
+    ((512, 8192, 512), (16, 1, 1), "float64"), ((4096, 4096, 4096), (8, 4, 4), "float64")]
 
 
-@pytest.mark.parametrize("shape, data, per_node", [
-    ((2, 3, 1), 4, 4), ((2, 1, 1), 4, 4), ((1, 1, 3), 4, 4), ((2, 2, 2), 2, 8), ((4, 2, 2), 3, 8), ((1, 6, 1), 4, 8)])
-def test_axes_lie_where_those_beside_them_put_them(shape, data, per_node):
+def test_a_price_is_that_of_the_replayed_dry_run():
+    for hidden, (size, shape, dtype), name in product([0.0, 0.7, 1.0], PRODUCTS, ["nominal", "perlmutter"]):
+        with given(hidden=hidden, size=size, shape=shape, dtype=dtype, name=name):
+            machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
+            candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine).priced(*shape)
+            seconds, received = replayed(shape, size, dtype, machine)
+            assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.03)
+            assert candidate.bytes >= received
+            if all(extent % GridShape(*shape).size == 0 for extent in size):
+                assert candidate.bytes == received
+
+
+BESIDE = [
+    ((2, 3, 1), 4, 4), ((2, 1, 1), 4, 4), ((1, 1, 3), 4, 4), ((2, 2, 2), 2, 8), ((4, 2, 2), 3, 8), ((1, 6, 1), 4, 8)]
+
+
+def test_axes_lie_where_those_beside_them_put_them():
     """Copies of the grid share nodes, their way out, or lie over the borders of nodes."""
-    machine = load("perlmutter").with_ranks_per_node(per_node)
-    costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, beside=data)
-    candidate, groups = costs.priced(*shape), groups_of(GridShape(*shape, data), per_node)
-    for axis, size, stride in zip("xyz", shape, (1, shape[0], shape[0] * shape[1])):
-        assert size == 1 or costs.group(size, stride) == groups[axis]
-    seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
-    assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
+    for shape, data, per_node in BESIDE:
+        with given(shape=shape, data=data, per_node=per_node):
+            machine = load("perlmutter").with_ranks_per_node(per_node)
+            costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, beside=data)
+            candidate, groups = costs.priced(*shape), groups_of(GridShape(*shape, data), per_node)
+            for axis, size, stride in zip("xyz", shape, (1, shape[0], shape[0] * shape[1])):
+                assert size == 1 or costs.group(size, stride) == groups[axis]
+            seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
+            assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
 
 
 def test_small_copies_count_as_in_a_dry_run():
@@ -77,15 +84,19 @@ def test_small_copies_count_as_in_a_dry_run():
     assert product_costs.LEAST_PASS == dry_run.LEAST_PASS
 
 
-@pytest.mark.parametrize("hosts, per_node, run", [
+RANKS_ON_HOSTS = [
     ("aaaa", 4, 4), ("aabb", 2, 2), ("aaaabbbbcc", 4, 4), ("aabbbbcc", 4, 2), ("aaabbbbc", 4, 1), ("abcabc", 2, 1),
-    ("aabbaabb", 4, 2)])
-def test_where_ranks_run_says_what_stays_inside(hosts, per_node, run):
+    ("aabbaabb", 4, 2)]
+
+
+def test_where_ranks_run_says_what_stays_inside():
     """Groups of `run` ranks, from a multiple of it on, are on one node each."""
-    processes = on_hosts(hosts)
-    assert (processes.per_node(), processes.run()) == (per_node, run)
-    for first in range(0, len(hosts), run):
-        assert len(set(hosts[first : first + run])) == 1
+    for hosts, per_node, run in RANKS_ON_HOSTS:
+        with given(hosts=hosts, per_node=per_node, run=run):
+            processes = on_hosts(hosts)
+            assert (processes.per_node(), processes.run()) == (per_node, run)
+            for first in range(0, len(hosts), run):
+                assert len(set(hosts[first : first + run])) == 1
 
 
 def auto(ranks, size=None, memory=None, data=1, **axes):

@@ -1,10 +1,12 @@
 """Collectives that go by nodes, by a fake link: results, order of sums, bytes, those across nodes, work memory."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 from fake_link import LIBRARY, run
+from loops import given
 from test_algorithms import floats, moved, rows_of, summed
 
 from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
@@ -13,8 +15,18 @@ from pmm3d.model.spread import AT_ONCE, FLAT, GATHERS_FROM, Spread, ranks_each, 
 from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
 
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
+FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
+                if max(nodes, each) <= 5 or {nodes, each} & {16, 17, 23} or nodes * each == 64]
+"""(nodes, ranks on each): one or several stages on either level, with pairs and without."""
 SOME = [(2, 2), (2, 4), (4, 2), (3, 3), (2, 17), (17, 2), (2, 23), (4, 16), (8, 8)]
+FEW = [(2, 2), (3, 3), (2, 17), (17, 2), (4, 16)]
 spread = partial(Spread, sums=True, gathers_from=0.0)
+
+
+@pytest.fixture
+def shapes(pytestconfig):
+    """(nodes, ranks on each). With --all: each shape up to 64 ranks."""
+    return SHAPES if pytestconfig.getoption("all_tests") else FEWER_SHAPES
 
 
 def by_nodes(arrays, each):
@@ -28,107 +40,116 @@ def across(links):
     return max(sum(link.record.across for link in links[first : first + each]) for first in range(0, len(links), each))
 
 
-@pytest.mark.parametrize("nodes, each", SHAPES)
-def test_gathers(nodes, each):
-    size = nodes * each
-    counts = rows_of(size)
-    parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-    gather = lambda link: gather_parts(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
-    outs, links = run(size, gather, spread(each), each)
-    assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
-    assert moved(links) == [gather_volume(counts, rank, 24, spread(each))[:2] for rank in range(size)]
-    whole = 24 * sum(counts)
-    assert [sum(link.record.across for link in links[first : first + each]) for first in range(0, size, each)] == [
-        whole - 24 * sum(counts[first : first + each]) for first in range(0, size, each)]
+def test_gathers(shapes):
+    for nodes, each in shapes:
+        with given(nodes=nodes, each=each):
+            size = nodes * each
+            counts = rows_of(size)
+            parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
+            gather = lambda link: gather_parts(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
+            outs, links = run(size, gather, spread(each), each)
+            assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
+            assert moved(links) == [gather_volume(counts, rank, 24, spread(each))[:2] for rank in range(size)]
+            whole = 24 * sum(counts)
+            for first in range(0, size, each):
+                brought = sum(link.record.across for link in links[first : first + each])
+                assert brought == whole - 24 * sum(counts[first : first + each])
 
 
-@pytest.mark.parametrize("nodes, each", SHAPES)
-def test_scatters_sums_in_the_order_of_the_contract(nodes, each):
-    size = nodes * each
-    counts, rows = rows_of(size), sum(rows_of(size))
-    wholes = floats(size, (rows, 2))
-    scatter = lambda link: reduce_parts(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)), counts)
-    outs, links = run(size, scatter, spread(each), each)
-    assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
-    assert moved(links) == [reduce_volume(counts, rank, 2, "float64", spread(each))[:2] for rank in range(size)]
+def test_scatters_sums_in_the_order_of_the_contract(shapes):
+    for nodes, each in shapes:
+        with given(nodes=nodes, each=each):
+            size = nodes * each
+            counts, rows = rows_of(size), sum(rows_of(size))
+            wholes = floats(size, (rows, 2))
+            scatter = lambda link: reduce_parts(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)),
+                                                counts)
+            outs, links = run(size, scatter, spread(each), each)
+            assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
+            assert moved(links) == [reduce_volume(counts, rank, 2, "float64", spread(each))[:2] for rank in range(size)]
 
 
-@pytest.mark.parametrize("nodes, each", SOME)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128", "int64"])
-def test_beta_and_types(nodes, each, dtype):
-    size = nodes * each
-    wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
-    counts = part_sizes(size + 1, size)
-    scatter = lambda link: reduce_parts(link, LIBRARY, wholes[link.rank], np.ones((2, counts[link.rank]), dtype).T,
-                                        counts, beta=3)
-    outs, links = run(size, scatter, spread(each), each)
-    assert all(np.array_equal(out, np.full_like(out, 3 + sum(rank % 5 for rank in range(size)))) for out in outs)
-    assert moved(links) == [reduce_volume(counts, rank, 2, dtype, spread(each))[:2] for rank in range(size)]
+def test_beta_and_types():
+    for (nodes, each), dtype in product(FEW, ["float16", "float32", "complex128", "int64"]):
+        with given(nodes=nodes, each=each, dtype=dtype):
+            size = nodes * each
+            wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
+            counts = part_sizes(size + 1, size)
+            scatter = lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
+                                                np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
+            outs, links = run(size, scatter, spread(each), each)
+            expected = 3 + sum(rank % 5 for rank in range(size))
+            assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
+            assert moved(links) == [reduce_volume(counts, rank, 2, dtype, spread(each))[:2] for rank in range(size)]
 
 
-@pytest.mark.parametrize("nodes, each", SOME)
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_a_sum_does_not_depend_on_its_size_or_its_cuts(nodes, each, dtype):
+def test_a_sum_does_not_depend_on_its_size_or_its_cuts():
     """Small and large, whole or in pieces, all-reduced or scattered: bitwise the same, and rounded once."""
-    size, large = nodes * each, 10_000
-    arrays, known = floats(size, large, dtype), spread(each)
+    for (nodes, each), dtype in product(FEW, ["float16", "float64"]):
+        with given(nodes=nodes, each=each, dtype=dtype):
+            size, large = nodes * each, 10_000
+            arrays, known = floats(size, large, dtype), spread(each)
 
-    def total(cuts):
-        def sums(link):
-            out = np.zeros(large, dtype)
-            for low, high in zip(cuts, cuts[1:]):
-                yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
-            return out
+            def total(cuts):
+                def sums(link):
+                    out = np.zeros(large, dtype)
+                    for low, high in zip(cuts, cuts[1:]):
+                        yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
+                    return out
 
-        outs, links = run(size, sums, known, each)
-        volumes = [[all_reduce_volume(high - low, dtype, size, rank, known) for low, high in zip(cuts, cuts[1:])]
-                   for rank in range(size)]
-        assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
-                                for parts in volumes]
-        assert all(np.array_equal(out, outs[0]) for out in outs)
-        return outs[0]
+                outs, links = run(size, sums, known, each)
+                volumes = [[all_reduce_volume(high - low, dtype, size, rank, known)
+                            for low, high in zip(cuts, cuts[1:])] for rank in range(size)]
+                assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
+                                        for parts in volumes]
+                assert all(np.array_equal(out, outs[0]) for out in outs)
+                return outs[0]
 
-    whole, counts = total([0, large]), part_sizes(large, size)
-    assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
-    scattered, _ = run(size, lambda link: reduce_parts(link, LIBRARY, arrays[link.rank][:, None],
-                                                       np.zeros((counts[link.rank], 1), dtype), counts), known, each)
-    assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
-    if dtype == "float16":
-        assert np.array_equal(whole, by_nodes([array.astype("float32") for array in arrays], each).astype("float16"))
-    else:
-        assert np.array_equal(whole, by_nodes(arrays, each))
-
-
-@pytest.mark.parametrize("nodes, each", SOME)
-def test_in_place(nodes, each):
-    size = nodes * each
-    for elements in (0, 1, 5, 20_000):
-        arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-        outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
-                      spread(each), each)
-        assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
+            whole, counts = total([0, large]), part_sizes(large, size)
+            assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
+            scatter = lambda link: reduce_parts(link, LIBRARY, arrays[link.rank][:, None],
+                                                np.zeros((counts[link.rank], 1), dtype), counts)
+            scattered, _ = run(size, scatter, known, each)
+            assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
+            if dtype == "float16":
+                wide = by_nodes([array.astype("float32") for array in arrays], each)
+                assert np.array_equal(whole, wide.astype("float16"))
+            else:
+                assert np.array_equal(whole, by_nodes(arrays, each))
 
 
-@pytest.mark.parametrize("nodes, each", [(2, 4), (4, 2), (2, 2), (4, 4), (2, 8)])
-def test_a_link_carries_what_it_must(nodes, each):
+def test_in_place():
+    for nodes, each in SOME:
+        with given(nodes=nodes, each=each):
+            size = nodes * each
+            for elements in (0, 1, 5, 20_000):
+                arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
+                outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
+                              spread(each), each)
+                assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
+
+
+def test_a_link_carries_what_it_must():
     """n bytes: an all-reduce brings 2 n (N-1)/N into a node, where the flat one brings as much for each of its ranks;
     gathers and reduce-scatters n (N-1)/N. Of 2 nodes of 4 ranks: a quarter."""
-    size, elements = nodes * each, 2**14
-    counts, nbytes = [elements // size] * size, 8 * elements
+    for nodes, each in [(2, 4), (4, 2), (2, 2), (4, 4), (2, 8)]:
+        with given(nodes=nodes, each=each):
+            size, elements = nodes * each, 2**14
+            counts, nbytes = [elements // size] * size, 8 * elements
 
-    def gather(link):
-        return gather_parts(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
+            def gather(link):
+                return gather_parts(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
 
-    def scatter(link):
-        return reduce_parts(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
+            def scatter(link):
+                return reduce_parts(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
 
-    def reduce(link):
-        return sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements))
+            def reduce(link):
+                return sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements))
 
-    for collective, times in ((gather, 1), (scatter, 1), (reduce, 2)):
-        (_, flat), (_, better) = (run(size, collective, way, each) for way in (FLAT, spread(each)))
-        assert across(better) == times * nbytes * (nodes - 1) // nodes and across(flat) == each * across(better)
-        assert moved(better) == moved(flat)
+            for collective, times in ((gather, 1), (scatter, 1), (reduce, 2)):
+                (_, flat), (_, better) = (run(size, collective, way, each) for way in (FLAT, spread(each)))
+                assert across(better) == times * nbytes * (nodes - 1) // nodes and across(flat) == each * across(better)
+                assert moved(better) == moved(flat)
 
 
 def test_many_nodes_are_taken_some_at_a_time():

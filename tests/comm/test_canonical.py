@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pytest
+from loops import given
 
 from pmm3d import GridShape, Layout
 from pmm3d.arrays.device_library import DeviceLibrary
@@ -42,14 +42,16 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("group", EQUAL, ids=lambda group: repr(group[0]))
-def test_equal_arguments_have_one_form(group):
-    assert len(set(map(canonical, group))) == 1
+def test_equal_arguments_have_one_form():
+    for group in EQUAL:
+        with given(group=group):
+            assert len(set(map(canonical, group))) == 1
 
 
-@pytest.mark.parametrize("one, other", DIFFERENT, ids=repr)
-def test_different_arguments_have_two(one, other):
-    assert canonical(one) != canonical(other)
+def test_different_arguments_have_two():
+    for one, other in DIFFERENT:
+        with given(one=one, other=other):
+            assert canonical(one) != canonical(other)
 
 
 class Unspeakable:
@@ -66,12 +68,12 @@ class Options:
     rows: object
 
 
-@pytest.mark.parametrize("make", [Plain, Unspeakable, lambda: partial(max, key=Plain()), lambda: Options((1, Plain()))],
-                         ids=["plain", "no repr", "partial", "dataclass"])
-def test_objects_are_compared_without_their_address(make):
-    kept = make(), make()
-    assert canonical(kept[0]) == canonical(kept[1])
-    assert in_words("call", (kept[0], 2)).startswith("call(")
+def test_objects_are_compared_without_their_address():
+    for make in [Plain, Unspeakable, lambda: partial(max, key=Plain()), lambda: Options((1, Plain()))]:
+        with given(make=make):
+            kept = make(), make()
+            assert canonical(kept[0]) == canonical(kept[1])
+            assert in_words("call", (kept[0], 2)).startswith("call(")
 
 
 def test_dataclasses_are_compared_by_their_fields():

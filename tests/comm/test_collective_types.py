@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
+from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d.layout import MATRIX_DTYPES, offsets, part_sizes
 
@@ -52,19 +52,19 @@ def check(grid, library, dtype):
                 assert_added(axis, library, dtype, trail)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4])
 def test_numpy(some_grid):
     for dtype in NUMPY + UNSIGNED:
         check(some_grid, TESTED, dtype)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4])
 def test_a_device(some_grid):
     for dtype in STANDIN:
         check(some_grid, "standin", dtype)
 
 
-@pytest.mark.parallel(UP_TO_4)
+@pytest.mark.parallel([3])
 def test_torch(some_grid):
     for dtype in TORCH + UNSIGNED:
         check(some_grid, "torch", dtype)

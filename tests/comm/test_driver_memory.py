@@ -41,7 +41,9 @@ def environment(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("ranks, transport", [(2, "auto"), (4, "direct")])
+@pytest.mark.parametrize("ranks, transport", [
+    (2, "auto"), pytest.param(4, "direct", marks=pytest.mark.thorough("the same messages, with a data axis")),
+])
 def test_device_pointers_go_to_mpi_and_the_host_touches_nothing(environment, ranks, transport):
     """Nor does a thread copy that has no context: MPI makes progress in those of the grid too."""
     mpirun = shutil.which("mpirun", path=environment["PATH"])

@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from loops import given
 from samples import integers
 
 from pmm3d import Grid, GridError, Pmm3dError
@@ -53,8 +54,8 @@ def assert_the_same(grid):
 
 
 @pytest.mark.parallel([1, 2, 6, 8])
-def test_every_collective_counts_what_it_counts_with_data(grid):
-    assert_the_same(grid)
+def test_every_collective_counts_what_it_counts_with_data(each_grid):
+    each_grid(assert_the_same)
 
 
 @pytest.mark.parallel([3, 8])
@@ -68,7 +69,7 @@ def test_with_a_data_axis(comm):
         assert_the_same(grid)
 
 
-@pytest.mark.parallel([4, 6])
+@pytest.mark.parallel([6])
 def test_with_further_axes(comm, nranks):
     with Grid(comm, (nranks // 2, 1, 1), axes={"seq": 2, "pipe": 1}) as grid:
         assert_the_same(grid)
@@ -147,13 +148,17 @@ def test_where_the_rank_is():
         assert "rank 100" in repr(grid) and grid.attached == {}
 
 
-@pytest.mark.parametrize("options", [{"rank": 8}, {"rank": -1}, {"rank": 1.5}, {"hosts": 0}, {"hosts": 9},
-                                     {"data": 0}, {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"},
-                                     {"axes": {"x": 2}}, {"axes": {"engine": 2}}, {"axes": {"seq": 0}},
-                                     {"hosts": "2"}])
-def test_what_is_no_rank_of_a_grid_is_refused(options):
-    with pytest.raises(GridError):
-        Grid.dry(**{"shape": (2, 2, 2), **options})
+NO_RANKS = [
+    {"rank": 8}, {"rank": -1}, {"rank": 1.5}, {"hosts": 0}, {"hosts": 9}, {"hosts": "2"}, {"data": 0},
+    {"shape": (2, 2)}, {"shape": "2x2"}, {"shape": "fsdp"}, {"axes": {"x": 2}}, {"axes": {"engine": 2}},
+    {"axes": {"seq": 0}},
+]
+
+
+def test_what_is_no_rank_of_a_grid_is_refused():
+    for options in NO_RANKS:
+        with given(options=options), pytest.raises(GridError):
+            Grid.dry(**{"shape": (2, 2, 2), **options})
 
 
 def test_what_a_dry_run_cannot_give_is_refused():
@@ -170,7 +175,7 @@ def test_what_a_dry_run_cannot_give_is_refused():
             array.__array_namespace__().einsum  # noqa: B018
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2])
 def test_arrays_of_a_dry_run_do_not_meet_messages(comm):
     with Grid(comm) as grid, dry_like(grid) as dry:
         array = dry.library("numpy").empty((3, 3), "float32")

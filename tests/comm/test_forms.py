@@ -1,9 +1,12 @@
 """The cheap forms of the collectives, against numpy and the checked ones: both dims, gaps, order, work memory."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from fake_link import LIBRARY, run
-from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
+from loops import given
+from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.comm import forms
@@ -91,20 +94,26 @@ def check_exchange(grid, library, dtype):
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("library,dtype", [(TESTED, "float64"), (TESTED, "float16"), ("standin", "complex64")])
-def test_forms_are_what_numpy_says(grid, library, dtype):
-    check_forms(grid, library, dtype)
-    check_exchange(grid, library, dtype)
+@pytest.mark.uneven
+def test_forms_are_what_numpy_says(each_grid):
+    def check(grid):
+        for library, dtype in [(TESTED, "float64"), (TESTED, "float16"), ("standin", "complex64")]:
+            with given(library=library, dtype=dtype):
+                check_forms(grid, library, dtype)
+                check_exchange(grid, library, dtype)
+
+    each_grid(check)
 
 
-@pytest.mark.parallel(UP_TO_4)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forms_of_tensors(some_grid, dtype):
-    check_forms(some_grid, "torch", dtype)
-    check_exchange(some_grid, "torch", dtype)
+@pytest.mark.parallel([2, 3])
+def test_forms_of_tensors(some_grid):
+    for dtype in ["float32", "bfloat16"]:
+        with given(dtype=dtype):
+            check_forms(some_grid, "torch", dtype)
+            check_exchange(some_grid, "torch", dtype)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4])
 def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
     """Bitwise the same results, the same bytes, the same names in the ledger."""
     axis, rows = some_grid.everyone, 50
@@ -126,7 +135,7 @@ def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
     assert results[0] == results[1] and moved[0] == moved[1]
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([3])
 def test_rows_of_one_dim(some_grid):
     axis = some_grid.everyone
     counts = rows_of(axis.size)
@@ -137,7 +146,7 @@ def test_rows_of_one_dim(some_grid):
     assert np.array_equal(whole, np.concatenate(parts)) and np.array_equal(total, axis.size * parts[axis.index])
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2, 4])
 def test_a_form_waits_for_what_comes_before_it(comm):
     """A sum, what is gathered of it, and the sum of that: begun at once, each from the result of the one before. Rank 0
     begins when the others have begun all three."""
@@ -173,66 +182,65 @@ def test_a_form_fails_with_what_it_waits_for(some_grid):
             failed.wait()
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_DEBUG", "1")
     with Grid(comm, "ddp") as grid:
         axis, array = grid.everyone, np.ones(grid.size)
         assert axis.sum_into(array, array).wait()[0] == grid.size
-        if grid.size > 1:
-            call = lambda: (axis.gather_into(array[:1], array, [1] * grid.size) if grid.rank else
-                            axis.sum_into(array, array)).wait()
-            assert "test_forms.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
+        call = lambda: (axis.gather_into(array[:1], array, [1] * grid.size) if grid.rank else
+                        axis.sum_into(array, array)).wait()
+        assert "test_forms.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-@pytest.mark.parametrize("round_bytes", [2**24, 100])
-def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(monkeypatch, size, dtype, round_bytes):
+def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(monkeypatch):
     """All rows at once, and in rounds of so many bytes, of one row at least."""
-    monkeypatch.setattr(forms, "ROUND_BYTES", round_bytes)
-    counts = rows_of(size)
-    shape = 3, sum(counts)
-    arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
+    for size, dtype, round_bytes in product(SIZES, ["float64", "float16"], [2**24, 100]):
+        with given(size=size, dtype=dtype, round_bytes=round_bytes):
+            monkeypatch.setattr(forms, "ROUND_BYTES", round_bytes)
+            counts = rows_of(size)
+            shape = 3, sum(counts)
+            arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
 
-    def gather(link):
-        with link.workspace.slab(forms.gather_work(shape, dtype, 1), LIBRARY) as work:
-            part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
-            return (yield from forms.gathered(link, LIBRARY, part, out, counts, 1, work))
+            def gather(link):
+                with link.workspace.slab(forms.gather_work(shape, dtype, 1), LIBRARY) as work:
+                    part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
+                    return (yield from forms.gathered(link, LIBRARY, part, out, counts, 1, work))
 
-    def reduce(link):
-        with link.workspace.slab(forms.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1), LIBRARY) as work:
-            out = np.empty((3, counts[link.rank]), dtype)
-            return (yield from forms.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
+            def reduce(link):
+                nbytes = forms.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
+                with link.workspace.slab(nbytes, LIBRARY) as work:
+                    out = np.empty((3, counts[link.rank]), dtype)
+                    return (yield from forms.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
 
-    assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
-    most = max(round_bytes, sum(counts) * arrays[0].itemsize)
-    assert forms.gather_work(shape, dtype, 1) <= aligned(min(most, arrays[0].nbytes))
-    total = sum(array.astype("float64") for array in arrays)
-    for rank, found in enumerate(run(size, reduce)[0]):
-        assert np.array_equal(found, own(total, counts, rank, 1))
+            assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
+            most = max(round_bytes, sum(counts) * arrays[0].itemsize)
+            assert forms.gather_work(shape, dtype, 1) <= aligned(min(most, arrays[0].nbytes))
+            total = sum(array.astype("float64") for array in arrays)
+            for rank, found in enumerate(run(size, reduce)[0]):
+                assert np.array_equal(found, own(total, counts, rank, 1))
 
 
-@pytest.mark.parallel([1, 2, 4, 6])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_several_arrays_are_summed_in_one_message(comm, library):
+@pytest.mark.parallel([2, 3])
+def test_several_arrays_are_summed_in_one_message(comm):
     """Whole, or of each array the part of this rank only; the rest stays as it was."""
-    with Grid(comm, "ddp") as grid:
-        axis, shapes = grid.data, [(4, 3), (1, 5), (0, 2), (7, 1)]
-        wholes_of = lambda rank: [integers(shape, "float32", seed=rank + 10 * index)
-                                  for index, shape in enumerate(shapes)]
-        total = [sum(each) for each in zip(*map(wholes_of, range(axis.size)))]
-        for number in (1, 4):
-            counts = [part_sizes(rows * cols, axis.size) for rows, cols in shapes[:number]]
-            for parts in (None, counts):
-                grid.ledger.reset()
-                arrays = [to_library(array, library, "float32") for array in wholes_of(axis.index)[:number]]
-                before = axis.sum_into(arrays[0], arrays[0] + 0)
-                axis.sum_coalesced(arrays, parts, after=[before]).wait()
-                for index, array in enumerate(arrays):
-                    expected = wholes_of(axis.index)[index].reshape(-1)
-                    start, stop = (0, None) if parts is None else offsets(counts[index])[axis.index :][:2]
-                    expected[start:stop] = total[index].reshape(-1)[start:stop]
-                    same(array.reshape(-1), expected, library)
-                name = "all_reduce" if parts is None else "reduce_scatter"
-                assert grid.ledger.total(operation=name).calls == (2 if parts is None else 1)
+    for library in ["numpy", "torch"]:
+        with given(library=library), Grid(comm, "ddp") as grid:
+            axis, shapes = grid.data, [(4, 3), (1, 5), (0, 2), (7, 1)]
+            wholes_of = lambda rank: [integers(shape, "float32", seed=rank + 10 * index)
+                                      for index, shape in enumerate(shapes)]
+            total = [sum(each) for each in zip(*map(wholes_of, range(axis.size)))]
+            for number in (1, 4):
+                counts = [part_sizes(rows * cols, axis.size) for rows, cols in shapes[:number]]
+                for parts in (None, counts):
+                    grid.ledger.reset()
+                    arrays = [to_library(array, library, "float32") for array in wholes_of(axis.index)[:number]]
+                    before = axis.sum_into(arrays[0], arrays[0] + 0)
+                    axis.sum_coalesced(arrays, parts, after=[before]).wait()
+                    for index, array in enumerate(arrays):
+                        expected = wholes_of(axis.index)[index].reshape(-1)
+                        start, stop = (0, None) if parts is None else offsets(counts[index])[axis.index :][:2]
+                        expected[start:stop] = total[index].reshape(-1)[start:stop]
+                        same(array.reshape(-1), expected, library)
+                    name = "all_reduce" if parts is None else "reduce_scatter"
+                    assert grid.ledger.total(operation=name).calls == (2 if parts is None else 1)

@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
+from loops import given
 
 from pmm3d.comm.hang import (
     SILENT,
@@ -130,14 +130,18 @@ def test_the_diagnosis_groups_ranks_and_shows_where_the_missing_one_is():
     assert text.endswith(LIMIT)
 
 
-@pytest.mark.parametrize("states,gone,pids,said", [
+SILENCES = [
     ({}, {}, True, SILENT), ({}, {}, False, UNBORN), ({3: DEAD}, {}, True, DEAD),
     ({}, {3: "its program has ended"}, True, "it has left the program (its program has ended)"),
-])
-def test_why_a_rank_is_silent(states, gone, pids, said):
-    hosts = HOSTS if pids else [Process()] * 4
-    text = diagnosis(by_rank(*(waits(rank, "shift", states=states) for rank in range(3))), gone, hosts, LIMIT)
-    assert f"never came: {said}" in text
+]
+
+
+def test_why_a_rank_is_silent():
+    for states, gone, pids, said in SILENCES:
+        with given(states=states, gone=gone, pids=pids, said=said):
+            hosts = HOSTS if pids else [Process()] * 4
+            text = diagnosis(by_rank(*(waits(rank, "shift", states=states) for rank in range(3))), gone, hosts, LIMIT)
+            assert f"never came: {said}" in text
 
 
 def test_who_has_begun_and_computes_is_told_apart():

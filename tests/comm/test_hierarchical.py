@@ -2,9 +2,11 @@
 products, plans and dry runs, what is refused."""
 
 import logging
+from itertools import product
 
 import numpy as np
 import pytest
+from loops import given
 from samples import TESTED, bits_of, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, MatmulPlan, Pmm3dError, matmul
@@ -78,51 +80,58 @@ def part_of(array, counts, rank, dim=0):
     return array[low:high] if dim == 0 else array[:, low:high]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_gathers_bring_every_part(line, dtype):
-    counts = uneven(line.size)
-    parts = [integers((rows, 3), dtype, seed=rank) for rank, rows in enumerate(counts)]
-    whole = np.concatenate(parts)
-    for known in (counts, None):
-        found = line.x.all_gather(to_library(parts[line.rank]), counts=known).wait()
-        assert np.array_equal(to_numpy(found), whole)
-    turned = to_library(np.zeros((3, sum(counts)), dtype))
-    line.x.gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
-    assert np.array_equal(to_numpy(turned), whole.T)
-    each = line.size // 2
-    brought = sum(rows for rank, rows in enumerate(counts) if rank % each == line.rank % each and rank != line.rank)
-    assert line.ledger.total(axis="x", operation="all_gather").across == 3 * brought * 3 * whole.itemsize
+def test_gathers_bring_every_part(line):
+    for dtype in TYPES:
+        with given(dtype=dtype):
+            counts = uneven(line.size)
+            line.ledger.reset()
+            parts = [integers((rows, 3), dtype, seed=rank) for rank, rows in enumerate(counts)]
+            whole = np.concatenate(parts)
+            for known in (counts, None):
+                found = line.x.all_gather(to_library(parts[line.rank]), counts=known).wait()
+                assert np.array_equal(to_numpy(found), whole)
+            turned = to_library(np.zeros((3, sum(counts)), dtype))
+            line.x.gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
+            assert np.array_equal(to_numpy(turned), whole.T)
+            each = line.size // 2
+            brought = sum(rows for rank, rows in enumerate(counts)
+                          if rank % each == line.rank % each and rank != line.rank)
+            assert line.ledger.total(axis="x", operation="all_gather").across == 3 * brought * 3 * whole.itemsize
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("rows", [0, 1, 5, 30_000])
-def test_sums_are_exact_and_in_their_order(line, dtype, rows):
-    arrays = [floats(rows, rank, dtype) if dtype != "int64" else integers((rows,), dtype, rank)
-              for rank in range(line.size)]
-    expected = in_order(arrays, line.size // 2).astype(dtype)
-    total = line.x.all_reduce(to_library(arrays[line.rank])).wait()
-    assert bits_of(to_numpy(total)) == bits_of(expected)
-    part = line.x.reduce_scatter(to_library(arrays[line.rank])).wait()
-    assert bits_of(to_numpy(part)) == bits_of(part_of(expected, part_sizes(rows, line.size), line.rank))
-    here = to_library(arrays[line.rank])
-    line.x.sum_coalesced([here, to_library(arrays[line.rank])]).wait()
-    assert bits_of(to_numpy(here)) == bits_of(expected)
+@pytest.mark.parallel([8])
+def test_sums_are_exact_and_in_their_order(line):
+    for dtype, rows in product(TYPES, [0, 1, 5, 30_000]):
+        with given(dtype=dtype, rows=rows):
+            arrays = [floats(rows, rank, dtype) if dtype != "int64" else integers((rows,), dtype, rank)
+                      for rank in range(line.size)]
+            expected = in_order(arrays, line.size // 2).astype(dtype)
+            total = line.x.all_reduce(to_library(arrays[line.rank])).wait()
+            assert bits_of(to_numpy(total)) == bits_of(expected)
+            part = line.x.reduce_scatter(to_library(arrays[line.rank])).wait()
+            assert bits_of(to_numpy(part)) == bits_of(part_of(expected, part_sizes(rows, line.size), line.rank))
+            here = to_library(arrays[line.rank])
+            line.x.sum_coalesced([here, to_library(arrays[line.rank])]).wait()
+            assert bits_of(to_numpy(here)) == bits_of(expected)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_scatters_of_uneven_parts_with_beta(line, dim):
-    counts, cols = uneven(line.size), 2
-    shape = (sum(counts), cols) if dim == 0 else (cols, sum(counts))
-    wholes = [integers(shape, seed=rank) for rank in range(line.size)]
-    own = part_of(sum(wholes), counts, line.rank, dim)
-    out = to_library(np.ones(own.shape))
-    line.x.reduce_into(to_library(wholes[line.rank]), out, counts, 3, dim=dim).wait()
-    assert np.array_equal(to_numpy(out), 3 + own)
-    array, out = to_library(wholes[line.rank]), to_library(np.ones(shape))
-    line.x.sum_into(array, out, 2).wait()
-    assert np.array_equal(to_numpy(out), 2 + sum(wholes))
+@pytest.mark.parallel([8])
+def test_scatters_of_uneven_parts_with_beta(line):
+    for dim in [0, 1]:
+        with given(dim=dim):
+            counts, cols = uneven(line.size), 2
+            shape = (sum(counts), cols) if dim == 0 else (cols, sum(counts))
+            wholes = [integers(shape, seed=rank) for rank in range(line.size)]
+            own = part_of(sum(wholes), counts, line.rank, dim)
+            out = to_library(np.ones(own.shape))
+            line.x.reduce_into(to_library(wholes[line.rank]), out, counts, 3, dim=dim).wait()
+            assert np.array_equal(to_numpy(out), 3 + own)
+            array, out = to_library(wholes[line.rank]), to_library(np.ones(shape))
+            line.x.sum_into(array, out, 2).wait()
+            assert np.array_equal(to_numpy(out), 2 + sum(wholes))
 
 
+@pytest.mark.parallel([4])
 def test_a_gather_is_the_adjoint_of_a_reduce_scatter(line):
     """<gather x, y> = <x, reduce-scatter y>, over all ranks."""
     counts = uneven(line.size)
@@ -146,21 +155,24 @@ def bytes_into_a_node(grid, operation, work):
         received for _, received in rows)
 
 
-@pytest.mark.parametrize("operation, nodes_share", [("all_gather", 0.5), ("reduce_scatter", 0.5), ("all_reduce", 1.0)])
-def test_the_link_carries_each_byte_once(line, operation, nodes_share):
+@pytest.mark.parallel([8])
+def test_the_link_carries_each_byte_once(line):
     """With 2 nodes of 4 ranks a quarter of the bytes of the flat way, and no rank receives more than by that."""
-    rows, each = 2**13 * line.size, line.size // 2
-    mine = np.ones(rows // line.size if operation == "all_gather" else rows)
-    run = lambda: getattr(line.x, operation)(to_library(mine)).wait()
-    across, received = bytes_into_a_node(line, operation, run)
-    known, line.x.spread = line.x.spread, FLAT
-    try:
-        flat_across, flat_received = bytes_into_a_node(line, operation, run)
-    finally:
-        line.x.spread = known
-    assert across == nodes_share * 8 * rows and flat_across == each * across and received == flat_received
+    for operation, nodes_share in [("all_gather", 0.5), ("reduce_scatter", 0.5), ("all_reduce", 1.0)]:
+        with given(operation=operation, nodes_share=nodes_share):
+            rows, each = 2**13 * line.size, line.size // 2
+            mine = np.ones(rows // line.size if operation == "all_gather" else rows)
+            run = lambda: getattr(line.x, operation)(to_library(mine)).wait()
+            across, received = bytes_into_a_node(line, operation, run)
+            known, line.x.spread = line.x.spread, FLAT
+            try:
+                flat_across, flat_received = bytes_into_a_node(line, operation, run)
+            finally:
+                line.x.spread = known
+            assert across == nodes_share * 8 * rows and flat_across == each * across and received == flat_received
 
 
+@pytest.mark.parallel([8])
 def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
     """Gathers go by nodes either way; the bits of sums are those of one node with PMM3D_SUMS=ranks."""
     arrays = [floats(5000, rank, "float32") for rank in range(comm.size)]
@@ -170,16 +182,19 @@ def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
     assert bits_of(found) == bits_of(in_order(arrays, comm.size // 2 if sums == "nodes" else comm.size))
 
 
+@pytest.mark.parallel([4])
 def test_all_ranks_ask_for_the_same_order(comm, two_nodes, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_SUMS", "ranks" if comm.rank == 1 else "nodes")
     fails(DisagreementError, "different arguments", lambda: Grid(comm, (comm.size, 1, 1)))
 
 
+@pytest.mark.parallel([4])
 def test_an_order_that_is_none_is_refused(comm, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_SUMS", "fast")
     fails(Pmm3dError, "PMM3D_SUMS='fast' is not understood; it means nodes or ranks", lambda: Grid(comm, (1, 1, 1)))
 
 
+@pytest.mark.parallel([4])
 def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
     rows = 9 if line.rank == 1 else 8
     fails(LayoutError, "do not fit together", lambda: line.x.all_reduce(to_library(np.ones(rows))).wait())
@@ -189,6 +204,7 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
     assert to_numpy(line.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [line.size] * 3
 
 
+@pytest.mark.parallel([4])
 def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
     nodes_of(comm.size - 1, 1)
     with caplog.at_level(logging.INFO, "pmm3d.comm"), Grid(comm, (comm.size, 1, 1)) as grid:
@@ -202,14 +218,17 @@ def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
                     if comm.rank == 0 else [])
 
 
-@pytest.mark.parametrize("each", [1, 0])
-def test_one_rank_a_node_and_one_node_are_flat(comm, nodes_of, each):
-    nodes_of(each or comm.size)
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        assert grid.x.spread == grid.everyone.spread == FLAT
-        assert len(grid.x.afar) == (comm.size - 1 if each else 0)
+@pytest.mark.parallel([4])
+def test_one_rank_a_node_and_one_node_are_flat(comm, nodes_of):
+    for each in [1, 0]:
+        with given(each=each):
+            nodes_of(each or comm.size)
+            with Grid(comm, (comm.size, 1, 1)) as grid:
+                assert grid.x.spread == grid.everyone.spread == FLAT
+                assert len(grid.x.afar) == (comm.size - 1 if each else 0)
 
 
+@pytest.mark.parallel([4])
 def test_the_measured_machine_chooses_gathers(comm, two_nodes, monkeypatch):
     """The same on all ranks, and no sum's order."""
     monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
@@ -223,52 +242,51 @@ def test_the_measured_machine_chooses_gathers(comm, two_nodes, monkeypatch):
 SHAPES = {4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4)], 8: [(2, 2, 2), (1, 8, 1), (1, 4, 2), (2, 1, 4), (8, 1, 1)]}
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_products_and_their_plans_and_dry_runs(comm, two_nodes, number):
+def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
     """The ledger's bytes are those of the plan, and of a dry run; a plan that is repeated has the bits of matmul."""
-    shapes = SHAPES[comm.size]
-    shape, (m, n, k) = shapes[number % len(shapes)], (251, 127, 190)
-    with Grid(comm, shape) as grid:
-        a, b = (DistMatrix.random(grid, size, seed=seed, layout=layout, library=TESTED)
-                for size, seed, layout in (((m, k), 1, Layout.A), ((k, n), 2, Layout.B)))
-        grid.ledger.reset()
-        c = matmul(a, b)
-        plan = plan_for(a, b, c, None, None).on_rank(grid.coords)
-        for axis in "xyz":
-            moved = grid.ledger.total(axis=axis)
-            assert (moved.received, moved.sent) == (plan.bytes_received[axis], plan.bytes_sent[axis])
-        across = {axis: grid.ledger.total(axis=axis).across for axis in "xyz"}
-        with MatmulPlan(a, b) as product:
-            assert bits_of(to_numpy(product().local)) == bits_of(to_numpy(c.local))
-        assert np.allclose(to_numpy(c.gather()), to_numpy(a.gather()) @ to_numpy(b.gather()))
-        with Grid.dry(shape, rank=comm.rank, hosts=2) as dry:
-            assert all(dry.axis(axis).spread == grid.axis(axis).spread for axis in (*"xyz", "everyone"))
-            matmul(*(DistMatrix.random(dry, size, layout=layout)
-                     for size, layout in (((m, k), Layout.A), ((k, n), Layout.B))))
-            assert {axis: dry.ledger.total(axis=axis).across for axis in "xyz"} == across
+    m, n, k = 251, 127, 190
+    for shape in SHAPES[comm.size]:
+        with given(shape=shape), Grid(comm, shape) as grid:
+            a, b = (DistMatrix.random(grid, size, seed=seed, layout=layout, library=TESTED)
+                    for size, seed, layout in (((m, k), 1, Layout.A), ((k, n), 2, Layout.B)))
+            grid.ledger.reset()
+            c = matmul(a, b)
+            plan = plan_for(a, b, c, None, None).on_rank(grid.coords)
+            for axis in "xyz":
+                moved = grid.ledger.total(axis=axis)
+                assert (moved.received, moved.sent) == (plan.bytes_received[axis], plan.bytes_sent[axis])
+            across = {axis: grid.ledger.total(axis=axis).across for axis in "xyz"}
+            with MatmulPlan(a, b) as product:
+                assert bits_of(to_numpy(product().local)) == bits_of(to_numpy(c.local))
+            assert np.allclose(to_numpy(c.gather()), to_numpy(a.gather()) @ to_numpy(b.gather()))
+            with Grid.dry(shape, rank=comm.rank, hosts=2) as dry:
+                assert all(dry.axis(axis).spread == grid.axis(axis).spread for axis in (*"xyz", "everyone"))
+                matmul(*(DistMatrix.random(dry, size, layout=layout)
+                         for size, layout in (((m, k), Layout.A), ((k, n), Layout.B))))
+                assert {axis: dry.ledger.total(axis=axis).across for axis in "xyz"} == across
 
 
+@pytest.mark.parallel([4])
 def test_groups_that_lie_differently_are_flat(comm, nodes_of):
     """Of an axis some of whose groups are on one node and others on two, no rank's collectives go by nodes."""
-    if comm.size == 4:
-        nodes_of(1, 3)
-    else:
-        nodes_of(2, 6)
+    nodes_of(1, 3)
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
         assert set(grid.comm.allgather(grid.x.spread)) == {FLAT}
         assert to_numpy(grid.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [comm.size // 2] * 3
 
 
-@pytest.mark.parametrize("transport", ["staged", "direct"])
-def test_arrays_of_a_device_go_the_same_way(comm, two_nodes, transport):
-    counts = [3000 + rank for rank in range(comm.size)]
-    arrays = [floats(sum(counts), rank, "float32") for rank in range(comm.size)]
-    expected = in_order(arrays, comm.size // 2)
-    with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid:
-        mine = to_library(arrays[comm.rank], "standin")
-        total = grid.x.all_reduce(mine).wait()
-        assert bits_of(to_numpy(total, "standin")) == bits_of(expected)
-        part = grid.x.reduce_scatter(mine, counts=counts).wait()
-        assert bits_of(to_numpy(part, "standin")) == bits_of(part_of(expected, counts, comm.rank))
-        assert bits_of(to_numpy(grid.x.all_gather(part, counts=counts).wait(), "standin")) == bits_of(expected)
-        assert grid.ledger.total(axis="x", operation="all_reduce").across > 0
+@pytest.mark.parallel([8])
+def test_arrays_of_a_device_go_the_same_way(comm, two_nodes):
+    for transport in ["staged", "direct"]:
+        with given(transport=transport):
+            counts = [3000 + rank for rank in range(comm.size)]
+            arrays = [floats(sum(counts), rank, "float32") for rank in range(comm.size)]
+            expected = in_order(arrays, comm.size // 2)
+            with Grid(comm, (comm.size, 1, 1), device_transport=transport) as grid:
+                mine = to_library(arrays[comm.rank], "standin")
+                total = grid.x.all_reduce(mine).wait()
+                assert bits_of(to_numpy(total, "standin")) == bits_of(expected)
+                part = grid.x.reduce_scatter(mine, counts=counts).wait()
+                assert bits_of(to_numpy(part, "standin")) == bits_of(part_of(expected, counts, comm.rank))
+                assert bits_of(to_numpy(grid.x.all_gather(part, counts=counts).wait(), "standin")) == bits_of(expected)
+                assert grid.ledger.total(axis="x", operation="all_reduce").across > 0

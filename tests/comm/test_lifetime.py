@@ -5,11 +5,13 @@ import gc
 import pickle
 import threading
 import weakref
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from grids import DEEPEST
+from loops import given
 from mpi4py import MPI
 
 import pmm3d.comm.grid as module
@@ -18,8 +20,9 @@ from pmm3d.arrays import NumpyLibrary
 from pmm3d.comm import making_axes
 from pmm3d.comm.algorithms import under_way
 
-pytestmark = pytest.mark.parallel([1, 3])
-several = pytest.mark.parallel([3])
+pytestmark = pytest.mark.parallel([3])
+one_too = pytest.mark.parallel([1, 3])
+"""One rank has no watchdog and nobody to agree with."""
 CLOSED = "this grid is closed"
 ROUNDS = 8
 
@@ -63,17 +66,20 @@ def raises(error):
     return body
 
 
+@one_too
 def test_a_closed_grid_leaves_no_communicator(comm, leaves_nothing):
     leaves_nothing(lambda: leave(comm, lambda grid: grid.everyone.all_reduce(np.ones(2)).wait()))
 
 
-@pytest.mark.parametrize("error", [Mishap("all ranks"), SystemExit(3)])
-def test_an_error_of_all_ranks_leaves_no_communicator(comm, leaves_nothing, error):
-    def mishap():
-        with pytest.raises(type(error)):
-            leave(comm, raises(error))
+@one_too
+def test_an_error_of_all_ranks_leaves_no_communicator(comm, leaves_nothing):
+    for error in [Mishap("all ranks"), SystemExit(3)]:
+        with given(error=error):
+            def mishap():
+                with pytest.raises(type(error)):
+                    leave(comm, raises(error))
 
-    leaves_nothing(mishap)
+            leaves_nothing(mishap)
 
 
 def test_an_error_that_was_agreed_on_leaves_no_communicator(comm, leaves_nothing):
@@ -99,37 +105,39 @@ def test_an_error_while_collectives_are_under_way_leaves_nothing(comm, leaves_no
     assert np.array_equal(started[0].wait(), np.repeat(np.arange(comm.size), 1000))
 
 
-@several
-@pytest.mark.parametrize("size", [10, 10**6])
-def test_messages_that_nobody_receives_come_to_nobody(comm, size):
+def test_messages_that_nobody_receives_come_to_nobody(comm):
     """Nobody receives what rank 0 sends, and nobody sends what it waits for: that communicator is not used again."""
-    for number in range(ROUNDS):
-        with pytest.raises(Mishap), Grid(comm, (comm.size, 1, 1)) as grid:
-            made = [axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data)]
-            assert np.array_equal(grid.x.shift(np.full(size, comm.rank)).wait(), np.full(size, (comm.rank - 1) % 3))
+    for size in [10, 10**6]:
+        with given(size=size):
+            for number in range(ROUNDS):
+                with pytest.raises(Mishap), Grid(comm, (comm.size, 1, 1)) as grid:
+                    made = [axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data)]
+                    came = grid.x.shift(np.full(size, comm.rank)).wait()
+                    assert np.array_equal(came, np.full(size, (comm.rank - 1) % 3))
+                    if grid.rank == 0:
+                        started = grid.x.shift(np.full(size, -1))
+                    raise Mishap
+                assert [one == MPI.COMM_NULL for one in made] == [True, False, True, True, True]
             if grid.rank == 0:
-                started = grid.x.shift(np.full(size, -1))
-            raise Mishap
-        assert [one == MPI.COMM_NULL for one in made] == [True, False, True, True, True]
-    if grid.rank == 0:
-        assert not started.done
-        with pytest.raises(GridError, match=CLOSED):
-            started.wait()
+                assert not started.done
+                with pytest.raises(GridError, match=CLOSED):
+                    started.wait()
 
 
-@pytest.mark.parametrize("stage", ["chosen_shape", "Axis", "Watch", "Engine", "Ledger"])
-@pytest.mark.parametrize("kind", [GridError, RuntimeError])
-def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, monkeypatch, stage, kind):
-    def fails_at_first(*arguments):
-        raise kind("out of luck")
+@one_too
+def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, monkeypatch):
+    for stage, kind in product(["chosen_shape", "Axis", "Watch", "Engine", "Ledger"], [GridError, RuntimeError]):
+        with given(stage=stage, kind=kind), monkeypatch.context() as patch:
+            def fails_at_first(*arguments):
+                raise kind("out of luck")
 
-    monkeypatch.setattr(making_axes if stage == "Axis" else module, stage, fails_at_first)
+            patch.setattr(making_axes if stage == "Axis" else module, stage, fails_at_first)
 
-    def mishap():
-        with pytest.raises(kind, match="out of luck"):
-            Grid(comm)
+            def mishap():
+                with pytest.raises(kind, match="out of luck"):
+                    Grid(comm)
 
-    leaves_nothing(mishap)
+            leaves_nothing(mishap)
 
 
 class FailingComm(MPI.Intracomm):
@@ -150,21 +158,21 @@ class FailingComm(MPI.Intracomm):
         return comm
 
 
-@pytest.mark.parametrize("failing", ["Split", "Create_cart"])
-def test_communicators_that_mpi_does_not_make(comm, leaves_nothing, monkeypatch, fails, failing):
-    def duplicates(*arguments):
-        watched, *others = whole(*arguments)
-        wrapped = FailingComm(watched)
-        return wrapped, *others
+def test_communicators_that_mpi_does_not_make(comm, leaves_nothing, monkeypatch, fails):
+    for failing in ["Split", "Create_cart"]:
+        with given(failing=failing), monkeypatch.context() as patch:
+            def duplicates(*arguments):
+                watched, *others = whole(*arguments)
+                wrapped = FailingComm(watched)
+                return wrapped, *others
 
-    whole = module.duplicates
-    monkeypatch.setattr(module, "duplicates", duplicates)
-    monkeypatch.setattr(FailingComm, "failing", failing)
-    text = "MPI made no communicators for the axes: .*close grids"
-    leaves_nothing(lambda: fails(GridError, text, lambda: Grid(comm)))
+            whole = module.duplicates
+            patch.setattr(module, "duplicates", duplicates)
+            patch.setattr(FailingComm, "failing", failing)
+            text = "MPI made no communicators for the axes: .*close grids"
+            leaves_nothing(lambda: fails(GridError, text, lambda: Grid(comm)))
 
 
-@several
 def test_a_stage_that_fails_on_one_rank_fails_on_all(comm, leaves_nothing, monkeypatch):
     def alone(*arguments):
         if comm.rank == 1:
@@ -181,6 +189,7 @@ def test_a_stage_that_fails_on_one_rank_fails_on_all(comm, leaves_nothing, monke
     leaves_nothing(mishap)
 
 
+@one_too
 def test_closing_twice_is_nothing(comm):
     with Grid(comm) as grid:
         grid.close()
@@ -205,14 +214,16 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("use", USES)
-def test_a_closed_grid_is_refused(comm, fails, use, check):
-    with Grid(comm, DEEPEST[comm.size], check=check) as grid:
-        a = DistMatrix.random(grid, (4, 4))
-        kept = grid.comm
-    fails(GridError, CLOSED, lambda: USES[use](grid, a))
-    fails(GridError, CLOSED, lambda: kept.bcast(1))
+@one_too
+def test_a_closed_grid_is_refused(comm, fails):
+    for check in (True, False):
+        with Grid(comm, DEEPEST[comm.size], check=check) as grid:
+            a = DistMatrix.random(grid, (4, 4))
+            kept = grid.comm
+        for use in USES:
+            with given(check=check, use=use):
+                fails(GridError, CLOSED, lambda: USES[use](grid, a))
+        fails(GridError, CLOSED, lambda: kept.bcast(1))
 
 
 def test_a_matrix_does_not_move_to_a_closed_grid(comm, fails):
@@ -223,7 +234,6 @@ def test_a_matrix_does_not_move_to_a_closed_grid(comm, fails):
         fails(GridError, CLOSED, lambda: a.redistribute(Layout.A, closed))
 
 
-@several
 def test_close_refuses_a_plan_that_not_all_have_started(comm, fails):
     """Its messages have a tag of their own: the count of calls used to land in its buffers."""
     with pytest.raises(GridError), Grid(comm, (comm.size, 1, 1)) as grid:
@@ -237,7 +247,6 @@ def test_close_refuses_a_plan_that_not_all_have_started(comm, fails):
                   grid.close)
 
 
-@several
 def test_close_completes_a_plan_that_all_have_started(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         a, b = DistMatrix.random(grid, (40, 40)), DistMatrix.random(grid, (40, 40), layout=Layout.B)
@@ -268,28 +277,29 @@ def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
     assert known[0]() == 1
 
 
-@several
-@pytest.mark.parametrize("failing", ["Isend", "copy"])
-def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch, failing):
+def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch):
     """The receives are posted when a send fails, or work that is done meanwhile."""
-    def fails(*_):
-        raise MemoryError("no more requests")
+    for failing in ["Isend", "copy"]:
+        with given(failing=failing):
+            def fails(*_):
+                raise MemoryError("no more requests")
 
-    def make(link):
-        nothing, place = np.zeros(1), np.zeros(1)
-        known.append(weakref.ref(place))
-        if failing == "Isend":
-            link.comm = SimpleNamespace(Irecv=link.comm.Irecv, Isend=fails)
-        sends = [((link.rank + 1) % link.size, nothing)] if failing == "Isend" else []
-        yield from under_way(link.exchange(NumpyLibrary(), sends, [((link.rank - 1) % link.size, place)]), fails)
+            def make(link):
+                nothing, place = np.zeros(1), np.zeros(1)
+                known.append(weakref.ref(place))
+                if failing == "Isend":
+                    link.comm = SimpleNamespace(Irecv=link.comm.Irecv, Isend=fails)
+                sends = [((link.rank + 1) % link.size, nothing)] if failing == "Isend" else []
+                receives = [((link.rank - 1) % link.size, place)]
+                yield from under_way(link.exchange(NumpyLibrary(), sends, receives), fails)
 
-    known = []
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        with pytest.raises(MemoryError):
-            grid.x.begin("exchange", make).wait()
-        gc.collect()
-        assert known[0]() is not None and grid.engine.abandoned
-    assert grid.x._comm != MPI.COMM_NULL and known[0]() is not None
+            known = []
+            with Grid(comm, (comm.size, 1, 1)) as grid:
+                with pytest.raises(MemoryError):
+                    grid.x.begin("exchange", make).wait()
+                gc.collect()
+                assert known[0]() is not None and grid.engine.abandoned
+            assert grid.x._comm != MPI.COMM_NULL and known[0]() is not None
 
 
 def test_close_completes_what_all_have_begun(comm):
@@ -300,22 +310,22 @@ def test_close_completes_what_all_have_begun(comm):
         assert np.array_equal(pending[name].wait()[::50_000, 0], axis.ranks)
 
 
-@several
-@pytest.mark.parametrize("debug", [False, True])
-def test_close_refuses_what_not_all_have_begun(comm, fails, debug):
+def test_close_refuses_what_not_all_have_begun(comm, fails):
     """And leaves the grid open: the members that have not yet begun it can."""
-    grid = Grid(comm, (comm.size, 1, 1), debug=debug)
-    if grid.rank == 0:
-        pending = grid.x.shift(np.array([0]))
-    fails(GridError, "rank 0: GridError: not all members of axis x have begun the same number of collectives; under "
-                     "way here: shift #1 on axis x. Every member must make the call; rank 1: .*here: none", grid.close)
-    if grid.rank != 0:
-        pending = grid.x.shift(np.array([grid.rank]))
-    assert pending.wait() == [(grid.rank - 1) % grid.size]
-    grid.close()
+    for debug in [False, True]:
+        with given(debug=debug):
+            grid = Grid(comm, (comm.size, 1, 1), debug=debug)
+            if grid.rank == 0:
+                pending = grid.x.shift(np.array([0]))
+            fails(GridError, "rank 0: GridError: not all members of axis x have begun the same number of collectives; "
+                             "under way here: shift #1 on axis x. Every member must make the call; rank 1: "
+                             ".*here: none", grid.close)
+            if grid.rank != 0:
+                pending = grid.x.shift(np.array([grid.rank]))
+            assert pending.wait() == [(grid.rank - 1) % grid.size]
+            grid.close()
 
 
-@several
 def test_the_end_of_a_block_gives_the_rest_back_where_close_refuses(comm, fails):
     def body(grid):
         made.extend(axis._comm for axis in (grid.everyone, grid.x, grid.y, grid.z, grid.data))
@@ -327,7 +337,6 @@ def test_the_end_of_a_block_gives_the_rest_back_where_close_refuses(comm, fails)
     assert [one == MPI.COMM_NULL for one in made] == [False, True, True, True, True]
 
 
-@several
 def test_a_rank_that_closes_while_others_do_not_is_told_and_all_go_on(comm):
     with Grid(comm) as grid:
         with pytest.raises(DisagreementError, match="rank 0: Grid.close at .*; ranks 1-2: DistMatrix.empty at"):
@@ -351,6 +360,7 @@ def in_thread(call):
     return found[0]
 
 
+@one_too
 def test_threads_may_take_turns(comm):
     """Python's main thread waits meanwhile. With a helper thread of the engine and a watchdog, as always."""
     with Grid(comm, DEEPEST[comm.size]) as grid:
@@ -360,15 +370,16 @@ def test_threads_may_take_turns(comm):
         assert np.array_equal(matmul(a=a, b=a).gather(), expected)
 
 
-@pytest.mark.parametrize("use", [use for use in USES if use != "comm"])
-def test_a_second_thread_is_refused_while_one_is_inside(comm, use):
+def test_a_second_thread_is_refused_while_one_is_inside(comm):
+    said = "thread another uses this grid while thread MainThread does. One thread at a time"
     with Grid(comm, DEEPEST[comm.size]) as grid:
         a = DistMatrix.random(grid, (4, 4))
-        with grid.together("this"):
-            error = in_thread(lambda: USES[use](grid, a))
-        assert isinstance(error, GridError)
-        assert str(error).startswith("thread another uses this grid while thread MainThread does. One thread at a time")
-        assert (a @ a).shape == (4, 4)
+        for use in [use for use in USES if use != "comm"]:
+            with given(use=use):
+                with grid.together("this"):
+                    error = in_thread(lambda: USES[use](grid, a))
+                assert isinstance(error, GridError) and str(error).startswith(said), error
+                assert (a @ a).shape == (4, 4)
 
 
 def test_a_second_thread_is_refused_while_a_product_is_under_way(comm, monkeypatch):
@@ -389,38 +400,42 @@ def test_a_second_thread_is_refused_while_a_product_is_under_way(comm, monkeypat
     assert errors and all("one thread at a time" in str(error).lower() for error in errors)
 
 
-@pytest.mark.parametrize("make_copy", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_nothing_of_a_grid_can_be_copied(comm, make_copy):
+def test_nothing_of_a_grid_can_be_copied(comm):
     with Grid(comm) as grid:
-        for thing in (grid, grid.x, DistMatrix.random(grid, (3, 3))):
-            with pytest.raises(GridError, match="can be neither copied nor pickled"):
-                make_copy(thing)
+        things = grid, grid.x, DistMatrix.random(grid, (3, 3))
+        for make_copy, thing in product([pickle.dumps, copy.copy, copy.deepcopy], things):
+            with given(make_copy=make_copy, thing=thing):
+                with pytest.raises(GridError, match="can be neither copied nor pickled"):
+                    make_copy(thing)
 
 
-@several
-@pytest.mark.parametrize("name, value", [
+WRONG_VARIABLES = [
     ("PMM3D_TIMEOUT", "soon"), ("PMM3D_DEBUG", "perhaps"), ("PMM3D_LOG", "2"), ("PMM3D_TRACE", "x"),
     ("PMM3D_CHECK", "maybe"), ("PMM3D_TRANSPORT", "fast"),
-])
-def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monkeypatch, fails, name, value):
-    if comm.rank == 1:
-        monkeypatch.setenv(name, value)
-    fails(Pmm3dError, rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is not understood",
-          lambda: Grid(comm))
-
-
-@several
-@pytest.mark.parametrize("option, value, words", [
+]
+WRONG_OPTIONS = [
     ("timeout", -1, "a number of seconds, 0 for no limit"), ("timeout", "10", "a number of seconds"),
     ("debug", "perhaps", "True or False"), ("check", 7, "True or False"), ("log", [], "True or False"),
     ("trace", np.zeros(2), "True or False"), ("device_transport", "fast", "auto, direct, staged or nccl"),
-])
-def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails, option, value, words):
-    fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} is {words}.*; got ",
-          lambda: Grid(comm, **{option: value if comm.rank == 1 else None}))
+]
 
 
-@several
+def test_a_variable_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, monkeypatch, fails):
+    for name, value in WRONG_VARIABLES:
+        with given(name=name, value=value), monkeypatch.context() as patch:
+            if comm.rank == 1:
+                patch.setenv(name, value)
+            fails(Pmm3dError, rf"Grid failed on 1 of \d ranks. rank 1: Pmm3dError: {name}='{value}' is not understood",
+                  lambda: Grid(comm))
+
+
+def test_an_option_that_makes_no_sense_on_one_rank_is_raised_on_all(comm, fails):
+    for option, value, words in WRONG_OPTIONS:
+        with given(option=option, value=value, words=words):
+            fails(GridError, rf"Grid failed on 1 of \d ranks. rank 1: GridError: {option} is {words}.*; got ",
+                  lambda: Grid(comm, **{option: value if comm.rank == 1 else None}))
+
+
 def test_ranks_that_differ_on_checking_are_told(comm, monkeypatch, fails):
     if comm.rank == 1:
         monkeypatch.setenv("PMM3D_CHECK", "0")

@@ -6,10 +6,11 @@ import sys
 from dataclasses import replace
 
 import pytest
+from loops import given
 
+from pmm3d import Pmm3dError
 from pmm3d.comm import machine_cache
 from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember
-from pmm3d.errors import Pmm3dError
 from pmm3d.model.machines import as_toml, load
 
 
@@ -47,12 +48,14 @@ def test_the_key_is_the_same_before_and_after_the_first_product():
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("part", ["format", "cpu", "cores", "mpi", "blas", "threads", "numpy", "pmm3d"])
-def test_each_part_of_the_key_tells_machines_apart(comm, part):
-    keep(4, **{part: "another"})
-    assert machine_here(comm, 4, 1) is None
-    keep(4)
-    assert machine_here(comm, 4, 1).key[part] != "another"
+def test_each_part_of_the_key_tells_machines_apart(comm, tmp_path, monkeypatch):
+    for part in ["format", "cpu", "cores", "mpi", "blas", "threads", "numpy", "pmm3d"]:
+        with given(part=part), monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / part))
+            keep(4, **{part: "another"})
+            assert machine_here(comm, 4, 1) is None
+            keep(4)
+            assert machine_here(comm, 4, 1).key[part] != "another"
 
 
 @pytest.mark.parallel([1])
@@ -63,19 +66,25 @@ def test_several_nodes_serve_one_but_their_own_comes_first(comm):
     assert (machine_here(comm, 4, 1).name, machine_here(comm, 4, 3).name) == ("on one", "on several")
 
 
+DAMAGES = {
+    "cut": lambda text: text[: len(text) // 2], "empty": lambda text: "",
+    "unknown key": lambda text: text.replace("memory", "memorv"),
+    "negative": lambda text: text.replace("rate = ", "rate = -"), "zeros": lambda text: "\0" * 100,
+}
+
+
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("damage", [
-    lambda text: text[: len(text) // 2], lambda text: "", lambda text: text.replace("memory", "memorv"),
-    lambda text: text.replace("rate = ", "rate = -"), lambda text: "\0" * 100,
-], ids=["cut", "empty", "unknown key", "negative", "zeros"])
-def test_a_damaged_file_is_not_used_and_told_of_once(comm, caplog, damage):
-    path = keep(4)
-    path.write_text(damage(path.read_text()))
-    assert machine_here(comm, 4, 1) is None
-    [told] = [record for record in caplog.records if str(path) in record.getMessage()]
-    assert told.name == "pmm3d.comm" and "pmm3d tune machine measures it anew" in told.getMessage()
-    keep(4)
-    assert machine_here(comm, 4, 1) is not None
+def test_a_damaged_file_is_not_used_and_told_of(comm, caplog, tmp_path, monkeypatch):
+    for name, damage in DAMAGES.items():
+        with given(damage=name), monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+            path = keep(4)
+            path.write_text(damage(path.read_text()))
+            assert machine_here(comm, 4, 1) is None
+            [told] = [record for record in caplog.records if str(path) in record.getMessage()]
+            assert told.name == "pmm3d.comm" and "pmm3d tune machine measures it anew" in told.getMessage()
+            keep(4)
+            assert machine_here(comm, 4, 1) is not None
 
 
 def test_bytes_that_are_no_text_and_pipes_are_not_used(caplog):

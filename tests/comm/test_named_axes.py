@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from loops import given
 from samples import to_library
 
 import pmm3d.comm.grid as module
@@ -12,7 +13,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, GridError, GridShape, Lay
 from pmm3d.comm.communicator import OwnedComm
 from pmm3d.layout import Coords
 
-LONGEST = {1: ((1, 1, 1), 1, {"seq": 1}), 2: ((1, 1, 1), 1, {"seq": 2}), 4: ((1, 2, 1), 1, {"seq": 2}),
+LONGEST = {2: ((1, 1, 1), 1, {"seq": 2}), 4: ((1, 2, 1), 1, {"seq": 2}),
            8: ((2, 1, 1), 2, {"seq": 2, "pipe": 1})}
 
 
@@ -23,7 +24,7 @@ def seq_grid(comm, nranks):
         yield grid
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([2, 4, 8])
 def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
     grid, (shape, data, axes) = seq_grid, LONGEST[nranks]
     assert grid.shape == GridShape(*shape, data, **axes) and grid.shape.size == grid.size
@@ -39,19 +40,19 @@ def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
     assert grid.everyone.all_reduce(np.ones(2)).wait().tolist() == [grid.size] * 2
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
-@pytest.mark.parametrize("layout", [Layout.A, Layout("seq", "y"), Layout(("z", "seq"), ("data", "x")),
-                                    Layout((), "seq")], ids=str)
-def test_matrices_lie_over_named_axes(seq_grid, layout):
-    grid, rng = seq_grid, np.random.default_rng(0)
-    a, b = (rng.integers(-9, 9, shape).astype(float) for shape in ((13, 7), (7, 5)))
-    matrix = DistMatrix.from_global(grid, to_library(a), layout=layout)
-    assert matrix.box == layout.box(a.shape, grid.shape, grid.coords)
-    assert np.array_equal(matrix.gather(), a)
-    assert np.array_equal(matrix.redistribute(Layout("seq", "x")).gather(), a)
-    out = DistMatrix.empty(grid, (13, 5), layout=layout)
-    product = matmul(matrix, DistMatrix.from_global(grid, to_library(b), layout=layout), out=out)
-    assert product.layout == layout and np.array_equal(product.gather(), a @ b)
+@pytest.mark.parallel([2, 4, 8])
+def test_matrices_lie_over_named_axes(seq_grid):
+    for layout in [Layout.A, Layout("seq", "y"), Layout(("z", "seq"), ("data", "x")), Layout((), "seq")]:
+        with given(layout=layout):
+            grid, rng = seq_grid, np.random.default_rng(0)
+            a, b = (rng.integers(-9, 9, shape).astype(float) for shape in ((13, 7), (7, 5)))
+            matrix = DistMatrix.from_global(grid, to_library(a), layout=layout)
+            assert matrix.box == layout.box(a.shape, grid.shape, grid.coords)
+            assert np.array_equal(matrix.gather(), a)
+            assert np.array_equal(matrix.redistribute(Layout("seq", "x")).gather(), a)
+            out = DistMatrix.empty(grid, (13, 5), layout=layout)
+            product = matmul(matrix, DistMatrix.from_global(grid, to_library(b), layout=layout), out=out)
+            assert product.layout == layout and np.array_equal(product.gather(), a @ b)
 
 
 @pytest.mark.parallel([4])
@@ -93,8 +94,7 @@ def test_axes_of_one_rank_need_no_communicator_among_the_ranks(comm, monkeypatch
     assert asked == [[1, 1, 1, 2], [1, 1, 1, 2], [2, 1, 1, 1, 1]]
 
 
-@pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("axes, text", [
+WRONG_AXES = [
     ({"seq": 0}, "seq is a number of ranks, at least 1; got 0"),
     ({"seq": 1.5}, "seq is a number of ranks, at least 1; got 1.5"),
     ({"seq": True}, "seq is a number of ranks, at least 1; got True"),
@@ -103,9 +103,14 @@ def test_axes_of_one_rank_need_no_communicator_among_the_ranks(comm, monkeypatch
         "data", "all", "rank", "shape", "coords", "close", "everyone", "a b", "", 3, "_axes")),
     (["seq"], "axes are names and numbers of ranks"), ("seq", "axes are names and numbers of ranks"),
     ({"seq": 3}, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks; the communicator has"),
-], ids=str)
-def test_names_and_sizes_that_make_no_grid(comm, fails, axes, text):
-    fails(GridError, text, lambda: Grid(comm, (1, 1, 1), axes=axes))
+]
+
+
+@pytest.mark.parallel([4])
+def test_names_and_sizes_that_make_no_grid(comm, fails):
+    for axes, text in WRONG_AXES:
+        with given(axes=axes, text=text):
+            fails(GridError, text, lambda: Grid(comm, (1, 1, 1), axes=axes))
 
 
 @pytest.mark.parallel([4])
@@ -130,7 +135,7 @@ def test_ranks_that_name_other_axes_are_told(comm, fails):
     fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm, (1, 1, 1), axes=own))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2])
 def test_an_axis_that_the_grid_does_not_have(seq_grid, fails):
     fails(GridError, "this grid has no axis 'pipe'; it has x, y, z, data, seq", lambda: seq_grid.axis("pipe"))
     fails(GridError, r"this grid has no axis \['x'\]", lambda: seq_grid.axis(["x"]))

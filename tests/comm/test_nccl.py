@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import standin
 import standin_nccl
+from loops import given
 from networks import CLASSES, batch_of, loss_of, network_of
 from samples import integers, to_library, to_numpy
 
@@ -93,17 +94,18 @@ def test_what_may_never_end_is_aborted(comm, grid, monkeypatch):
     pending.wait()
 
 
-@pytest.mark.parametrize("shape, data", [((1, 1, 1), 2), ((1, 1, 2), 1)])
-def test_work_memory_of_a_training_step_is_had_once(comm, monkeypatch, shape, data):
+def test_work_memory_of_a_training_step_is_had_once(comm, monkeypatch):
     """No more than where MPI moves the arrays, pass by pass: what is had at the end of a pass serves the next one."""
-    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
-    had = {}
-    for transport in ("direct", "nccl"):
-        with Grid(comm, shape, data, device_transport=transport) as grid:
-            net = network_of(grid, CLASSES, library="standin")
-            had[transport] = []
-            for _ in range(3):
-                loss_of(net, CLASSES, *batch_of(CLASSES, 0), "standin").backward()
-                had[transport].append(grid.workspace.allocated)
-    assert all(0 < nccl <= direct for nccl, direct in zip(had["nccl"], had["direct"]))
-    assert had["nccl"][1] == had["nccl"][2]
+    for shape, data in [((1, 1, 1), 2), ((1, 1, 2), 1)]:
+        with given(shape=shape, data=data):
+            monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+            had = {}
+            for transport in ("direct", "nccl"):
+                with Grid(comm, shape, data, device_transport=transport) as grid:
+                    net = network_of(grid, CLASSES, library="standin")
+                    had[transport] = []
+                    for _ in range(3):
+                        loss_of(net, CLASSES, *batch_of(CLASSES, 0), "standin").backward()
+                        had[transport].append(grid.workspace.allocated)
+            assert all(0 < nccl <= direct for nccl, direct in zip(had["nccl"], had["direct"]))
+            assert had["nccl"][1] == had["nccl"][2]

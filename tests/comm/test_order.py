@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import standin
 import standin_nccl
+from loops import given
 from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
 from samples import integers, to_library
 from standin_order import looked_at
@@ -93,24 +94,26 @@ def order_of(comm, monkeypatch, program, transport, *taken_away):
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("program", [collectives, products, step])
-def test_messages_and_work_are_in_order(comm, monkeypatch, program, transport):
-    for order in order_of(comm, monkeypatch, program, transport):
-        assert order.faults == [] and order.produced > 4 and order.read > 4
+def test_messages_and_work_are_in_order(comm, monkeypatch, transport):
+    for program in [collectives, products, step]:
+        with given(program=program):
+            for order in order_of(comm, monkeypatch, program, transport):
+                assert order.faults == [] and order.produced > 4 and order.read > 4
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("program", [collectives, products, step])
-def test_messages_in_a_stream_and_work_are_in_order(comm, monkeypatch, program):
+def test_messages_in_a_stream_and_work_are_in_order(comm, monkeypatch):
     """Those of NCCL, which the stand-in knows as work that reads and writes. The host stands still at its making only.
     """
-    monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
-    nccl = standin_nccl.NcclCommunicator
-    for counter in ("travelled", "stood_still"):
-        monkeypatch.setattr(nccl, counter, 0)
-    for order in order_of(comm, monkeypatch, program, "nccl"):
-        assert order.faults == [] and order.produced == 0
-        assert nccl.travelled > 8 and nccl.stood_still == nccl.made > 0
+    for program in [collectives, products, step]:
+        with given(program=program):
+            monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
+            nccl = standin_nccl.NcclCommunicator
+            for counter in ("travelled", "stood_still"):
+                monkeypatch.setattr(nccl, counter, 0)
+            for order in order_of(comm, monkeypatch, program, "nccl"):
+                assert order.faults == [] and order.produced == 0
+                assert nccl.travelled > 8 and nccl.stood_still == nccl.made > 0
 
 
 @pytest.mark.parallel([2])
@@ -120,19 +123,23 @@ def test_without_its_events_a_message_in_a_stream_is_seen_without_order(comm, mo
         assert any("two streams on the same bytes, without order" in fault for fault in order.faults)
 
 
+@pytest.mark.parallel([2])
 @TRANSPORTS
 def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypatch, transport):
     for order in order_of(comm, monkeypatch, gathered_and_summed, transport, *WITHOUT_EVENTS):
         assert any("Isend before the work" in fault for fault in order.faults)
 
 
-@pytest.mark.parametrize("transport, taken", [("direct", (engine.Pending, "_progress", heedless)),
-                                              ("staged", (staging.Staged, "done", True))])
-def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch, transport, taken):
-    for order in order_of(comm, monkeypatch, gathered_and_summed, transport, taken):
-        assert any("of a message under way (Irecv)" in fault for fault in order.faults)
+@pytest.mark.parallel([2])
+def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch):
+    for transport, taken in (("direct", (engine.Pending, "_progress", heedless)),
+                             ("staged", (staging.Staged, "done", True))):
+        with given(transport=transport, taken=taken):
+            for order in order_of(comm, monkeypatch, gathered_and_summed, transport, taken):
+                assert any("of a message under way (Irecv)" in fault for fault in order.faults)
 
 
+@pytest.mark.parallel([2])
 @TRANSPORTS
 def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transport):
     """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
@@ -157,6 +164,7 @@ def waits_in(call) -> int:
     return standin.Stream.waits - before
 
 
+@pytest.mark.parallel([2])
 @TRANSPORTS
 def test_the_host_does_not_stand_still_for_the_device(comm, transport):
     """Nor at the end of a product, whose result is a stream's."""

@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+from loops import given
 
-from pmm3d import DistMatrix, Grid, nn
+from pmm3d import DistMatrix, Grid, GridShape, nn
 from pmm3d.arrays.dry_run import Action
 from pmm3d.comm.alike import classes, representatives
 from pmm3d.comm.replay import seconds_of, tasks, totals
-from pmm3d.layout import GridShape, batch_layout
+from pmm3d.layout import batch_layout
 from pmm3d.model.machines import Group, groups_of
 from pmm3d.model.simulation import Task, simulate
 from pmm3d.nn import optim
@@ -130,14 +131,15 @@ def test_a_step_of_a_network():
     assert len(set(meetings)) == len(meetings)
 
 
-@pytest.mark.parametrize("rank", [1, 7, 10, 15])
-def test_ranks_meet_in_the_same_collectives(rank):
+def test_ranks_meet_in_the_same_collectives():
     """Also where sizes do not divide, and some have nothing to send."""
-    first, other = ({(action.axis, action.turn): (action.operation, action.phase) for action in actions
-                     if action.what == "begin"} for actions in (
-        step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank)))
-    common = first.keys() & other.keys()
-    assert common and all(first[key] == other[key] for key in common)
+    for rank in [1, 7, 10, 15]:
+        with given(rank=rank):
+            first, other = ({(action.axis, action.turn): (action.operation, action.phase) for action in actions
+                             if action.what == "begin"} for actions in (
+                step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank)))
+            common = first.keys() & other.keys()
+            assert common and all(first[key] == other[key] for key in common)
 
 
 def test_a_regular_grid_has_one_class():
@@ -160,12 +162,13 @@ def test_corners_stand_for_all_ranks_and_those_alike_are_one_class():
     assert found == {0: 16}
 
 
-@pytest.mark.parametrize("cuts", [[], [(7, ("x", "z"))], [(3, ("x",)), (5, ("y",)), (2, ("z", "data"))]])
-def test_representatives_stand_for_as_many_as_there_are(cuts):
-    shape = GridShape(2, 3, 4, 2)
-    found = representatives(shape, cuts)
-    assert sum(found.values()) == shape.size and all(count > 0 for count in found.values())
-    assert 0 in found and all(0 <= rank < shape.size for rank in found)
+def test_representatives_stand_for_as_many_as_there_are():
+    for cuts in [[], [(7, ("x", "z"))], [(3, ("x",)), (5, ("y",)), (2, ("z", "data"))]]:
+        with given(cuts=cuts):
+            shape = GridShape(2, 3, 4, 2)
+            found = representatives(shape, cuts)
+            assert sum(found.values()) == shape.size and all(count > 0 for count in found.values())
+            assert 0 in found and all(0 <= rank < shape.size for rank in found)
 
 
 def test_the_own_piece_of_an_all_to_all_is_a_part_of_it():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import Grid
 from pmm3d.comm import communicator
@@ -84,36 +85,36 @@ def test_processes_that_have_not_told_are_unknown():
     assert list(found) == [Process()] * 3 and found.hosts == 1 and found.neighbours(1) == {}
 
 
-@pytest.mark.parametrize("on_a_node", [1, 64])
-def test_the_nodes_of_many_ranks_are_found_in_one_pass(on_a_node):
+def test_the_nodes_of_many_ranks_are_found_in_one_pass():
     """Each rank may use two cores, which neighbours share; the ranks of three nodes come in turns."""
-    names = [f"n{rank % 3 * RANKS + rank // on_a_node}" for rank in range(RANKS)]
-    answers = [(name, 3 << rank % on_a_node) for rank, name in enumerate(names)]
-    found = hosts(SimpleNamespace(allgather=lambda mine: answers), 1)
-    ranks = {name: [] for name in names}
-    for rank, name in enumerate(names):
-        ranks[name].append(rank)
-    assert {host.name: list(host.ranks) for host in found} == ranks and len(found) == len(ranks)
-    assert all(host.cores == len(host.ranks) for host in found)
+    for on_a_node in [1, 64]:
+        with given(on_a_node=on_a_node):
+            names = [f"n{rank % 3 * RANKS + rank // on_a_node}" for rank in range(RANKS)]
+            answers = [(name, 3 << rank % on_a_node) for rank, name in enumerate(names)]
+            found = hosts(SimpleNamespace(allgather=lambda mine: answers), 1)
+            ranks = {name: [] for name in names}
+            for rank, name in enumerate(names):
+                ranks[name].append(rank)
+            assert {host.name: list(host.ranks) for host in found} == ranks and len(found) == len(ranks)
+            assert all(host.cores == len(host.ranks) for host in found)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4])
 def test_nodes_have_the_cores_of_their_ranks(comm, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: f"node{comm.rank % 2}")
     monkeypatch.setattr(hosts_module, "cores", lambda: frozenset({comm.rank, comm.rank + 1, 99}))
     found = hosts(comm, 8)
-    assert [host.name for host in found] == ["node0", "node1"][: comm.size]
-    assert [host.ranks for host in found] == [tuple(range(node, comm.size, 2)) for node in range(min(2, comm.size))]
-    assert [host.cores for host in found] == [5 if comm.size == 4 else 3] * len(found)
+    assert [host.name for host in found] == ["node0", "node1"]
+    assert [host.ranks for host in found] == [(0, 2), (1, 3)] and [host.cores for host in found] == [5, 5]
 
 
-@pytest.mark.parallel([1, 3])
+@pytest.mark.parallel([3])
 def test_the_largest_value_of_the_ranks(comm):
     with Grid(comm) as grid:
         assert grid.comm.largest(-grid.rank) == 0 and grid.comm.largest(2**50 + grid.rank) == 2**50 + grid.size - 1
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([4])
 def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
     """Names of several lengths, one of them empty, on nodes whose ranks are not neighbours."""
     names = ["a node with a long name", "", "node"]
@@ -125,9 +126,12 @@ def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
         assert grid.local_rank == [one.host for one in told[: grid.rank]].count(own)
 
 
-@pytest.mark.parallel([1, 2, 4, 6, 8])
-def test_the_ranks_of_an_axis_are_those_of_its_communicator(comm, grid_shape):
-    with Grid(comm, grid_shape) as grid:
+@pytest.mark.parallel([4, 6, 8])
+@pytest.mark.uneven
+def test_the_ranks_of_an_axis_are_those_of_its_communicator(each_grid):
+    def check(grid):
         for name in ("x", "y", "z", "data"):
             axis = grid.axis(name)
             assert list(axis.ranks) == axis._comm.allgather(grid.rank) and axis.ranks[axis.index] == grid.rank
+
+    each_grid(check)

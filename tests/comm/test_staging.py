@@ -18,9 +18,8 @@ from samples import integers, to_library, to_numpy
 from pmm3d import Grid, OutOfMemoryError
 from pmm3d.arrays import library_named
 from pmm3d.arrays.device_library import DeviceLibrary
-from pmm3d.comm import engine, pinned, staging
+from pmm3d.comm import Ledger, engine, pinned, staging
 from pmm3d.comm.engine import Engine
-from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.watch import Watch
 
 pytestmark = pytest.mark.parallel([2])

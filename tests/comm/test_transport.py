@@ -5,7 +5,9 @@ import subprocess
 import sys
 from datetime import date
 from importlib import import_module
+from subprocess import CompletedProcess
 
+import loops
 import pytest
 import standin  # noqa: F401
 import standin_far  # noqa: F401
@@ -29,16 +31,17 @@ def test_chunks_cover_the_bytes_in_order(nbytes, largest):
     assert end == nbytes
 
 
-@pytest.mark.parametrize(
-    "nbytes, count",
-    [(0, 0), (1, 1), (2**30, 1), (2**30 + 1, 2), (2**31 - 1, 2), (2**31, 2), (2**31 + 1, 3), (2**33 + 5, 9)],
-)
-def test_messages_stay_below_what_mpi_counts(nbytes, count):
-    found = chunks(nbytes)
-    assert len(found) == count
-    assert all(length <= LARGEST_MESSAGE < 2**31 for _, length in found)
-    assert [offset for offset, _ in found] == [index * LARGEST_MESSAGE for index in range(count)]
-    assert sum(length for _, length in found) == nbytes
+MESSAGES = [(0, 0), (1, 1), (2**30, 1), (2**30 + 1, 2), (2**31 - 1, 2), (2**31, 2), (2**31 + 1, 3), (2**33 + 5, 9)]
+
+
+def test_messages_stay_below_what_mpi_counts():
+    for nbytes, count in MESSAGES:
+        with loops.given(nbytes=nbytes, count=count):
+            found = chunks(nbytes)
+            assert len(found) == count
+            assert all(length <= LARGEST_MESSAGE < 2**31 for _, length in found)
+            assert [offset for offset, _ in found] == [index * LARGEST_MESSAGE for index in range(count)]
+            assert sum(length for _, length in found) == nbytes
 
 
 def test_an_unknown_mode_is_refused():
@@ -66,34 +69,46 @@ def child(monkeypatch, tmp_path):
     return started
 
 
-def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(child):
+def answer_without_a_child(monkeypatch, started):
+    """From now on no child is started; what a right one says is taken."""
+    said = f"{device_trial.BEGUN}\n{device_trial.RIGHT}\n".encode()
+    monkeypatch.setattr(device_trial.subprocess, "run", lambda *a, **k: started.append(a) or
+                        CompletedProcess(a, 0, said, b""))
+
+
+def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(child, monkeypatch):
     for _ in range(2):
         found = {name: trial(library_named(name)) for name in ("standin", "standin_far")}
         assert found["standin"].direct is True and "MPI takes device pointers" in found["standin"].why
         assert found["standin_far"].direct is False and "does not take device pointers" in found["standin_far"].why
         assert len(child) == 2
+    answer_without_a_child(monkeypatch, child)
     assert trial(library_named("standin"), cached=False).direct and len(child) == 3
 
 
-@pytest.mark.parametrize("part", ["trial", "host", "mpi", "mpi file", "library", "driver", "settings"])
-def test_a_finding_of_other_circumstances_is_not_used(child, monkeypatch, part):
+def test_a_finding_of_other_circumstances_is_not_used(child, monkeypatch):
     """Neither under its own name nor, as after a collision of digests, under this one's."""
     key = trial_cache.key_of("standin ")
-    other = key | {part: {"UCX_TLS": "tcp"} if part == "settings" else "another"}
-    trial_cache.remember(other, False)
-    assert trial_cache.recalled(other) == (False, date.today().isoformat()) and trial_cache.recalled(key) is None
-    trial_cache._file_of(other).rename(trial_cache._file_of(key))
-    assert trial_cache.recalled(key) is None
+    for part in ("trial", "host", "mpi", "mpi file", "library", "driver", "settings"):
+        with loops.given(part=part):
+            other = key | {part: {"UCX_TLS": "tcp"} if part == "settings" else "another"}
+            trial_cache.remember(other, False)
+            assert trial_cache.recalled(other) == (False, date.today().isoformat())
+            assert trial_cache.recalled(key) is None
+            trial_cache._file_of(other).rename(trial_cache._file_of(key))
+            assert trial_cache.recalled(key) is None
     for name in ("UCX_TLS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
-        with monkeypatch.context() as patch:
+        with loops.given(name=name), monkeypatch.context() as patch:
             patch.setenv(name, "another")
             assert trial_cache.key_of("standin ") != key
+    answer_without_a_child(monkeypatch, child)
     found = trial(library_named("standin"))
     monkeypatch.setattr(standin.cuda.runtime, "runtimeGetVersion", lambda: 14000)
     assert trial(library_named("standin")) == found and len(child) == 2
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
+    answer_without_a_child(monkeypatch, child)
     library = library_named("standin")
     key = trial_cache.key_of("standin ")
     file = trial_cache._file_of(key)
@@ -108,10 +123,15 @@ def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
     assert trial(library).direct is True and trial(library).direct is True and len(child) == 2
 
 
+JUDGED = pytest.mark.thorough("judged() has it as an example")
+
+
 @pytest.mark.parametrize("library, said, direct", [
     ("sys.exit('no device here')", "failed before: no device here", None),
-    ("main.region = lambda *_: os.kill(os.getpid(), signal.SIGKILL)", "died of signal 9", None),
-    ("main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False),
+    pytest.param("main.region = lambda *_: os.kill(os.getpid(), signal.SIGKILL)", "died of signal 9", None,
+                 marks=JUDGED),
+    pytest.param("main.region = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11", False,
+                 marks=JUDGED),
     ("made = main.messages; main.messages = lambda lib: [(values + 1, *arrays) for values, *arrays in made(lib)]",
      "other values than it sent", False),
     ("atexit.register(os.abort)", "sent itself some", True),
@@ -126,6 +146,7 @@ def test_only_what_device_pointers_did_is_held_against_mpi(child, monkeypatch, t
     import_module("standin_child")
     found = trial(library_named("standin_child"))
     assert found.direct is direct and said in found.why
+    answer_without_a_child(monkeypatch, child)
     trial(library_named("standin_child"))
     assert len(child) == (2 if direct is None else 1)
 
@@ -137,4 +158,5 @@ def test_a_trial_that_proves_nothing_is_not_kept(child, monkeypatch):
         patch.setattr(sys, "path", [])
         broken = trial(library_named("standin"))
     assert broken.direct is None and "failed before: ModuleNotFoundError" in broken.why
+    answer_without_a_child(monkeypatch, child)
     assert trial(library_named("standin")).direct is True and len(child) == 3

@@ -1,8 +1,12 @@
-"""What a job prints when an error leaves the program on all ranks: one traceback. Run in child jobs."""
+"""What a job prints when an error leaves the program on all ranks: one traceback. Run in child jobs.
+
+What sys.excepthook prints is looked at in one job for all errors. How a job ends is looked at in jobs of their own.
+"""
 
 import re
 
 import pytest
+from one_job import said_by_ranks
 
 HEAD = """
     import sys, time
@@ -24,81 +28,138 @@ AS_A_MODULE = HEAD + """
         main()
 """ + MISMATCH.removeprefix(HEAD)
 
+SHARED = """
+    import sys
+    from contextlib import redirect_stderr, redirect_stdout
+    from io import StringIO
+    from pmm3d import DistMatrix, Grid
 
-def once(done, kind, ranks="ranks 0-3"):
-    """What was printed, which is one traceback."""
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.count(f"pmm3d: {ranks} end with this error:") == 1, done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
-    assert len(re.findall(rf"^\S*{kind}: ", done.stderr, re.MULTILINE)) == 1, done.stderr
-    assert "During handling" not in done.stderr and "direct cause" not in done.stderr
-    return done.stderr
+    rank = comm.rank
 
+    def printed(name, program):
+        "Say what the program prints as it ends with its error."
+        with redirect_stderr(StringIO()) as stderr, redirect_stdout(StringIO()) as stdout:
+            try:
+                program()
+            except Exception as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+        say(name, stderr.getvalue(), stdout.getvalue())
 
-@pytest.mark.parametrize("script", [
-    MISMATCH, MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    if grid:"), AS_A_MODULE,
-])
-def test_an_error_that_was_agreed_on_is_printed_once(job, script):
-    said = once(job(4, script), "pmm3d.errors.LayoutError")
-    assert "A is 40 x 30 and B is 31 x 20" in said and "a @ b  # here" in said
+    def mismatch():
+        with Grid(comm) as grid:
+            a, b = (DistMatrix.random(grid, shape) for shape in ((40, 30), (31, 20)))
+            a @ b  # here
 
+    def no_grid():
+        Grid(comm, shape=(7, 1, 1))
 
-def test_a_grid_that_does_not_fit_is_printed_once(job):
-    once(job(4, HEAD + "    Grid(shape=(7, 1, 1))\n"), "pmm3d.errors.GridError")
+    def all_raise():
+        with Grid(comm): raise ValueError("all of us")
 
+    def other_texts():
+        with Grid(comm): raise ValueError(f"I am {rank}")
 
-def test_an_error_that_all_ranks_raise_themselves_is_printed_once(job):
-    once(job(4, HEAD + "    with Grid() as grid: raise ValueError('all of us')\n"), "ValueError")
-
-
-def test_errors_with_other_texts_are_all_printed(job):
-    done = job(3, HEAD + "    with Grid() as grid: raise ValueError(f'I am {rank}')\n")
-    assert done.returncode == 1 and "end with this error" not in done.stderr
-    assert all(f"ValueError: I am {rank}" in done.stderr for rank in range(3)), done.stderr
-
-
-def test_the_rank_that_has_the_cause_prints_it(job):
-    done = job(3, HEAD + """
     def values(i, j):
         return 1 / (rank - 2) + i + j  # here
 
-    with Grid() as grid:
-        DistMatrix.from_function(grid, (6, 6), values)
-    """)
-    said = once(done, "pmm3d.errors.Pmm3dError", "ranks 0-2")
-    assert "failed on 1 of 3 ranks. rank 2: ZeroDivisionError: division by zero" in said
+    def one_cause():
+        with Grid(comm) as grid:
+            DistMatrix.from_function(grid, (6, 6), values)
+
+    for program in (mismatch, no_grid, all_raise, other_texts, one_cause):
+        printed(program.__name__, program)
+
+    before = sys.excepthook
+    for shape in ((7, 1, 1), (9, 1, 1)):
+        try:
+            Grid(comm, shape=shape)
+        except Exception:
+            say(f"hook of {shape[0]}", sys.excepthook._before is before)
+    def each_for_itself():
+        raise KeyError("each for itself")
+    printed("each_for_itself", each_for_itself)
+
+    sys.excepthook = lambda *found: print("mine", found[0].__name__)
+    printed("own_hook", mismatch)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """What the ranks said in SHARED, by name."""
+    return said_by_ranks(tmp_path_factory.mktemp("shared"), 4, SHARED)[0]
+
+
+def assert_once(text, kind, ranks="ranks 0-3"):
+    """The text has one traceback."""
+    assert text.count(f"pmm3d: {ranks} end with this error:") == 1, text
+    assert text.count("Traceback (most recent call last)") == 1, text
+    assert len(re.findall(rf"^\S*{kind}: ", text, re.MULTILINE)) == 1, text
+    assert "During handling" not in text and "direct cause" not in text
+
+
+def once(printed, kind):
+    """What the ranks printed, which is one traceback, of one rank."""
+    [text] = [stderr for stderr, _ in printed if stderr]
+    assert_once(text, kind)
+    return text
+
+
+@pytest.mark.parametrize("script", [
+    pytest.param(MISMATCH, marks=pytest.mark.thorough("as a module")),
+    MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    if grid:"), AS_A_MODULE,
+])
+def test_an_error_that_was_agreed_on_ends_the_job_and_is_printed_once(job, script):
+    done = job(4, script)
+    assert done.returncode == 1 and "ending the job" not in done.stderr, done.stderr
+    assert_once(done.stderr, "pmm3d.errors.LayoutError")
+    assert "A is 40 x 30 and B is 31 x 20" in done.stderr and "a @ b  # here" in done.stderr
+
+
+def test_an_error_that_was_agreed_on_is_printed_once(shared):
+    said = once(shared["mismatch"], "pmm3d.errors.LayoutError")
+    assert "A is 40 x 30 and B is 31 x 20" in said and "a @ b  # here" in said
+
+
+def test_a_grid_that_does_not_fit_is_printed_once(shared):
+    once(shared["no_grid"], "pmm3d.errors.GridError")
+
+
+def test_an_error_that_all_ranks_raise_themselves_is_printed_once(shared):
+    once(shared["all_raise"], "ValueError")
+
+
+def test_errors_with_other_texts_are_all_printed(shared):
+    for rank, (stderr, _) in enumerate(shared["other_texts"]):
+        assert f"ValueError: I am {rank}" in stderr and "end with this error" not in stderr
+
+
+def test_the_rank_that_has_the_cause_prints_it(shared):
+    said = once(shared["one_cause"], "pmm3d.errors.Pmm3dError")
+    assert shared["one_cause"][2][0] == said
+    assert "failed on 1 of 4 ranks. rank 2: ZeroDivisionError: division by zero" in said
     assert "+ i + j  # here" in said
 
 
+@pytest.mark.thorough("ranks wait 6 s for the one that caught it")
 def test_an_error_that_one_rank_catches_is_printed_by_the_others(job):
     done = job(3, MISMATCH.replace("with Grid() as grid:", "grid = Grid()\n    try:").replace("here", """here
     except Exception:
         if rank: raise
-        time.sleep(8)
+        time.sleep(600)
     """))
     assert done.returncode != 0 and "end with this error" not in done.stderr
     assert done.stderr.count("LayoutError: A is 40 x 30") >= 1, done.stderr
 
 
-def test_the_programs_own_hook_is_called_once(job):
-    hook = "    sys.excepthook = lambda *found: print('mine', found[0].__name__)\n"
-    done = job(4, MISMATCH.replace("    with Grid", hook + "    with Grid"))
-    assert done.returncode == 1 and done.stdout.count("mine LayoutError") == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_programs_own_hook_is_called_once(shared):
+    assert sorted(stdout for _, stdout in shared["own_hook"]) == ["", "", "", "mine LayoutError\n"]
+    assert all("Traceback" not in stderr for stderr, _ in shared["own_hook"])
 
 
-def test_errors_that_are_caught_do_not_add_hooks(job):
-    done = job(2, HEAD + """
-    before = sys.excepthook
-    for shape in ((7, 1, 1), (9, 1, 1)):
-        try:
-            Grid(shape=shape)
-        except Exception:
-            print("one hook", sys.excepthook._before is before)
-    raise KeyError("each for itself")
-    """)
-    assert done.stdout.count("one hook True") == 4
-    assert done.returncode == 1 and done.stderr.count("KeyError: 'each for itself'") >= 1
+def test_errors_that_are_caught_do_not_add_hooks(shared):
+    assert shared["hook of 7"] == shared["hook of 9"] == [[True]] * 4
+    assert all("KeyError: 'each for itself'" in stderr for stderr, _ in shared["each_for_itself"])
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -111,7 +172,7 @@ def test_after_ctrl_c_there_is_one_line(job, alone):
             while True:
                 a @ a.redistribute(Layout.B)
         if rank == 1 or not {alone}:
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         solve()
     """)
     who, then = ("rank 1 was", "; ending the job.") if alone else ("ranks 0-2 were", "")

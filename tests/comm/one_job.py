@@ -1,0 +1,31 @@
+"""One job of several statements, in which no rank dies: its ranks say what they found, and tests read that."""
+
+import json
+
+from mpi_runner.script_job import ScriptJobs
+
+SAY = """
+    import json
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+
+    def say(name, *found):
+        print("said", json.dumps([name, comm.rank, found]))
+"""
+
+
+def said_by_ranks(folder, ranks, script, *args):
+    """Run the script, which calls say(name, ...) on every rank. Returns name -> what each rank said, in rank order, and
+    the job's stderr."""
+    jobs = ScriptJobs(folder)
+    try:
+        done = jobs.run(ranks, SAY + script, *args)
+    finally:
+        jobs.end()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("said ")]
+    said = {name: [] for name, _, _ in lines}
+    for name, _, found in sorted(lines, key=lambda line: line[1]):
+        said[name].append(found)
+    assert all(len(found) == ranks for found in said.values()), done.stdout
+    return said, done.stderr
