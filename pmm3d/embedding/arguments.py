@@ -1,4 +1,4 @@
-"""What a caller in C passes: addresses, characters and numbers, all of them integers here."""
+"""Arguments from C: addresses, characters and numbers, all passed as integers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...errors import DTypeError, GridError, LayoutError
-from ...layout import Layout
+from ..errors import DTypeError, GridError, LayoutError
+from ..layout import Layout
 
 TYPES = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
 REALS = {"float32": ctypes.c_float, "float64": ctypes.c_double, "complex64": ctypes.c_float,
@@ -21,7 +21,7 @@ NO_COMM = -1
 
 
 def communicator(handle: int) -> MPI.Intracomm:
-    """The caller's. Raises GridError."""
+    """Return the caller's communicator. Raises GridError."""
     comm = MPI.COMM_NULL if handle == NO_COMM else MPI.Comm.f2py(handle)
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise GridError("the communicator is MPI_COMM_NULL, or no intracommunicator of this process's MPI: pass one "
@@ -31,8 +31,7 @@ def communicator(handle: int) -> MPI.Intracomm:
 
 @contextmanager
 def errors_returned(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
-    """What is made of the communicator meanwhile returns MPI's errors, with which the caller's own may end the
-    process."""
+    """Make the communicator, and those created from it, return MPI errors. The caller's error handler may abort."""
     before = comm.Get_errhandler()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     try:
@@ -89,7 +88,7 @@ def shown(character: int) -> str:
 
 
 def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order: str) -> np.ndarray:
-    """The caller's memory as an array, nothing is copied. Raises LayoutError for a NULL pointer to elements."""
+    """View the caller's memory as an array, without a copy. Raises LayoutError for a NULL pointer to elements."""
     if 0 in shape:
         return np.empty(shape, dtype, order="F" if order == "F" else "C")
     check_address(name, address)
@@ -99,13 +98,13 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
 
 
 def box_at(address: int) -> list[int]:
-    """First row, end of the rows, first column and end of the columns of a block. Raises LayoutError."""
+    """Read the box of a block: row start, row end, column start, column end. Raises LayoutError."""
     check_address("box", address)
     return list((ctypes.c_int64 * 4).from_address(address))
 
 
 def scalar_at(name: str, address: int, dtype: str) -> Any:
-    """One element. Raises LayoutError."""
+    """Read one element. Raises LayoutError."""
     check_address(name, address)
     kind = REALS[dtype]
     if dtype.startswith("complex"):
@@ -114,7 +113,7 @@ def scalar_at(name: str, address: int, dtype: str) -> Any:
 
 
 class Pointer:
-    """Memory, as numpy's array interface has it."""
+    """Memory in the form of NumPy's array interface."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype):
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": dtype.str, "version": 3}

@@ -1,4 +1,4 @@
-"""What a caller in C knows by numbers."""
+"""Objects that a caller in C holds by number."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ...errors import LayoutError
-from ...product import BlacsContext, Descriptor, DistMatrix
+from ..errors import LayoutError
+from ..product import BlacsContext, Descriptor, DistMatrix
 from .arguments import array_at, check_address, letter, shown
 
 KEPT_DESCRIPTORS = 256
-"""Of a context; all go when there would be more."""
+"""Descriptors cached per context. One more empties the cache."""
 
 
 @runtime_checkable
 class Kept(Protocol):
-    """What a caller knows by a number."""
+    """An object that the caller holds by number."""
 
     def close(self) -> None: ...
 
 
 class Held:
-    """A matrix that the caller knows by a number."""
+    """A matrix that the caller holds by number."""
 
     def __init__(self, matrix: DistMatrix):
         self.matrix, self.grid = matrix, matrix.grid
 
     def close(self) -> None:
-        """The memory is the caller's, and nothing else is held."""
+        """Do nothing: the memory belongs to the caller."""
 
     def operand(self, op: int) -> DistMatrix:
         """op(A). Raises LayoutError."""
@@ -44,14 +44,14 @@ class Held:
 
 
 class LocalPart(NamedTuple):
-    """This rank's of a block-cyclic matrix."""
+    """This rank's part of a block-cyclic matrix."""
 
     descriptor: Descriptor
     local: np.ndarray
 
 
 class HeldContext:
-    """A context, and the descriptors that it was used with."""
+    """A BLACS context and its cached descriptors."""
 
     def __init__(self, context: BlacsContext):
         self.context, self.grid = context, context.grid

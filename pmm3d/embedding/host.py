@@ -1,4 +1,4 @@
-"""The calls of a C or Fortran program: objects by number, arguments as integers."""
+"""The calls of a C or Fortran program. Objects are numbers, arguments are integers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ...arrays.numpy_library import ADDRESSED
-from ...comm import Grid
-from ...comm.agreement import exchanged
-from ...errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
-from ...layout import Blocks, itemsize
-from ...product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul, pgemm, pgemr2d
+from ..arrays.numpy_library import ADDRESSED
+from ..comm import Grid
+from ..comm.agreement import exchanged
+from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
+from ..layout import Blocks, itemsize
+from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul, pgemm, pgemr2d
 from .arguments import (
     array_at,
     box_at,
@@ -30,11 +30,11 @@ from .held import Held, HeldContext, Kept, LocalPart
 
 CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
 OTHER = 8
-"""The codes of embed/pmm3d.h."""
+"""Error codes, as in embed/pmm3d.h."""
 
 
 class Answer(NamedTuple):
-    """code, whether all ranks have this error, its text, and up to four numbers."""
+    """The error code, whether all ranks have this error, its text, and up to four result numbers."""
 
     code: int
     everywhere: bool
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class Host:
-    """The objects of a caller, and what it does with them. Arguments are those of embed/pmm3d.h, addresses and
+    """The caller's objects and the operations on them. Arguments are those of embed/pmm3d.h, with addresses and
     characters as integers."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Host:
         self._last = 0
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
-        """A method by its name. Never raises."""
+        """Call a method by name. Never raises."""
         try:
             found: Callable[..., tuple[int, ...] | None] = getattr(self, name)
             return Answer(0, False, "", found(*arguments) or ())
@@ -259,7 +259,7 @@ class Host:
         return found
 
     def _grid_of(self, *numbers: int) -> Grid | None:
-        """That of the first matrix or context that there is."""
+        """Return the grid of the first number that is a matrix or a context, or None."""
         held = (self._objects.get(number) for number in numbers)
         return next((each.grid for each in held if isinstance(each, (Held, HeldContext))), None)
 
@@ -270,14 +270,14 @@ def described(found: object) -> str:
 
 
 def check_dims(rows: int, columns: int, size: int) -> None:
-    """Raises LayoutError for what no matrix of elements of that size has, as numbers of another size look."""
+    """Raise LayoutError for impossible sizes: negative, or more bytes than memory can address."""
     if min(rows, columns) < 0 or rows * columns * size >= ADDRESSED:
         raise LayoutError("a matrix has 0 rows and columns or more, as many as memory can have; got "
                           f"{rows} x {columns}")
 
 
 def refuse(grid: Grid | None, what: str, error: Exception) -> NoReturn:
-    """Raise it on all ranks of the grid, which are in that operation; where no grid is known, here."""
+    """Raise the error on all ranks of the grid, which are in this operation; without a grid, on this rank only."""
     if grid is not None:
         with grid.together(what, always=True):
             raise error
