@@ -12,7 +12,7 @@ corrupt   a byte of the data set or of a checkpoint is another, or the file is c
 ranks     fewer than the grid needs, or the launcher of another MPI
 asleep    a rank, or all ranks, sleep for longer than the limit in code of the user's; the job is to go on
 pipe      the data file is a named pipe
-network   the link of one of two virtual nodes is cut (apps/cluster.py; needs root)
+network   the link of one of two virtual nodes is cut (tests/cluster/cluster.py; needs root)
 
 Each job must end by itself (one that is still there after 90 s is a silent hang), name the rank and the cause, and end
 with the documented exit code. Its checkpoints must have their checksums and be all there. Then it is started again

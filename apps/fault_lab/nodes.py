@@ -1,4 +1,4 @@
-"""Faults between nodes: two virtual ones (apps/cluster.py), of which one loses its link. Loss of packets needs a
+"""Faults between nodes: two virtual ones (tests/cluster/cluster.py), of which one loses its link. Loss of packets needs a
 kernel with netem or nftables, which is not assumed."""
 
 import shutil

