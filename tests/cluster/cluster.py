@@ -190,7 +190,7 @@ class Cluster(NamedTuple):
 
 
 def started(pid: int) -> str | None:
-    """Start time of a running process in clock ticks. It distinguishes the process from a later one with the same id."""
+    """Start time of a running process in clock ticks. It tells the process from a later one with its id."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state == "Z" else fields[18]
@@ -234,7 +234,7 @@ def down(options: argparse.Namespace) -> int:
 def found(name: str) -> Cluster:
     if cluster := standing(name):
         return cluster
-    raise ClusterError(f"no cluster {name!r} is up; python tests/cluster/cluster.py up --nodes 4 --rate 4gbit makes one")
+    raise ClusterError(f"no cluster {name!r} is up; start one: python tests/cluster/cluster.py up --nodes 4")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""Faults of disks: one that is full while a checkpoint is written, and bytes that are not what was written."""
+"""Faults of disks: a full disk while a checkpoint is written, and damaged files."""
+
+from __future__ import annotations
 
 import os
 import shutil
@@ -22,7 +24,7 @@ LIMITED = (r"(?P<rank>rank \d+)[^\n]*File too large",)
 
 @contextmanager
 def small_disk() -> Iterator[Path]:
-    """A file system of DISK bytes in memory; needs root."""
+    """Mount a file system of DISK bytes in memory. Needs root."""
     with tempfile.TemporaryDirectory(prefix="faults-disk-") as folder:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], check=True)
         try:
@@ -39,11 +41,16 @@ def disks_can_be_made() -> bool:
 
 
 def disk_full(lab: Lab) -> Outcome:
-    """A disk that fills up while the run goes on; or, without root, or by chance, a limit of the size of files on one
-    rank (ulimit -f), which is another error ("File too large") at the same places."""
+    """A disk becomes full during the run. Without root, and in a quarter of the cases, one rank's files are limited
+    instead (ulimit -f): another error ("File too large") at the same places."""
     if disks_can_be_made() and lab.random.random() < 0.75:
         with small_disk() as disk:
             return _filled(lab, disk)
+    return files_limited(lab)
+
+
+def files_limited(lab: Lab) -> Outcome:
+    """The size of a rank's files is limited when it writes a checkpoint."""
     run, step = lab.run(own_loop=True), lab.random.choice((2, 5, 8, 11))
     writers = lab.reference(run).checkpoints()[-1].glob("rank-*.h5")
     victim = lab.random.choice([int(path.stem[5:]) for path in writers])
@@ -54,7 +61,7 @@ def disk_full(lab: Lab) -> Outcome:
 
 
 def _filled(lab: Lab, disk: Path) -> Outcome:
-    """Filled when some checkpoints are there, all of it or all but a few pages; again if the run had ended by then."""
+    """Fill the disk, or all but a few pages, after some checkpoints. Repeat if the run ended first."""
     while True:
         run = lab.run(folder=disk)
         job = run.start({"PMM3D_TIMEOUT": LONG})
@@ -73,7 +80,7 @@ def _filled(lab: Lab, disk: Path) -> Outcome:
 
 
 def named_pipe(lab: Lab) -> Outcome:
-    """A data file, or the configuration, that is a named pipe."""
+    """The data file is a named pipe."""
     run = lab.run()
     run.file = lab.folder / f"{run.name}.h5"
     os.mkfifo(run.file)
@@ -85,16 +92,23 @@ def named_pipe(lab: Lab) -> Outcome:
 
 
 def corrupt_block(lab: Lab) -> Outcome:
-    """The second half of a run, with a byte of its data, or of its newest checkpoint, that is not what was written."""
+    """A run is resumed after a byte of its data or of its newest checkpoint has changed."""
     what = lab.random.choice(("block of the data", "data cut short", "checkpoint"))
+    if what == "checkpoint":
+        return damaged_checkpoint(lab)
+    return _damaged_data(lab, _half_done(lab), what)
+
+
+def _half_done(lab: Lab) -> Run:
+    """A run with the last but one and the last but two checkpoint of its reference."""
     run = lab.run()
     for path in lab.reference(run).checkpoints()[-3:-1]:
         shutil.copytree(path, run.folder / "checkpoints" / path.name)
-    return _damaged_checkpoint(lab, run) if what == "checkpoint" else _damaged_data(lab, run, what)
+    return run
 
 
 def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
-    """HDF5 with checksums (fletcher32), of which one byte is another; or a file that is shorter than it was."""
+    """Change a byte of an HDF5 file with checksums (fletcher32), or cut the file short."""
     run.file = lab.folder / f"{run.name}.h5"
     shutil.copy(lab.chunked_file, run.file)
     if what == "data cut short":
@@ -103,7 +117,7 @@ def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
     else:
         with h5py.File(lab.chunked_file) as file:
             data = file["x"]
-            used_chunks = data.shape[0] * 9 // 10 // data.chunks[0]  # of the rows, nine tenths are trained on
+            used_chunks = data.shape[0] * 9 // 10 // data.chunks[0]  # the last tenth of the rows is for validation
             chunk = data.id.get_chunk_info(lab.random.randrange(used_chunks))
         at = chunk.byte_offset + lab.random.randrange(chunk.size)
         change_byte(run.file, at, lab)
@@ -114,8 +128,9 @@ def _damaged_data(lab: Lab, run: Run, what: str) -> Outcome:
                      Expected(causes, None, (2,), everyone=" ranks. " not in ending.output))
 
 
-def _damaged_checkpoint(lab: Lab, run: Run) -> Outcome:
-    """The newest checkpoint is passed over, and the run goes on from the one before it: this start is to succeed."""
+def damaged_checkpoint(lab: Lab) -> Outcome:
+    """A byte of the newest checkpoint has changed. The run must resume from the checkpoint before it."""
+    run = _half_done(lab)
     newest = run.checkpoints()[-1]
     file = lab.random.choice(sorted(newest.iterdir()))
     at = lab.random.randrange(file.stat().st_size)

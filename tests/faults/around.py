@@ -1,20 +1,18 @@
-"""Faults around a training that is under way: of its folder, its data, its terminal. Nothing may be lost."""
+"""Faults around a training: of its folder, its data, its terminal. No result may be lost."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fault_lab.jobs import Job
-from fault_lab.lab import contents
-
 from .files import configured, samples
-from .trial import FINISHED, NOT_FINISHED, REFUSED, Verdict, said_wrongly
+from .jobs import Job, command
+from .judgement import FINISHED, NOT_FINISHED, REFUSED, Outcome, refused
+from .lab import contents
 
 RANKS, EPOCHS = 2, 12
 CHANGES = {"training": {"epochs": str(EPOCHS), "checkpoint_every": "9", "keep": "3"}}
@@ -24,7 +22,7 @@ from pmm3d import nn
 
 
 class Spoiled(nn.Module):
-    """The identity, whose gradient is not a number from the 30th backward pass on."""
+    """The identity. From the 30th backward pass on its gradient is NaN."""
 
     def __init__(self, grid):
         self.grid, self.passes = grid, 0
@@ -43,17 +41,23 @@ def build(grid, features, outputs):
 '''
 
 
+Strike = Callable[[Path, "Job | None"], object]
+
+
 @dataclass(frozen=True)
 class Fault:
-    """name     for the table
-    strike   what happens, in the working folder: before the start, or (during) once there is a checkpoint
-    says     regular expression, some of what must be said;   code: the exit code that is right
-    same     whether it ends with the bits of a run that is not disturbed, at once or when it is started again
-    mend     what people do before they start it again
+    """A fault around a training.
+
+    name    for the table
+    strike  the fault, in the working folder: before the start, or (during) after the first checkpoint
+    says    regular expression that the output must match
+    code    expected exit code
+    same    the run must end with the bits of the undisturbed run, at once or after a restart
+    mend    repair before the restart
     """
 
     name: str
-    strike: Callable[[Path, Job | None], object]
+    strike: Strike
     says: str
     code: int = FINISHED
     during: bool = True
@@ -62,51 +66,44 @@ class Fault:
     mend: Callable[[Path], object] = lambda folder: None
 
 
-def suffered(fault: Fault, folder: Path, expected: dict[str, bytes] | None) -> tuple[Verdict, dict[str, bytes]]:
-    """A training with the fault, and the bits that it ended with. Started again without it, it must end well."""
+def suffered(fault: Fault, folder: Path, expected: dict[str, bytes] | None) -> tuple[Outcome, dict[str, bytes]]:
+    """Run a training with the fault, then restart it without. Return the outcome and the final bits."""
     folder.mkdir()
     samples(folder / "data.h5")
-    configured(folder, CHANGES)
+    configured(folder / "config.toml", CHANGES)
     if not fault.during:
         fault.strike(folder, None)
-    job = started(folder, "first", fault.environ, "--resume", "auto")
+    job = started(folder, "first", fault.environ)
     if fault.during and job.until(lambda: any((folder / "runs/a/checkpoints").glob("step-*/checkpoint.h5"))):
         fault.strike(folder, job)
-    ending = job.end()
-    verdict = Verdict("train", fault.name, ending.code, output=ending.output[-3000:])
-    if ending.code != fault.code:
-        verdict.wrong.append("a silent hang" if ending.code is None else f"exit code {ending.code}")
-    verdict.wrong += said_wrongly(ending.output, fault.says)
+    outcome = refused("around", fault.name, job.end(), fault.says, fault.code)
     final = {}
     if fault.same:
         fault.mend(folder)
-        again = started(folder, "again", {}, "--resume", "auto").end()
-        if again.code != FINISHED:
-            verdict.wrong.append(f"started again, it ended with {again.code}: {again.output[-500:]}")
+        again = started(folder, "again", {}).end()
+        outcome.note("result", again.code == FINISHED, f"the restart ended with {again.code}: {again.output[-500:]}")
         final = last_bits(folder)
-        if expected is not None and final != expected:
-            verdict.wrong.append("ends with other weights than undisturbed")
-    return verdict, final
+        outcome.note("result", expected is None or final == expected, "ends with other weights than undisturbed")
+    return outcome, final
 
 
-def started(folder: Path, name: str, environ: Mapping[str, str], *arguments: str) -> Job:
-    """A training, in the working folder."""
-    program = ["-m", "pmm3d", "train", "config.toml", *arguments]
-    launcher = ["env", "-C", str(folder), sys.executable, "-m", "pmm3d.launcher", "-n", str(RANKS)]
-    return Job(RANKS, program, folder / f"{name}.log", environ, folder / "no-mark", launcher)
+def started(folder: Path, name: str, environ: Mapping[str, str]) -> Job:
+    """Start a training in the working folder."""
+    program = ["-m", "pmm3d", "train", "config.toml", "--resume", "auto"]
+    return Job(command(RANKS, program), folder / f"{name}.log", environ, folder=folder, ranks=RANKS)
 
 
 def last_bits(folder: Path) -> dict[str, bytes]:
-    """Of the newest checkpoint."""
+    """The matrices of the newest checkpoint."""
     paths = sorted((folder / "runs/a/checkpoints").glob("step-*/checkpoint.h5"))
     return contents(paths[-1]) if paths else {}
 
 
-def in_run(change: Callable[[Path], object]) -> Callable[[Path, Job | None], object]:
+def in_run(change: Callable[[Path], object]) -> Strike:
     return lambda folder, job: change(folder / "runs/a")
 
 
-def replaced_by_folder(name: str) -> Callable[[Path, Job | None], object]:
+def replaced_by_folder(name: str) -> Strike:
     def change(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
         (run / name).mkdir(parents=True)
@@ -131,7 +128,7 @@ def linked_checkpoint(run: Path) -> None:
 
 
 def overwritten(folder: Path, job: Job | None) -> None:
-    """In place, of the same size, by what knows nothing of HDF5's locks; put right again once the job has ended."""
+    """Overwrite the data in place without HDF5's locks. Restore them after the end of the job."""
     shutil.copy(folder / "data.h5", folder / "good.h5")
     samples(folder / "other.h5", seed=1)
     with open(folder / "data.h5", "r+b") as file:
@@ -149,18 +146,18 @@ def cut_short(folder: Path, job: Job | None) -> None:
     os.replace(folder / "good.h5", folder / "data.h5")
 
 
-def signalled(number: signal.Signals) -> Callable[[Path, Job | None], object]:
+def signalled(number: signal.Signals) -> Strike:
     return lambda folder, job: job is not None and job.strike(number, 1, 0.0)
 
 
-def broken(package: str, text: str) -> tuple[Callable[[Path, Job | None], object], Mapping[str, str]]:
-    """A package that does something else when it is imported, in front of all others."""
+def broken(package: str, text: str) -> tuple[Strike, Mapping[str, str]]:
+    """A package that replaces an installed one."""
     return lambda folder, job: (folder / f"shims/{package}").mkdir(parents=True) or (
         folder / f"shims/{package}/__init__.py").write_text(text), {"PYTHONPATH": "shims"}
 
 
 def without_master(folder: Path, job: Job | None) -> None:
-    """The job is killed, and the newest checkpoint loses its first file."""
+    """Kill the job and remove the first file of its newest checkpoint."""
     if job is not None and job.strike(signal.SIGKILL, 0, 0.0):
         job.process.wait(60)
     (max((folder / "runs/a/checkpoints").glob("step-*")) / "checkpoint.h5").unlink()
@@ -168,14 +165,14 @@ def without_master(folder: Path, job: Job | None) -> None:
 
 def spoiled_gradient(folder: Path, job: Job | None) -> None:
     (folder / "model.py").write_text(MODEL)
-    configured(folder, {**CHANGES, "network": {"build": '"model.py:build"', "hidden": ""},
+    configured(folder / "config.toml", {**CHANGES, "network": {"build": '"model.py:build"', "hidden": ""},
                         "optimizer": {"clip": ""}})
 
 
 NO_PICTURES, NO_MATPLOTLIB = broken("matplotlib", 'raise ImportError("no room for it")\n')
 SLOW_PICTURES, SLOW_MATPLOTLIB = broken("matplotlib", 'import time\ntime.sleep(12)\nraise ImportError("too slow")\n')
 FAULTS = [
-    Fault("none: the run that the others are compared with", lambda folder, job: None, "loss"),
+    Fault("none: the others are compared with this run", lambda folder, job: None, "loss"),
     Fault("metrics.jsonl becomes a folder", replaced_by_folder("metrics.jsonl"), "metrics.jsonl",
           mend=lambda folder: (folder / "runs/a/metrics.jsonl").rmdir()),
     Fault("metrics.jsonl gets a line that is not UTF-8", in_run(not_utf8), "metrics.jsonl"),

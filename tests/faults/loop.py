@@ -1,7 +1,7 @@
-"""What the ranks run where `pmm3d train` offers no place for a mistake: a loop of one's own, with one mistake in it.
+"""A user's training loop with a mistake, for faults that `pmm3d train` has no place for.
 
-Trains a small network, checks a product in every step against numpy, and writes a checkpoint every third step. The
-argument is JSON; if its "fault" is null nothing goes wrong. It goes on from the newest checkpoint.
+It trains a small network, compares a product with numpy in every step, and writes a checkpoint every third step. It
+resumes from the newest checkpoint. The argument is JSON: the key "fault" is null, or describes the mistake.
 """
 
 import builtins
@@ -23,22 +23,22 @@ from pmm3d.nn import optim
 
 STEPS, LARGE = 12, 3000
 ASLEEP = 8.0
-"""Seconds that a rank sleeps, or all ranks at once."""
+"""Seconds of sleep, longer than the timeout."""
 HEADROOM = 2**23
-"""Bytes of address space that are left to the victim: less than any of the large arrays takes on a rank."""
+"""Bytes of address space that remain: fewer than any of the large arrays needs on a rank."""
 
 
 class Mistake(Exception):
-    """One of the user's own."""
+    """An exception class of the user."""
 
 
 class Leave(Exception):
-    """This rank goes on behind what the others are about to do, silently."""
+    """This rank silently skips what the others do next."""
 
 
 @dataclass
 class Fault:
-    """Happens once: on the victim (what all do differently for it: on all ranks), in a step, at a point of the loop."""
+    """A mistake that happens once, in a step, at a point of the loop. Some mistakes need all ranks to take part."""
 
     mark: Path
     name: str = ""
@@ -64,7 +64,7 @@ def raise_error(kind: str, is_victim: bool, grid: Grid) -> None:
 
 
 def exhaust_memory(what: str, is_victim: bool, grid: Grid) -> None:
-    """All make something large, for which the victim has no room."""
+    """All ranks allocate a large array. The victim has no memory for it."""
     make = lambda seed, layout: DistMatrix.random(grid, (LARGE, LARGE), seed=seed, layout=layout)
     operands = [make(1, Layout.A), make(2, Layout.B)] if what == "product" else []
     if is_victim:
@@ -106,7 +106,7 @@ def call_none(what: str, is_victim: bool, grid: Grid) -> None:
 
 
 def limit_files(what: str, is_victim: bool, grid: Grid) -> None:
-    """From here on the victim's files may not grow beyond a few bytes."""
+    """Limit the victim's files to a few bytes."""
     if is_victim:
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
 
@@ -119,7 +119,7 @@ def integers(shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def check_product(grid: Grid, step: int) -> None:
-    """A product that must be exact; what is wrong is said, whatever else happens."""
+    """Compute a product that must be exact. Print a line if it is wrong."""
     a, b = integers((17, 13), step), integers((13, 11), step)
     c = (DistMatrix.from_global(grid, a) @ DistMatrix.from_global(grid, b, layout=Layout.B)).gather()
     if not np.array_equal(c, a @ b):
@@ -163,6 +163,7 @@ def main() -> None:
     folder = Path(config["folder"])
     fault = Fault(folder / "fault", **config["fault"] or {})
     fault.now = fault.step  # before the first step
+    MPI.COMM_WORLD.Barrier()  # imports take longer on some ranks: not part of a short timeout
     fault.at("begin")
     with Grid(MPI.COMM_WORLD, config["shape"], config["data"]) as grid:
         with suppress(Leave):

@@ -1,19 +1,52 @@
-"""Inputs that make no sense, for train, convert, export, predict and report: each must be refused, or said."""
+"""Hostile inputs to train, convert, export, predict and report. Each must be refused or reported, and harm no file."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from .files import Sections, configured, samples, trained, training, with_record
-from .trial import FINISHED, REFUSED, Case
+from .files import Arguments, Sections, configured, samples, trained, training, with_record
+from .jobs import Job, command
+from .judgement import FINISHED, REFUSED, Outcome, check_files, fingerprints, refused
 
 TABLE = "a,b,kind\n1,2,cat\n3,4,dog\n5,6,cat\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A hostile input to a command.
+
+    prepare  makes the files in an empty folder, the working folder; returns the arguments of pmm3d
+    says     regular expression that the output must match: the cause, and the remedy if there is one
+    code     expected exit code
+    ranks    0: without mpiexec
+    """
+
+    command: str
+    name: str
+    prepare: Callable[[Path], Arguments]
+    says: str
+    code: int = REFUSED
+    ranks: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def tried(case: Case, folder: Path) -> Outcome:
+    """Run the command in a new folder. Check its end, its message and the files."""
+    folder.mkdir()
+    arguments = case.prepare(folder)
+    before = dict(fingerprints(folder))
+    line = command(case.ranks, ["-m", "pmm3d", *arguments])
+    ending = Job(line, folder.with_suffix(".log"), case.environ, folder=folder).end()
+    outcome = refused(case.command, case.name, ending, case.says, case.code)
+    check_files(outcome, folder, before)
+    return outcome
 
 
 def train(name: str, says: str, changes: Sections | None = None, *arguments: str,
@@ -23,19 +56,19 @@ def train(name: str, says: str, changes: Sections | None = None, *arguments: str
 
 def resumed(name: str, says: str, changes: Sections, first: Callable[[Path], object] = lambda folder: None,
             code: int = REFUSED) -> Case:
-    """A training that goes on from a checkpoint which belongs to another one."""
+    """A training that is resumed from the checkpoint of a different one."""
 
-    def prepare(folder: Path) -> Sequence[str | Path]:
+    def prepare(folder: Path) -> Arguments:
         trained(folder)
         first(folder)
-        configured(folder, {"training": {"epochs": "3"}, **changes})
+        configured(folder / "config.toml", {"training": {"epochs": "3"}, **changes})
         return "train", "config.toml", "--resume", "auto"
 
     return Case("train", name, prepare, says, code, ranks=2)
 
 
 def without_file(name: str, says: str, first: Callable[[Path], object], *config: str) -> Case:
-    def prepare(folder: Path) -> Sequence[str | Path]:
+    def prepare(folder: Path) -> Arguments:
         samples(folder / "data.h5")
         first(folder)
         return "train", *(config or ("config.toml",))
@@ -44,7 +77,7 @@ def without_file(name: str, says: str, first: Callable[[Path], object], *config:
 
 
 def data(name: str, says: str, change: Callable[[h5py.File], object], code: int = REFUSED) -> Case:
-    """Of data whose file was opened again, and changed."""
+    """A training whose data file was changed."""
 
     def spoil(folder: Path) -> None:
         with h5py.File(folder / "data.h5", "r+") as file:
@@ -103,7 +136,7 @@ TRAIN = [
     without_file("the configuration is a folder", "is a directory|not a regular file", lambda folder: None, "."),
     without_file("the configuration is a named pipe", "named pipe", lambda folder: os.mkfifo(folder / "config.toml")),
     without_file("the configuration is no TOML", "is not TOML",
-                 lambda folder: configured(folder, text="[data\nfile = data.h5")),
+                 lambda folder: (folder / "config.toml").write_text("[data\nfile = data.h5")),
     without_file("the configuration is UTF-16", "is not TOML",
                  lambda folder: (folder / "config.toml").write_bytes("[data]".encode("utf-16"))),
     train("an unknown key", "unknown key optimizer.leraning_rate", {"optimizer": {"leraning_rate": "1"}}),
@@ -152,9 +185,9 @@ TRAIN = [
 
 def convert(name: str, says: str, content: str | bytes | None, *arguments: str,
             first: Callable[[Path], object] = lambda folder: None, source: str = "x.csv") -> Case:
-    """From x.csv with that content (None: not there) to x.h5."""
+    """Convert x.csv with this content (None: no file) to x.h5."""
 
-    def prepare(folder: Path) -> Sequence[str | Path]:
+    def prepare(folder: Path) -> Arguments:
         if content is not None:
             (folder / source).write_bytes(content if isinstance(content, bytes) else content.encode())
         first(folder)
@@ -187,9 +220,9 @@ CONVERT = [
 
 def of_a_run(command: str, name: str, says: str, *arguments: str, spoil: Callable[[Path], object] = lambda run: None,
              code: int = REFUSED, ranks: int = 1) -> Case:
-    """export, predict or report of runs/a."""
+    """Call export, predict or report on runs/a, after a change to that run."""
 
-    def prepare(folder: Path) -> Sequence[str | Path]:
+    def prepare(folder: Path) -> Arguments:
         spoil(trained(folder))
         return command, *(arguments or ("runs/a", "net.safetensors"))
 
@@ -201,7 +234,7 @@ def newest(run: Path) -> Path:
 
 
 def climbing(run: Path) -> None:
-    """The manifest of the newest checkpoint names files outside of its folder; its checksums are right."""
+    """Make the manifest of the newest checkpoint name a file outside of its folder, with right checksums."""
     from pmm3d.io.disk import checksums
 
     folder = newest(run)
@@ -243,7 +276,7 @@ Change = Callable[[dict[str, object]], object]
 
 
 def report(name: str, change: Change) -> Case:
-    return Case("report", name, with_record(change), "wrote|run.json", FINISHED)
+    return of_a_run("report", name, "wrote|run.json", "runs/a", spoil=with_record(change), code=FINISHED, ranks=0)
 
 
 def metrics(name: str, spoil: Callable[[Path], object]) -> Case:
