@@ -148,7 +148,7 @@ def raising(lab: Lab) -> Outcome:
 def out_of_memory(lab: Lab) -> Outcome:
     """The address space of a rank is exhausted."""
     what = lab.random.choice(("operand", "product", "network"))
-    causes = (r"OutOfMemoryError: (?P<rank>rank \d+) \(host \S+\) is out of memory: Unable to allocate [\d.]+ MiB.*?"
+    causes = (r"OutOfMemoryError[:.] (?P<rank>rank \d+) \(host \S+\) is out of memory: Unable to allocate [\d.]+ MiB.*?"
               r"Predicted for a rank: \w+",)
     return mistake(lab, "out of memory", f"memory: {what}", ("batch", "backward", "save"), causes, (1,))
 
