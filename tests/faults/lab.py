@@ -158,7 +158,7 @@ class Lab:
                 run.own_loop and 0 not in expected.codes and re.search("^finished", ending.output, re.M)):
             outcome.note("result", False, "a wrong result, or success in spite of the fault")
         check_checkpoints(run, ending.output, outcome)
-        expected_bits, resumed = self.reference(run).final(), run.start().end()
+        expected_bits, resumed = self.reference(run).final(), run.start().end(3 * PATIENCE)
         if resumed.code != 0:
             outcome.note("result", False, f"the resumed run ended with {resumed.code}: {resumed.output[-1500:]}")
         else:

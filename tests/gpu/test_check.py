@@ -73,8 +73,9 @@ def test_a_library_that_works():
 def run_check(tmp_path, *options):
     """Run the command on this host. Return its outcomes by name, and report.md."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, check.__file__, *options, "--small", "--mpiexec", LAUNCHER, "--report",
-                           str(tmp_path / "report")], capture_output=True, text=True, timeout=900, env=environ)
+    options = [*options, "--small", "--mpiexec", LAUNCHER, "--report", str(tmp_path / "report"), "--budget", "800"]
+    done = subprocess.run([sys.executable, check.__file__, *options], capture_output=True, text=True, timeout=900,
+                          env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "report" / "report.json").read_text())
     assert document["facts"]["versions"]["numpy"] and "MPI" in document["facts"]

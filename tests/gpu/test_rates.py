@@ -26,7 +26,8 @@ def wanted(share, least):
     assert least is None or share >= least, f"{share:.3f} of the rate; wanted: at least {least:g}"
 
 
-@cases("library,precision", common, of=TORCHS if ON_HOST else LIBRARIES)
+@cases("library,precision", lambda library: common(library) if on_device(library) else ("float32",),
+       of=TORCHS if ON_HOST else LIBRARIES)
 @ranks(1)
 def test_rate(comm, library, precision, result):
     """`pmm3d bench --reference`: a product beside torch.matmul. Without torch: beside the library's own matmul."""
