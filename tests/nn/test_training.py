@@ -1,10 +1,7 @@
 """`pmm3d train` as a user runs it: what it writes, how it resumes, and what it says of mistakes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 
@@ -148,17 +145,6 @@ def test_nothing_to_resume_begins_anew(runs):
 def test_show_prints_every_default(runs):
     done = runs.train(runs.config(), "--show", ranks=1)
     assert tomllib.loads(done.stdout)["optimizer"]["kind"] == "adamw"
-
-
-def test_kill_9_at_random_moments(runs):
-    """Two of the kills of apps/kill_resume.py, which makes twenty."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PMM3D_")}
-    done = subprocess.run([sys.executable, "apps/kill_resume.py", "--kills", "2", "--epochs", "10", "--longest", "6"],
-                          capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 kills" in done.stdout and "all bitwise" in done.stdout
-    differences = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if "resumed on" in line]
-    assert len(differences) == 3 and max(differences) < 1e-11
 
 
 @pytest.fixture

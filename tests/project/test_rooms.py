@@ -14,7 +14,7 @@ from loops import given
 import pmm3d
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "torch", "tools")
+ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "torch", "tools", "embedding")
 PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.exchange",
           "pmm3d.nn.training")
 

@@ -1,4 +1,4 @@
-"""Slurm on the virtual nodes of apps/cluster.py: munged and slurmctld at the switch, a slurmd on each node.
+"""Slurm on the virtual nodes of tests/cluster/cluster.py: munged and slurmctld at the switch, a slurmd on each node.
 
 Everything runs in the cluster's own process and network namespaces, with sockets, keys and logs in one folder: another
 munged or another Slurm on this machine is not touched, and all ends with the process that made it, however that ends.
@@ -56,8 +56,8 @@ NODE = "NodeName=node{node} NodeAddr={address} CPUs={cpus} CoresPerSocket={cpus}
 
 
 def virtual_nodes():
-    """apps/cluster.py as a module."""
-    spec = importlib.util.spec_from_file_location("cluster", ROOT / "apps" / "cluster.py")
+    """Load tests/cluster/cluster.py as a module. The second Slurm of a test has no tests/ on its path."""
+    spec = importlib.util.spec_from_file_location("cluster", ROOT / "tests" / "cluster" / "cluster.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -15,11 +15,8 @@ import h5py
 import numpy as np
 import psutil
 import pytest
+from faults.lab import contents
 from slurm_cluster import ROOT
-
-sys.path.insert(0, str(ROOT / "apps"))
-
-from fault_lab.lab import contents  # noqa: E402
 
 TRAIN = ROOT / "jobs" / "train.sbatch"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")

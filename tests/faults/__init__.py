@@ -1,0 +1,1 @@
+"""Two catalogues of faults: faults injected into running jobs, and hostile inputs to the commands."""
