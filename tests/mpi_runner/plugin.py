@@ -34,7 +34,7 @@ def _counts(text: str) -> set[int]:
 def pytest_configure(config):
     config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
-    config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
+    config.addinivalue_line("markers", "thorough(reason, ranks=...): only with --all; with ranks, only on these counts")
     config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if _rank_plugin(config) is None:
@@ -120,13 +120,18 @@ def _rank_counts(mark) -> list[int]:
     return list(counts)
 
 
+def _is_thorough(item) -> bool:
+    mark, count = item.get_closest_marker("thorough"), outer.rank_count(item)
+    return mark is not None and count in mark.kwargs.get("ranks", [count])
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests in one process first, then rank count by rank count, otherwise in the order written."""
     if not config.getoption("all_tests"):
-        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        thorough = [item for item in items if _is_thorough(item)]
         config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
+        items[:] = [item for item in items if not _is_thorough(item)]
     only = config.getoption("ranks")
     if only is not None:
         config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) not in only])
